@@ -1,0 +1,1 @@
+"""Shared nouns: requests, step plans, configuration, errors; no numerics."""

@@ -1,0 +1,33 @@
+"""The environment variables that Twostroke reads: all of them, here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Return the folder for downloaded models and measured machine facts.
+
+    `TWOSTROKE_CACHE` if set, else `$XDG_CACHE_HOME/twostroke`, else `~/.cache/twostroke`.
+    """
+    if path := os.environ.get("TWOSTROKE_CACHE"):
+        return Path(path).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "twostroke"
+
+
+def cpu_level() -> str | None:
+    """Return the instruction-set level forced by `TWOSTROKE_CPU_LEVEL`, or None for automatic."""
+    return os.environ.get("TWOSTROKE_CPU_LEVEL") or None
+
+
+def num_threads() -> str | None:
+    """Return `TWOSTROKE_NUM_THREADS`, unparsed, or None for one thread per available core."""
+    return os.environ.get("TWOSTROKE_NUM_THREADS") or None
+
+
+def native_dir() -> Path | None:
+    """Return the folder of native libraries forced by `TWOSTROKE_NATIVE_DIR`, or None."""
+    path = os.environ.get("TWOSTROKE_NATIVE_DIR")
+    return Path(path) if path else None

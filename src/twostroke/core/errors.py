@@ -1,0 +1,109 @@
+"""Errors that a user can act on: each says what was wrong, the limit, and the knob to turn."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class TwostrokeError(Exception):
+    """The root of every error that Twostroke raises on purpose.
+
+    `exit_code` is what the command line exits with, `http_status` what the server answers,
+    `code` a short machine-readable word (OpenAI's `error.code`) and `param` the field at fault.
+    """
+
+    exit_code = 1
+    http_status = 500
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class UsageError(TwostrokeError):
+    """A wrong option or value on the command line or in the Python interface."""
+
+    exit_code = 2
+    http_status = 400
+    code = "invalid_value"
+
+
+class ModelNotFoundError(TwostrokeError):
+    """No model by that name or path."""
+
+    exit_code = 3
+    http_status = 404
+    code = "model_not_found"
+
+
+class ModelFormatError(TwostrokeError):
+    """A model file that is truncated, damaged, or of a kind that cannot be read."""
+
+    exit_code = 4
+    http_status = 500
+    code = "model_format"
+
+
+class DownloadError(TwostrokeError):
+    """A model could not be fetched whole: network, disk, or checksum."""
+
+    exit_code = 5
+
+
+class MemoryLimitError(TwostrokeError):
+    """Weights and key-value pages do not fit into memory."""
+
+    exit_code = 6
+    code = "insufficient_memory"
+
+
+class PortInUseError(TwostrokeError):
+    """The server's address is taken or cannot be bound."""
+
+    exit_code = 7
+
+
+class BackendError(TwostrokeError):
+    """The compute backend is missing, broken, or cannot run on this machine."""
+
+    exit_code = 8
+
+
+class RequestError(TwostrokeError):
+    """A request with a wrong value; the engine stays as it was."""
+
+    exit_code = 2
+    http_status = 400
+    code = "invalid_value"
+
+
+class ContextLengthError(RequestError):
+    """A prompt, or a prompt with its answer, that can never fit."""
+
+    code = "context_length_exceeded"
+
+
+class OverloadedError(TwostrokeError):
+    """The queue is full; the same request may be accepted later."""
+
+    http_status = 429
+    code = "overloaded"
+
+
+class EngineStoppedError(TwostrokeError):
+    """The engine was shut down, or died, before the request was done."""
+
+    http_status = 503
+    code = "engine_stopped"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string."""
+    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{matches[0]}'?" if matches else ""
