@@ -1,0 +1,81 @@
+"""A request: its tokens, and how many of them are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.core.sampling import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the context was reached
+    CANCEL = "cancel"  # the caller went away or asked
+    ERROR = "error"  # the engine failed under it
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens on its way through the engine.
+
+    There are no phases: a step computes a slice `tokens[num_computed:num_computed + count]`,
+    and a request whose `num_computed` has caught up with all but its last token is what others
+    call decoding. The scheduler alone changes a request after it was added.
+
+    Attributes:
+        tokens: prompt followed by output.
+        num_prompt: how many of `tokens` are prompt.
+        seed: the seed that was drawn or given; row `i` of the output uses counter `i`.
+        end_ids: tokens that end the request (empty under `ignore_eos`), stop ids included.
+        pages: ids of the key-value pages that hold `tokens[:num_computed]`, in order.
+        num_cached: prompt tokens found in the prefix cache when it was first admitted.
+        salt: separates the prefix cache of one tenant from another's.
+        arrival_s: when it was added, on the engine's monotonic clock.
+    """
+
+    id: str
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    tenant: str = ""
+    salt: bytes = b""
+    arrival_s: float = 0.0
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that were given."""
+        return self.tokens[: self.num_prompt]
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens that were generated."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens are not computed yet; 0 only once it is finished."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None

@@ -1,0 +1,85 @@
+"""One step of the engine: what is to be computed, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One request's share of a step: compute `request.tokens[start:start + count]`.
+
+    The keys and values of these tokens go to `request.pages`, which already reach far enough.
+    `samples` says that the last row is the request's newest token, so that a token is drawn
+    from its logits.
+    """
+
+    request: Request
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Who computes which of their tokens in this step.
+
+    `preempted` lost their pages to make room and wait again; they are not in `slices`.
+    """
+
+    slices: tuple[Slice, ...]
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """How many tokens the step computes."""
+        return sum(s.count for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural) of one generated token, from the unmodified distribution."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the backend drew: one token for each slice that samples, in the plan's order.
+
+    `logprobs[i]` is None unless the request asked. `elapsed_s` is the whole call, `kernel_s`
+    the part of it inside kernels; both 0.0 where the backend does not measure.
+    """
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    elapsed_s: float = 0.0
+    kernel_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step brought one request: new tokens, and perhaps its end."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """Logits of every row of one sequence, for evaluation.
+
+    `logits` is float32 of shape (rows, vocab_size).
+    """
+
+    logits: NDArray[np.float32] = field(repr=False)
