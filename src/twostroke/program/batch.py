@@ -1,0 +1,42 @@
+"""The shape of a step's work: how many rows, each behind how much context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What `cost` needs to know of a step.
+
+    `spans` holds one (start, count) a request: rows at positions start to start + count - 1,
+    each attending to every position up to its own. `num_sampled` rows get logits.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    num_sampled: int
+
+    @classmethod
+    def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
+        """One request computing `num_tokens` at once behind `start` earlier ones."""
+        return cls(((start, num_tokens),), 1)
+
+    @classmethod
+    def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
+        """One row for each request, each behind `contexts[i]` tokens."""
+        return cls(tuple((context, 1) for context in contexts), len(contexts))
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens computed in the step."""
+        return sum(count for _, count in self.spans)
+
+    @property
+    def num_attended(self) -> int:
+        """Pairs of (row, position it attends to)."""
+        return sum(n * start + n * (n + 1) // 2 for start, n in self.spans)
+
+    @property
+    def num_context(self) -> int:
+        """Positions whose keys and values must be read at least once."""
+        return sum(start + count for start, count in self.spans)

@@ -1,0 +1,75 @@
+"""A model as a list of operations over named values: the one description that all readers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.program.ops import Embed, Linear, Logits, RMSNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.program.ops import Op
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one attention layer stores for each token: keys and values of its heads."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers stored for one token, keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Operations in the order in which they run, from tokens to logits.
+
+    Each value is written once and before it is read. `cache_layers[i]` is what
+    `Attention(layer=i)` keeps in the page pool. `context_length` is in tokens.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    cache_layers: tuple[CacheLayer, ...]
+    vocab_size: int
+    context_length: int
+
+    def __post_init__(self) -> None:
+        """Check that each value is written once, before it is read."""
+        written: set[str] = set()
+        for op in self.ops:
+            missing = [name for name in op.inputs if name not in written]
+            assert not missing, f"{op} reads {missing} before they are written"
+            assert op.output not in written, f"{op.output} is written twice"
+            written.add(op.output)
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The weights that the operations read, by name, with the shapes they must have."""
+        return dict(self._weights())
+
+    def _weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for op in self.ops:
+            match op:
+                case Embed(table=table, width=width):
+                    yield table, (self.vocab_size, width)
+                case RMSNorm(weight=weight, width=width, num_groups=groups):
+                    yield weight, (width // groups,)
+                case Linear(weight=weight, width=width, in_width=in_width, bias=bias):
+                    yield weight, (width, in_width)
+                    if bias is not None:
+                        yield bias, (width,)
+                case Logits(weight=weight, width=width, in_width=in_width):
+                    yield weight, (width, in_width)
+                case _:
+                    pass
+
+    def cache_bytes_per_token(self, bytes_per_value: float = 2) -> int:
+        """Bytes of key-value cache that one token takes over all layers."""
+        return round(sum(layer.values_per_token for layer in self.cache_layers) * bytes_per_value)
