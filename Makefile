@@ -1,0 +1,79 @@
+# Twostroke. `make` lists what can be made; a fresh clone needs python3 (3.11+), make and g++.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2
+PROMPT ?= Explain in two sentences why the sky is blue.
+HOST ?= 127.0.0.1
+PORT ?= 8000
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.twostroke-ready
+NATIVE_BUILD := build/native
+NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build pull run test check format test-oracle test-models bench clean
+
+help: ## List what can be made.
+	@echo "Twostroke: what can be made"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT)"
+
+setup: $(STAMP) ## Make the virtual environment with Twostroke and the tools to work on it.
+
+# The editable install compiles in the folder that `make build` uses, so nothing is compiled twice.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Twostroke needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || command -v c++ >/dev/null \
+	  || { echo "Twostroke needs a C++ compiler, such as g++. Name another one with: make CXX=..."; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing the build tools"
+	@$(BIN)/python -m pip install --quiet scikit-build-core cmake ninja
+	@echo "Building and installing Twostroke (one to two minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation \
+	  --config-settings=build-dir=$(NATIVE_BUILD) --editable '.[dev]'
+	@touch $@
+
+build: $(STAMP) ## Compile the native libraries, one an instruction-set level; only what changed.
+	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
+	@$(BIN)/cmake --build $(NATIVE_BUILD)
+	@$(BIN)/cmake --install $(NATIVE_BUILD) --prefix src | grep -v Up-to-date || true
+
+pull: build ## Fetch the default model into the cache, if it is not there yet.
+	@$(BIN)/twostroke pull $(MODEL)
+
+run: pull ## Answer a prompt in the terminal, then serve the API (PROMPT=, MODEL=, HOST=, PORT=).
+	@$(BIN)/twostroke generate $(MODEL) -p '$(PROMPT)' --max-tokens 128
+	@echo
+	@echo "Serving on http://$(HOST):$(PORT) (Ctrl-C stops it). Once it is up, try in another terminal:"
+	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
+	@$(BIN)/twostroke serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: pull ## Run the tests (TESTS=tests/schedule for some of them).
+	@$(BIN)/python -m pytest --require-model -m 'not models and not oracle' $(PYTEST_ARGS) $(TESTS)
+
+check: build ## Everything that can be known without running it: style, types, imports, sizes.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_size.py
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
+
+format: $(STAMP) ## Put Python and C++ into the house's form.
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
+
+clean: ## Remove what was built, except the virtual environments and the cached models.
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf src/twostroke/backends/cpu/lib
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,14 @@
+"""Fixtures that every room's tests share: where the real model is, and what to do without it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--require-model`: a missing model fails its tests instead of skipping them."""
+    parser.addoption(
+        "--require-model",
+        action="store_true",
+        help="fail, not skip, when the SmolLM2 file is not in the cache (`make test` sets this)",
+    )
