@@ -1,0 +1,55 @@
+"""Readers that run Programs: what every backend offers the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class BackendFacts:
+    """What the engine must know of a backend; branch on these, never on its name.
+
+    `one_arithmetic` says that prompt rows and generated rows are computed alike, bit for bit, so
+    that pages filled by either serve the other. `num_pages` pages of `page_size` tokens are there.
+    """
+
+    name: str
+    detail: str
+    num_pages: int
+    page_size: int
+    one_arithmetic: bool
+    weight_bytes: int
+    cache_bytes: int
+
+
+class Backend(Protocol):
+    """Runs steps of one Program over its own key-value pages."""
+
+    @property
+    def facts(self) -> BackendFacts:
+        """Sizes and abilities, fixed for the backend's life."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and draw one token for each slice that samples."""
+
+    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits (len(tokens), vocab_size) of a sequence as prompt, on pages of its own.
+
+        For evaluation; must not be called while requests are running.
+        """
+
+    def forget(self, request: Request) -> None:
+        """Drop whatever is kept for a request that has finished."""
+
+    def close(self) -> None:
+        """Give back memory and threads; the backend is not used afterwards."""
