@@ -1,0 +1,89 @@
+"""What a number format is: values a block, bytes a block, and the way there and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Floats: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
+
+    `gguf_id` is the type's number in a GGUF file. `decode` maps bytes (blocks, block_bytes)
+    to float32 (blocks, block_size), exactly; `encode` is its rounding inverse.
+    """
+
+    name: str
+    gguf_id: int
+    block_size: int
+    block_bytes: int
+    decode: Callable[[Bytes], Floats]
+    encode: Callable[[Floats], Bytes]
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits that one value takes, its share of the block's scales included."""
+        return 8 * self.block_bytes / self.block_size
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the bytes of `num_values` values, which must fill whole blocks."""
+        blocks, rest = divmod(num_values, self.block_size)
+        if rest:
+            raise ValueError(
+                f"{num_values} values do not fill {self.name} blocks of {self.block_size}"
+            )
+        return blocks * self.block_bytes
+
+    def dequantize(self, data: Bytes) -> Floats:
+        """Map bytes (..., row_bytes) to float32 (..., row_values)."""
+        blocks = np.ascontiguousarray(data).reshape(-1, self.block_bytes)
+        return self.decode(blocks).reshape(*data.shape[:-1], -1)
+
+    def quantize(self, values: Floats) -> Bytes:
+        """Map float32 (..., row_values) to bytes (..., row_bytes).
+
+        A row must fill whole blocks (ValueError otherwise).
+        """
+        row_bytes = self.num_bytes(values.shape[-1])
+        blocks = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, self.block_size)
+        return self.encode(blocks).reshape(*values.shape[:-1], row_bytes)
+
+
+def half_column(blocks: Bytes, start: int) -> Floats:
+    """Return the float16 at byte `start` of each block as float32 (blocks, 1)."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
+
+
+def half_bytes(values: Floats) -> Bytes:
+    """Return float32 (blocks, 1) rounded to float16, as bytes (blocks, 2)."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).view(np.uint8)
+
+
+def inverse_or_zero(scale: Floats) -> Floats:
+    """Return 1 / scale, and 0 where the scale is 0: a block of equal values stores zeros."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+
+
+def pack_nibbles(codes: Bytes) -> Bytes:
+    """Pack (blocks, 32) codes below 16 into (blocks, 16): the second half in the high bits."""
+    return codes[:, :16] | (codes[:, 16:] << np.uint8(4))
+
+
+def unpack_nibbles(packed: Bytes) -> Floats:
+    """Unpack (blocks, 16) bytes into float32 codes (blocks, 32), low nibbles first."""
+    codes = np.empty((packed.shape[0], 32), dtype=np.float32)
+    codes[:, :16] = packed & np.uint8(0x0F)
+    codes[:, 16:] = packed >> np.uint8(4)
+    return codes

@@ -1,0 +1,66 @@
+"""A weight as it lies in its file: bytes, their format, and the shape they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from twostroke.quant.format import Bytes, Floats, Format
+
+_CHUNK_VALUES = 1 << 18  # what is decoded at once: intermediate arrays stay within the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantTensor:
+    """A stored tensor.
+
+    `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts,
+    outputs, inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view
+    into a memory-mapped file; rows are all dimensions but the last, one for a vector.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    data: Bytes
+
+    def __post_init__(self) -> None:
+        expected = (self.num_rows, self.format.num_bytes(self.shape[-1]))
+        if self.data.dtype != np.uint8 or self.data.shape != expected:
+            raise ValueError(
+                f"{self.format.name} {self.shape} needs uint8 {expected}, "
+                f"not {self.data.dtype} {self.data.shape}"
+            )
+
+    @classmethod
+    def from_floats(cls, values: Floats, fmt: Format) -> QuantTensor:
+        """Quantize `values` (any shape whose last dimension fills whole blocks)."""
+        data = fmt.quantize(values).reshape(prod(values.shape[:-1]), -1)
+        return cls(fmt, values.shape, data)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows `data` has."""
+        return prod(self.shape[:-1])
+
+    @property
+    def num_values(self) -> int:
+        """How many values the tensor has."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes `data` has."""
+        return self.data.nbytes
+
+    def dequantize(self, rows: slice | None = None) -> Floats:
+        """Return the values as float32: all in `shape`, or the chosen rows as (rows, inputs)."""
+        chosen = self.data if rows is None else self.data[rows]
+        out = np.empty((chosen.shape[0], self.shape[-1]), dtype=np.float32)
+        step = max(1, _CHUNK_VALUES // self.shape[-1])
+        for start in range(0, chosen.shape[0], step):
+            out[start : start + step] = self.format.dequantize(chosen[start : start + step])
+        return out.reshape(self.shape) if rows is None else out
