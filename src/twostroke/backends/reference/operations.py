@@ -1,0 +1,157 @@
+"""What each operation means, in NumPy float32: the definition of right, slow on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.program import (
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    Linear,
+    Logits,
+    Op,
+    RMSNorm,
+    Rope,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from twostroke.program import CacheLayer
+
+    Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of one sequence: `rows` of the step, at `start`, on `pages`."""
+
+    rows: slice
+    start: int
+    pages: NDArray[np.int64]
+
+
+class PagedCache:
+    """Keys and values of every layer, in pages; float32."""
+
+    def __init__(self, layers: tuple[CacheLayer, ...], num_pages: int, page_size: int) -> None:
+        """Reserve `num_pages` pages of `page_size` tokens for each layer."""
+        self.page_size = page_size
+        self._layers = [  # (keys and values, pages * page_size, kv_heads, head_dim)
+            np.zeros((2, num_pages * page_size, layer.num_kv_heads, layer.head_dim), np.float32)
+            for layer in layers
+        ]
+
+    def slots(self, span: Span, end: int) -> NDArray[np.int64]:
+        """Return where the positions 0 to `end` - 1 of a sequence lie."""
+        positions = np.arange(end)
+        return span.pages[positions // self.page_size] * self.page_size + (
+            positions % self.page_size
+        )
+
+    def store(self, layer: int, slots: NDArray[np.int64], k: Array, v: Array) -> None:
+        """Write keys and values (tokens, kv_heads, head_dim) to `slots`."""
+        self._layers[layer][0, slots] = k
+        self._layers[layer][1, slots] = v
+
+    def load(self, layer: int, slots: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Return keys and values (tokens, kv_heads, head_dim) at `slots`."""
+        return self._layers[layer][0, slots], self._layers[layer][1, slots]
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What the operations of one step share besides values."""
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    spans: tuple[Span, ...]
+    sampled: NDArray[np.int64]
+    weights: Mapping[str, Array]
+    cache: PagedCache
+
+
+def apply(op: Op, values: Mapping[str, Array], state: StepState) -> Array:
+    """Return what `op` writes, (rows, width), given the values written so far."""
+    match op:
+        case Embed():
+            return state.weights[op.table][state.tokens]
+        case RMSNorm():
+            return _rms_norm(op, values[op.x], state.weights[op.weight])
+        case Linear():
+            product: Array = values[op.x] @ state.weights[op.weight].T
+            return product if op.bias is None else product + state.weights[op.bias]
+        case Rope():
+            return _rope(op, values[op.x], state.positions)
+        case Attention():
+            return _attention(op, values, state)
+        case GatedActivation():
+            gate = values[op.gate]
+            gated: Array = gate / (1 + np.exp(-gate)) * values[op.up]
+            return gated
+        case Add():
+            return values[op.a] + values[op.b]
+        case Logits():
+            logits: Array = values[op.x][state.sampled] @ state.weights[op.weight].T
+            return logits
+
+
+def _rms_norm(op: RMSNorm, x: Array, weight: Array) -> Array:
+    grouped = x.reshape(len(x), op.num_groups, -1)
+    mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
+    normed: Array = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * weight
+    return normed.reshape(x.shape)
+
+
+def _rope(op: Rope, x: Array, positions: NDArray[np.int64]) -> Array:
+    angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
+    cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
+    sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
+    pairs = len(op.inverse_frequencies)
+    heads = x.reshape(len(x), op.num_heads, op.head_dim)
+    if op.interleaved:
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    else:
+        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    rotated = heads.copy()
+    rotated[..., first] = heads[..., first] * cosine - heads[..., second] * sine
+    rotated[..., second] = heads[..., first] * sine + heads[..., second] * cosine
+    return rotated.reshape(x.shape)
+
+
+def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> Array:
+    q, k, v = (values[name] for name in op.inputs)
+    output = np.empty((len(q), op.width), np.float32)
+    for span in state.spans:
+        num_rows = span.rows.stop - span.rows.start
+        end = span.start + num_rows
+        slots = state.cache.slots(span, end)
+        shape = (num_rows, op.num_kv_heads, op.head_dim)
+        new = slots[span.start :]
+        state.cache.store(
+            op.layer, new, k[span.rows].reshape(shape), v[span.rows].reshape(shape)
+        )
+        keys, vals = state.cache.load(op.layer, slots)
+        queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
+        future = np.arange(end) > np.arange(span.start, end)[:, None]  # (rows, context)
+        output[span.rows] = _attend(op, queries, keys, vals, future)
+    return output
+
+
+def _attend(op: Attention, q: Array, k: Array, v: Array, future: NDArray[np.bool_]) -> Array:
+    group = op.num_heads // op.num_kv_heads
+    output = np.empty(q.shape, np.float32)
+    for head in range(op.num_heads):
+        scores = q[:, head] @ k[:, head // group].T * np.float32(op.scale)
+        scores[future] = -np.inf
+        shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        output[:, head] = shares @ v[:, head // group]
+    return output.reshape(len(q), -1)
