@@ -1,0 +1,1 @@
+"""Where models come from, and how their files are read and checked."""
