@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.program.batch import BatchShape
 from twostroke.program.ops import Attention, Embed, Logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from twostroke.program.batch import BatchShape
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
 
@@ -38,6 +38,14 @@ class Cost:
             self.flops + other.flops,
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
+        )
+
+    def __sub__(self, other: Cost) -> Cost:
+        """Return what this costs more than `other`."""
+        return Cost(
+            self.flops - other.flops,
+            self.weight_bytes - other.weight_bytes,
+            self.cache_bytes - other.cache_bytes,
         )
 
 
@@ -77,3 +85,43 @@ class CostModel:
             return 0
         values = self.program.cache_layers[op.layer].values_per_token
         return round((batch.num_context + batch.num_rows) * values * self.cache_value_bytes)
+
+    def per_step(self) -> StepCost:
+        """Return this cost as a few coefficients, for use at every step of a running engine."""
+        idle = BatchShape((), 0)
+        first, second = BatchShape(((0, 1),), 0), BatchShape(((1, 1),), 0)
+        sampled = BatchShape((), 1)
+        return StepCost(
+            fixed=self.step(idle),
+            row=self.step(first) - self.step(idle),
+            context=self.step(second) - self.step(first),
+            sampled_flops=self.step(sampled).flops,
+            sampled_bytes=self.step(sampled).weight_bytes - self.step(idle).weight_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The cost of a step, linear in its rows and in the context behind them.
+
+    A row behind n tokens costs `row + n * context`; what a step costs beside its rows is `fixed`;
+    logits add their table once and `sampled_flops` a row.
+    """
+
+    fixed: Cost
+    row: Cost
+    context: Cost
+    sampled_flops: int
+    sampled_bytes: int
+
+    def of(self, batch: BatchShape) -> Cost:
+        """Return the cost of a step; equal to `CostModel.step`."""
+        rows, attended, context = batch.num_rows, batch.num_attended, batch.num_context
+        behind = attended - rows
+        flops = rows * self.row.flops + behind * self.context.flops
+        cache = rows * self.row.cache_bytes + (context - rows) * self.context.cache_bytes
+        weights = self.fixed.weight_bytes + rows * self.row.weight_bytes
+        if batch.num_sampled:
+            flops += batch.num_sampled * self.sampled_flops
+            weights += self.sampled_bytes
+        return Cost(flops, weights, cache)

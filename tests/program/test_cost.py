@@ -1,0 +1,77 @@
+"""The cost reader: FLOPs and bytes against counts made by hand, and its two forms alike."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.models import ModelSpec, RopeSpec, build_program
+from twostroke.program import BatchShape
+from twostroke.program.cost import CostModel
+
+ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
+SIZES = {
+    # name: layers, hidden, ffn, heads, kv heads, head_dim, vocabulary, key-value bytes per token
+    "Llama-2-13B": (40, 5120, 13824, 40, 40, 128, 32000, 819_200),
+    "Llama-3-8B": (32, 4096, 14336, 32, 8, 128, 128256, 131_072),
+    "Llama-3-70B": (80, 8192, 28672, 64, 8, 128, 128256, 327_680),
+    "Llama-3-405B": (126, 16384, 53248, 128, 8, 128, 128256, 516_096),
+}
+
+
+def cost_model(name: str) -> CostModel:
+    """Return the cost model of a well-known size with 16-bit weights."""
+    layers, hidden, ffn, heads, kv_heads, dim, vocab, _ = SIZES[name]
+    spec = ModelSpec(
+        "llama", name, layers, hidden, ffn, heads, kv_heads, dim, vocab, 8192, 1e-5, ROPE,
+        tied_embeddings=False,
+    )  # fmt: skip
+    program = build_program(spec)
+    sizes = {}
+    for weight, shape in program.weight_shapes.items():
+        count = 2
+        for length in shape:
+            count *= length
+        sizes[weight] = count
+    return CostModel(program, sizes)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_cache_bytes_per_token_match_published_figures(name: str) -> None:
+    assert cost_model(name).program.cache_bytes_per_token() == SIZES[name][-1]
+
+
+def test_cache_of_llama_2_13b_for_32_sequences_of_2048_tokens_is_54_gigabytes() -> None:
+    per_token = cost_model("Llama-2-13B").program.cache_bytes_per_token()
+    assert 32 * 2048 * per_token == pytest.approx(53.687e9, rel=1e-4)
+
+
+def test_prefill_flops_are_two_per_parameter_and_token_plus_attention() -> None:
+    model, tokens = cost_model("Llama-3-8B"), 1000
+    layers, hidden, ffn, heads, kv_heads, dim, vocab, _ = SIZES["Llama-3-8B"]
+    linear = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * ffn)
+    attention = 4 * layers * heads * dim * tokens * (tokens + 1) // 2
+    expected = 2 * linear * tokens + attention + 2 * vocab * hidden
+    small = model.step(BatchShape.prefill(tokens)).flops - expected
+    assert 0 < small < 0.001 * expected  # norms, rotations and activations
+
+
+def test_decode_reads_each_weight_once_and_the_whole_context() -> None:
+    model = cost_model("Llama-3-8B")
+    cost = model.step(BatchShape.decode((1000, 2000)))
+    table = model.weight_bytes["token_embd.weight"]
+    rows = 2 * table // model.program.vocab_size
+    assert cost.weight_bytes == sum(model.weight_bytes.values()) - table + rows
+    assert cost.cache_bytes == (1001 + 2001 + 2) * 131_072
+
+
+def test_the_running_engines_form_equals_the_full_count() -> None:
+    model, chance = cost_model("Llama-3-8B"), random.Random(5)
+    short = model.per_step()
+    for _ in range(50):
+        spans = tuple(
+            (chance.randrange(3000), chance.randrange(1, 600)) for _ in range(chance.randrange(9))
+        )
+        batch = BatchShape(spans, chance.randrange(len(spans) + 1))
+        assert short.of(batch) == model.step(batch)
