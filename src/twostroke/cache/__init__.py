@@ -1,0 +1,1 @@
+"""Key-value pages: the reference-counted pool and the prefix index over it."""

@@ -1,0 +1,1 @@
+"""The command line: pull, generate, chat, serve, models, doctor."""

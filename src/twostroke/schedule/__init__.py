@@ -1,0 +1,1 @@
+"""Who computes which tokens next: plan() and commit(), and the policies between them."""

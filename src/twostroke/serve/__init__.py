@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's protocol, streaming, health, metrics."""

@@ -1,0 +1,1 @@
+"""The CPU reader: lowers a Program to a native plan and runs a whole step in one call."""
