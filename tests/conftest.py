@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Two busy cores make any deadline a coin toss; the database of failures stays per machine.
+hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

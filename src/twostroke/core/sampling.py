@@ -117,7 +117,9 @@ def _check_int(param: str, value: object, low: int, high: int) -> None:
         raise RequestError(message, param=param)
 
 
-def _check_float(param: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+def _check_float(
+    param: str, value: object, low: float, high: float, *, above: bool = False
+) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise RequestError(f"{param} must be a finite number, not {value!r}.", param=param)
     if not low <= value <= high or (above and value == low):

@@ -42,7 +42,9 @@ def _attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     name, hidden, dim = f"blk.{layer}", spec.hidden_size, spec.head_dim
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     normed, q, k, v = (f"{name}.{part}" for part in ("normed", "q", "k", "v"))
-    frequencies = tuple(spec.rope.base ** (-2 * i / spec.rope.dim) for i in range(spec.rope.dim // 2))
+    frequencies = tuple(
+        spec.rope.base ** (-2 * i / spec.rope.dim) for i in range(spec.rope.dim // 2)
+    )
     interleaved = spec.rope.interleaved
     return [
         RMSNorm(normed, x, f"{name}.attn_norm.weight", hidden, spec.norm_epsilon),

@@ -1,1 +1,13 @@
-"""Text to tokens and back: tokenizer, chat templates, incremental detokenization."""
+"""Tokenizers, chat templates, and exact text out of a stream of tokens.
+
+Chat templates live in `twostroke.tokenize.templates`, which is imported by those who render one
+(it brings Jinja, a good part of a small program's start).
+"""
+
+from __future__ import annotations
+
+from twostroke.tokenize.gguf import from_gguf
+from twostroke.tokenize.prompt import Piece, Prompt
+from twostroke.tokenize.tokenizer import Tokenizer
+
+__all__ = ["Piece", "Prompt", "Tokenizer", "from_gguf"]

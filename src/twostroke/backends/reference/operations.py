@@ -135,9 +135,7 @@ def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> 
         slots = state.cache.slots(span, end)
         shape = (num_rows, op.num_kv_heads, op.head_dim)
         new = slots[span.start :]
-        state.cache.store(
-            op.layer, new, k[span.rows].reshape(shape), v[span.rows].reshape(shape)
-        )
+        state.cache.store(op.layer, new, k[span.rows].reshape(shape), v[span.rows].reshape(shape))
         keys, vals = state.cache.load(op.layer, slots)
         queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
         future = np.arange(end) > np.arange(span.start, end)[:, None]  # (rows, context)

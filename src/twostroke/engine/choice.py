@@ -1,0 +1,86 @@
+"""One choice of a generation: the request, its text so far, and whom to tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.core.request import FinishReason
+from twostroke.engine.output import Output, Timings, Usage
+from twostroke.tokenize import StreamDecoder
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.core.step import Delta
+    from twostroke.engine.mail import Mailbox
+    from twostroke.tokenize import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Turns a request's tokens into text; lives from submission to its last output."""
+
+    request: Request
+    index: int
+    decoder: StreamDecoder
+    mailbox: Mailbox
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+    @classmethod
+    def of(cls, request: Request, index: int, tokenizer: Tokenizer, mailbox: Mailbox) -> Choice:
+        """Make the choice of a new request."""
+        params = request.params
+        decoder = StreamDecoder(tokenizer, params.stop, include_stop=params.include_stop)
+        return cls(request, index, decoder, mailbox)
+
+    def take(self, delta: Delta, now_s: float) -> Output:
+        """Return what a step's tokens mean to the caller.
+
+        When a stop string is met, the output is the choice's last although the request itself
+        goes on: the engine then ends it.
+        """
+        if not self.first_token_s:
+            self.first_token_s = now_s
+        self.last_token_s = now_s
+        ends = self.request.end_ids
+        text = "".join(
+            self.decoder.feed(token)
+            for token in delta.tokens
+            if token not in ends or self.request.finish_reason is not FinishReason.STOP
+        )
+        if self.decoder.stopped is not None:
+            return self._last(text, delta, FinishReason.STOP, self.decoder.stopped)
+        if (reason := self.request.finish_reason) is None:
+            return Output(self.index, text, delta.tokens, delta.logprobs)
+        text += self.decoder.finish()
+        stop = delta.tokens[-1] if reason is FinishReason.STOP else self.decoder.stopped
+        return self._last(text, delta, reason, stop)
+
+    def cut(self, reason: FinishReason, error: str | None = None) -> Output:
+        """Return the last output of a choice that ends without another token."""
+        return self._last(self.decoder.finish(), None, reason, None, error)
+
+    def _last(
+        self,
+        text: str,
+        delta: Delta | None,
+        reason: FinishReason,
+        stop: str | int | None,
+        error: str | None = None,
+    ) -> Output:
+        request = self.request
+        return Output(
+            self.index,
+            text,
+            delta.tokens if delta else (),
+            delta.logprobs if delta else (),
+            finish_reason=reason,
+            stop=stop,
+            usage=Usage(request.num_prompt, request.num_cached, request.num_output),
+            timings=Timings(
+                request.arrival_s, self.started_s, self.first_token_s, self.last_token_s
+            ),
+            error=error,
+        )

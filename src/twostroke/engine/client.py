@@ -1,0 +1,211 @@
+"""How callers speak to an engine: prompts in, outputs out, blocking or not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.request import Request
+from twostroke.engine.choice import Choice
+from twostroke.engine.mail import Mailbox
+from twostroke.engine.output import Completion, Output, join
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.loop import EngineLoop
+    from twostroke.program.cost import CostModel
+    from twostroke.tokenize import ChatTemplate, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What callers may know of the model that an engine runs. Sizes are in bytes."""
+
+    name: str
+    architecture: str
+    format: str
+    context_length: int
+    file_bytes: int
+    created_s: int
+    licence: str | None
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    cost: CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a request runs: its urgency (lower first), and its tenant.
+
+    Tenants do not share cached prefixes.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+
+
+_ANYONE = Caller()
+_serial = itertools.count(1)
+
+
+class Generation:
+    """The outputs of one request (n choices) as a blocking iterator."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        """Wait for outputs of `loop`; the choices are added by `Client.generate`."""
+        self._loop = loop
+        self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self.mailbox = Mailbox(self._queue.put)
+        self.request_ids: list[str] = []
+
+    def __iter__(self) -> Iterator[Output]:
+        """Yield outputs as they come, until every choice has had its last.
+
+        Raises:
+            EngineStoppedError: the engine failed under the request.
+        """
+        open_choices = len(self.request_ids)
+        try:
+            while open_choices:
+                output = self._queue.get()
+                if output.error is not None:
+                    raise TwostrokeError(output.error)
+                open_choices -= output.finish_reason is not None
+                yield output
+        finally:
+            if open_choices:
+                self.cancel()
+
+    def wait(self) -> list[Completion]:
+        """Return the whole answers, in the order of their index."""
+        return _join_all(list(self), len(self.request_ids))
+
+    def cancel(self) -> None:
+        """Stop whatever still runs; the last outputs say so."""
+        self._loop.cancel(self.request_ids)
+
+
+class AsyncGeneration:
+    """The outputs of one request (n choices) as an asynchronous iterator."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        """Wait in the running event loop for outputs of `loop`."""
+        self._loop = loop
+        self._queue: asyncio.Queue[Output] = asyncio.Queue()
+        wake = asyncio.get_running_loop().call_soon_threadsafe
+        self.mailbox = Mailbox(self._queue.put_nowait, wake)
+        self.request_ids: list[str] = []
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Yield outputs as they come; leaving the loop early cancels the rest."""
+        open_choices = len(self.request_ids)
+        try:
+            while open_choices:
+                output = await self._queue.get()
+                if output.error is not None:
+                    raise TwostrokeError(output.error)
+                open_choices -= output.finish_reason is not None
+                yield output
+        finally:
+            if open_choices:
+                self.cancel()
+
+    async def wait(self) -> list[Completion]:
+        """Return the whole answers, in the order of their index."""
+        return _join_all([output async for output in self], len(self.request_ids))
+
+    def cancel(self) -> None:
+        """Stop whatever still runs; the last outputs say so."""
+        self._loop.cancel(self.request_ids)
+
+
+class Client:
+    """Submits requests to the engine in this process."""
+
+    def __init__(self, card: ModelCard, loop: EngineLoop) -> None:
+        """Speak to `loop`, which runs the model of `card`."""
+        self.card = card
+        self.loop = loop
+
+    def generate(
+        self, tokens: Sequence[int], params: SamplingParams, caller: Caller = _ANYONE
+    ) -> Generation:
+        """Queue a prompt and return its outputs, to be read from any thread.
+
+        Raises:
+            RequestError: the prompt is empty, has an unknown token, or can never fit.
+            OverloadedError: the queue is full.
+            EngineStoppedError: the engine no longer runs.
+        """
+        generation = Generation(self.loop)
+        self._submit(generation, tokens, params, caller)
+        return generation
+
+    def generate_async(
+        self, tokens: Sequence[int], params: SamplingParams, caller: Caller = _ANYONE
+    ) -> AsyncGeneration:
+        """Queue a prompt and return its outputs, to be read in the running event loop.
+
+        Raises:
+            RequestError, OverloadedError, EngineStoppedError: as `generate`.
+        """
+        generation = AsyncGeneration(self.loop)
+        self._submit(generation, tokens, params, caller)
+        return generation
+
+    def _submit(
+        self,
+        generation: Generation | AsyncGeneration,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        caller: Caller,
+    ) -> None:
+        self._check(tokens, params)
+        first_seed = secrets.randbits(64) if params.seed is None else params.seed
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self.card.tokenizer.eos_ids
+        choices = []
+        for index in range(params.n):
+            request = Request(
+                id=f"r{next(_serial)}",
+                tokens=list(tokens),
+                num_prompt=len(tokens),
+                params=params,
+                seed=(first_seed + index) % 2**64,
+                end_ids=ends,
+                priority=caller.priority,
+                tenant=caller.tenant,
+                salt=caller.tenant.encode(),
+            )
+            generation.request_ids.append(request.id)
+            choices.append(Choice.of(request, index, self.card.tokenizer, generation.mailbox))
+        self.loop.submit(choices)
+
+    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self.card.cost.program.vocab_size
+        if not tokens:
+            raise RequestError(
+                "The prompt is empty: it must have at least one token.", param="prompt"
+            )
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            message = f"The prompt has token ids outside 0 to {vocab_size - 1}."
+            raise RequestError(message, param="prompt")
+        for param, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if any(token >= vocab_size for token in ids):
+                message = f"{param} has token ids outside 0 to {vocab_size - 1}."
+                raise RequestError(message, param=param)
+
+
+def _join_all(outputs: list[Output], count: int) -> list[Completion]:
+    return [join([o for o in outputs if o.index == index]) for index in range(count)]

@@ -1,0 +1,232 @@
+"""The engine's loop: plan, run, commit, deliver, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import EngineStoppedError, TwostrokeError
+from twostroke.core.request import FinishReason
+from twostroke.core.step import StepPlan, StepResult
+from twostroke.engine.mail import post
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.backends import Backend
+    from twostroke.core.request import Request
+    from twostroke.core.step import Delta
+    from twostroke.engine.choice import Choice
+    from twostroke.engine.mail import Mailbox
+    from twostroke.engine.meter import Meter
+    from twostroke.engine.output import Output
+    from twostroke.schedule import Scheduler
+
+_STALLED_AFTER_S = 60.0
+
+
+class Health(Enum):
+    """Whether the engine can answer."""
+
+    READY = "ready"
+    STALLED = "stalled"  # one step has been running for a minute
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class EngineLoop:
+    """Owns the scheduler and the backend; everything else speaks to it through `submit`.
+
+    The lock guards the scheduler and the choices. It is free while a step runs, so a request can
+    be added or cancelled at any time; the scheduler keeps pages in flight until the commit.
+    """
+
+    def __init__(self, backend: Backend, scheduler: Scheduler, meter: Meter) -> None:
+        """Start the thread."""
+        self._backend = backend
+        self._scheduler = scheduler
+        self.meter = meter
+        self.counters = Counters()
+        self._choices: dict[str, Choice] = {}
+        self._ended: list[Request] = []
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._failure: str | None = None
+        self._step_began_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, choices: Iterable[Choice]) -> None:
+        """Queue choices; all of them or, when one is refused, none.
+
+        Raises:
+            ContextLengthError: one can never fit.
+            OverloadedError: the queue is full.
+            EngineStoppedError: the engine no longer runs.
+        """
+        with self._condition:
+            self._check_running()
+            added: list[Choice] = []
+            try:
+                for choice in choices:
+                    choice.request.arrival_s = time.monotonic()
+                    self._scheduler.add(choice.request)
+                    self._choices[choice.request.id] = choice
+                    added.append(choice)
+            except TwostrokeError:
+                for choice in added:
+                    self._end(choice, FinishReason.CANCEL)
+                raise
+            self._condition.notify()
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End requests at once, wherever they are; unknown or finished ones are left alone."""
+        mail: list[tuple[Mailbox, Output]] = []
+        with self._condition:
+            for request_id in request_ids:
+                choice = self._choices.get(request_id)
+                if choice is not None:
+                    self._end(choice, FinishReason.CANCEL)
+                    mail.append((choice.mailbox, choice.cut(FinishReason.CANCEL)))
+            self._condition.notify()
+        post(mail)
+
+    def flush(self) -> None:
+        """Tell a policy that waits for a full batch that no more requests will come for now."""
+        with self._condition:
+            self._scheduler.flush()
+            self._condition.notify()
+
+    @property
+    def health(self) -> Health:
+        """Whether the engine can answer."""
+        began = self._step_began_s
+        if not self._thread.is_alive() or self._stopping:
+            return Health.STOPPED
+        if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
+            return Health.STALLED
+        return Health.READY
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop: wait up to `drain_s` seconds for running requests, then cut off the rest."""
+        deadline = time.monotonic() + drain_s
+        while time.monotonic() < deadline and self._choices and self._thread.is_alive():
+            time.sleep(0.02)
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(timeout=_STALLED_AFTER_S)
+        if not self._thread.is_alive():
+            self._backend.close()
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise EngineStoppedError(f"The engine stopped: {self._failure}")
+        if self._stopping:
+            raise EngineStoppedError("The engine is shutting down.")
+
+    def _end(self, choice: Choice, reason: FinishReason) -> None:
+        """Forget a choice and end its request; the lock is held.
+
+        The backend may be computing it at this moment, so it hears of the end between steps.
+        """
+        self._choices.pop(choice.request.id, None)
+        if not choice.request.is_finished:
+            self._scheduler.finish(choice.request, reason)
+        self._ended.append(choice.request)
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+            reason = "it was shut down."
+        except Exception as error:  # the thread's outermost boundary: callers must hear of it
+            reason = f"{type(error).__name__}: {error}"
+            self._failure = reason
+        with self._condition:
+            left = list(self._choices.values())
+            self._choices.clear()
+        post(
+            [(c.mailbox, c.cut(FinishReason.ERROR, f"The engine stopped: {reason}")) for c in left]
+        )
+
+    def _step(self) -> bool:
+        """Do one step, or wait for work; return False once the engine is to stop."""
+        with self._condition:
+            if self._stopping:
+                return False
+            while self._ended:
+                self._backend.forget(self._ended.pop())
+            plan = self._scheduler.plan()
+            if plan is None or not plan.slices:
+                self._condition.wait(timeout=self._scheduler.wait_s)
+                return True
+            now = self._step_began_s = time.monotonic()
+            for part in plan.slices:
+                choice = self._choices.get(part.request.id)
+                if choice is not None and not choice.started_s:
+                    choice.started_s = now
+        result = self._compute(plan)
+        with self._condition:
+            deltas = self._scheduler.commit(plan, result)
+            self.meter.add(plan, result)
+            mail = [mail for delta in deltas for mail in self._take(delta)]
+            self._step_began_s = None
+        post(mail)
+        return True
+
+    def _take(self, delta: Delta) -> Iterable[tuple[Mailbox, Output]]:
+        choice = self._choices.get(delta.request.id)
+        if choice is None:  # cancelled while the step ran
+            return
+        output = choice.take(delta, time.monotonic())
+        if output.finish_reason is not None:
+            self._end(choice, output.finish_reason)
+            self._count(choice.request)
+        yield choice.mailbox, output
+
+    def _count(self, request: Request) -> None:
+        old = self.counters
+        self.counters = Counters(
+            old.requests + 1,
+            old.prompt_tokens + request.num_prompt,
+            old.cached_tokens + request.num_cached,
+            old.completion_tokens + request.num_output,
+        )
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Run a plan; if it fails, find the request that poisons it so that it fails alone."""
+        try:
+            return self._backend.run(plan)
+        except Exception as error:  # a kernel's failure must not take the other requests along
+            if len(plan.slices) == 1:
+                return self._poisoned(plan, error)
+        tokens, logprobs = [], []
+        for part in plan.slices:
+            result = self._compute(StepPlan((part,)))
+            tokens += result.tokens
+            logprobs += result.logprobs
+        return StepResult(tokens, logprobs)
+
+    def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
+        part = plan.slices[0]
+        with self._condition:
+            choice = self._choices.get(part.request.id)
+            if choice is not None:
+                self._end(choice, FinishReason.ERROR)
+        if choice is not None:
+            message = f"The engine failed on this request: {type(error).__name__}: {error}"
+            post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])
+        return StepResult([0] if part.samples else [], [None] if part.samples else [])

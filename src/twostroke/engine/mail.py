@@ -1,0 +1,46 @@
+"""Delivery of outputs from the engine's thread to whoever waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.engine.output import Output
+
+    Wake = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Mailbox:
+    """Where a generation's outputs go.
+
+    `put` takes an output. `wake(f)` has `f` run in the thread where `put` may be called
+    (`loop.call_soon_threadsafe`); None means that any thread may call `put`.
+    """
+
+    put: Callable[[Output], None]
+    wake: Wake | None = None
+
+
+def post(mail: list[tuple[Mailbox, Output]]) -> None:
+    """Deliver a step's outputs; each event loop is woken once a step, not once a request."""
+    parcels: dict[Wake, list[tuple[Mailbox, Output]]] = {}
+    for mailbox, output in mail:
+        if mailbox.wake is None:
+            mailbox.put(output)
+        else:
+            parcels.setdefault(mailbox.wake, []).append((mailbox, output))
+    for wake, parcel in parcels.items():
+        try:
+            wake(partial(_put_all, parcel))
+        except RuntimeError:  # the event loop was closed: nobody is left to read these
+            continue
+
+
+def _put_all(parcel: list[tuple[Mailbox, Output]]) -> None:
+    for mailbox, output in parcel:
+        mailbox.put(output)

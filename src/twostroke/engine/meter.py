@@ -1,0 +1,86 @@
+"""Counts what the two strokes achieve: work and time of prefill and of decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.program import BatchShape
+
+if TYPE_CHECKING:
+    from twostroke.core.hardware import Hardware
+    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.program.cost import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """Sums over the steps of one kind; `rows` are tokens computed."""
+
+    steps: int = 0
+    rows: int = 0
+    flops: int = 0
+    bytes: int = 0
+    time_s: float = 0.0
+    kernel_s: float = 0.0
+
+    def __sub__(self, earlier: Stroke) -> Stroke:
+        """Return what was added since `earlier`."""
+        return Stroke(
+            self.steps - earlier.steps,
+            self.rows - earlier.rows,
+            self.flops - earlier.flops,
+            self.bytes - earlier.bytes,
+            self.time_s - earlier.time_s,
+            self.kernel_s - earlier.kernel_s,
+        )
+
+    def mfu(self, hardware: Hardware) -> float:
+        """Model FLOPs utilization: FLOPs a second over the machine's peak."""
+        return self.flops / self.time_s / hardware.peak if self.time_s else 0.0
+
+    def mbu(self, hardware: Hardware) -> float:
+        """Model bandwidth utilization: bytes a second over the machine's bandwidth."""
+        return self.bytes / self.time_s / hardware.bandwidth if self.time_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Strokes:
+    """Both strokes; a step counts as prefill when most of its rows are prompt."""
+
+    prefill: Stroke = Stroke()
+    decode: Stroke = Stroke()
+
+    def __sub__(self, earlier: Strokes) -> Strokes:
+        """Return what was added since `earlier`."""
+        return Strokes(self.prefill - earlier.prefill, self.decode - earlier.decode)
+
+
+class Meter:
+    """Adds up steps as they end."""
+
+    def __init__(self, cost: StepCost) -> None:
+        """Count by the Program's own cost."""
+        self._cost = cost
+        self.strokes = Strokes()
+
+    def add(self, plan: StepPlan, result: StepResult) -> None:
+        """Count one step."""
+        prompt_rows = sum(
+            max(0, min(s.start + s.count, s.request.num_prompt) - s.start) for s in plan.slices
+        )
+        spans = tuple((s.start, s.count) for s in plan.slices)
+        batch = BatchShape(spans, len(result.tokens))
+        cost, rows = self._cost.of(batch), batch.num_rows
+        strokes = self.strokes
+        is_prefill = 2 * prompt_rows > rows
+        old = strokes.prefill if is_prefill else strokes.decode
+        new = Stroke(
+            old.steps + 1,
+            old.rows + rows,
+            old.flops + cost.flops,
+            old.bytes + cost.bytes,
+            old.time_s + result.elapsed_s,
+            old.kernel_s + result.kernel_s,
+        )
+        self.strokes = Strokes(new, strokes.decode) if is_prefill else Strokes(strokes.prefill, new)

@@ -1,0 +1,92 @@
+"""What a caller receives: pieces of text as they come, and figures at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.core.request import FinishReason
+    from twostroke.core.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that a choice took; `cached_tokens` are prompt tokens found in the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """When things happened to a choice, in seconds on the engine's clock.
+
+    `started_s` is when its first row was computed (the end of queueing).
+    """
+
+    arrival_s: float
+    started_s: float
+    first_token_s: float
+    last_token_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token, queueing included."""
+        return self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One step's news of one choice.
+
+    `text` is safe to show: whole characters, and no beginning of a stop string. Token ids and
+    log-probabilities may run ahead of it. The last output of a choice has `finish_reason`,
+    `usage` and `timings`; `stop` is then the stop string or token id that was met, if any.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole answer.
+
+    `logprobs` has one entry a token where the request asked for them, else it is empty.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+def join(outputs: list[Output]) -> Completion:
+    """Put the outputs of one choice, in order and up to its last, together."""
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    assert last.timings is not None
+    return Completion(
+        index=last.index,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(p for output in outputs for p in output.logprobs if p is not None),
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        usage=last.usage,
+        timings=last.timings,
+    )
