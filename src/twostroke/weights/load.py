@@ -1,0 +1,191 @@
+"""From a path to a checked model: which reader, which translation, and the weights it must have."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.models import ARCHITECTURES, build_program
+from twostroke.quant import FORMATS
+from twostroke.weights.fields import Fields
+from twostroke.weights.gguf import read_gguf
+from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
+from twostroke.weights.hf_model import hf_chat_template, hf_spec, read_json
+from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
+from twostroke.weights.names import canonical_name
+from twostroke.weights.safetensors import read_safetensors, read_sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from twostroke.models import ModelSpec
+    from twostroke.quant import QuantTensor
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+
+
+def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
+    """Map and check the model at `path`: a .gguf or .safetensors file, or a folder with either.
+
+    `name` is what the model is called (default: the file's or folder's own name). Raises
+    ModelNotFoundError if nothing is there, and ModelFormatError, naming file and fault, for
+    whatever cannot be read or run: damage, an unknown architecture, a type of number that is not
+    supported, a weight that is missing, has the wrong shape, or has no place in the model.
+    """
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return _load_folder(path, None, name, licence)
+        path = _only_gguf(path)
+    if not path.exists():
+        raise ModelNotFoundError(f"There is no file or folder {str(path)!r}.")
+    if path.suffix == ".safetensors":
+        weights = None if _SHARD.fullmatch(path.name) else path
+        return _load_folder(path.parent, weights, name or path.stem, licence)
+    return _load_gguf(path, name, licence)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(path.name for path in found[:5])
+        raise ModelNotFoundError(
+            f"{str(folder)!r} holds {len(found)} GGUF files ({names}): name one of them."
+        )
+    raise ModelNotFoundError(f"{str(folder)!r} holds neither a config.json nor a .gguf file.")
+
+
+def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
+    file = read_gguf(path)
+    fields = Fields(path.name, file.metadata)
+    _check_architecture(fields, "general.architecture")
+    if "token_embd.weight" in file.unsupported:
+        _refuse_type(path.name, "token_embd.weight", file.unsupported)
+    spec = gguf_spec(fields, name or path.stem, file.tensors)
+    _check_weights(path.name, spec, file.tensors, file.unsupported)
+    bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
+    return LoadedModel(
+        name=spec.name,
+        path=path,
+        spec=spec,
+        tensors=file.tensors,
+        tokenizer_source=GgufTokenizer(file.metadata),
+        chat_template=fields.optional_text("tokenizer.chat_template"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=gguf_eos_ids(fields, spec.vocab_size),
+        licence=licence or fields.optional_text("general.license"),
+        mappings=(file.mapping,),
+    )
+
+
+def _load_folder(
+    folder: Path, weights: Path | None, name: str | None, licence: str | None
+) -> LoadedModel:
+    """Load a Hugging Face folder, with `weights` or else whatever the folder holds."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} holds no config.json beside the weights.")
+    fields = Fields(config.name, read_json(config))
+    _check_architecture(fields, "model_type")
+    spec = hf_spec(fields, name or folder.resolve().name)
+    if weights is None and (folder / _INDEX).is_file():
+        source, files = _INDEX, read_sharded(folder / _INDEX)
+    else:
+        weights = weights or folder / "model.safetensors"
+        source, files = weights.name, read_safetensors(weights)
+    tensors = _canonical(files.tensors)
+    if spec.tied_embeddings:
+        tensors.pop("output.weight", None)
+    _check_weights(source, spec, tensors, _canonical(files.unsupported))
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelNotFoundError(f"{str(folder)!r} holds no tokenizer.json.")
+    extra = folder / "tokenizer_config.json"
+    tokenizer_config = read_json(extra) if extra.is_file() else {}
+    bos = fields.token_ids("bos_token_id", spec.vocab_size)
+    return LoadedModel(
+        name=spec.name,
+        path=folder,
+        spec=spec,
+        tensors=tensors,
+        tokenizer_source=JsonTokenizer(tokenizer, tokenizer_config),
+        chat_template=hf_chat_template(folder, tokenizer_config),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=_folder_eos_ids(folder, fields, spec.vocab_size),
+        licence=licence,
+        mappings=files.mappings,
+    )
+
+
+def _folder_eos_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json knows the ends of a turn, config.json often only that of a text."""
+    ids = dict.fromkeys(config.token_ids("eos_token_id", vocab_size))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        fields = Fields(generation.name, read_json(generation))
+        ids |= dict.fromkeys(fields.token_ids("eos_token_id", vocab_size))
+    return tuple(ids)
+
+
+def _canonical(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    named = ((canonical_name(name), tensor) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in named if name is not None}
+
+
+def _check_architecture(fields: Fields, key: str) -> None:
+    """Say that a family is not known before saying that one of its details is missing."""
+    architecture = fields.text(key)
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        fields.fault(
+            f"has the architecture {architecture[:40]!r}, which is not supported yet; "
+            f"supported: {known}"
+        )
+
+
+def _check_weights(
+    file: str,
+    spec: ModelSpec,
+    tensors: Mapping[str, QuantTensor],
+    unsupported: Mapping[str, str],
+) -> None:
+    """Check that the weights are those that the model's Program reads: no more, no fewer."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelFormatError(
+            f"{file!r} has {spec.num_heads} heads, not a multiple of its "
+            f"{spec.num_kv_heads} key-value heads."
+        )
+    if spec.rope.dim % 2:
+        raise ModelFormatError(f"{file!r} has an odd rope dimension, {spec.rope.dim}.")
+    if spec.num_layers > len(tensors) + len(unsupported):
+        raise ModelFormatError(
+            f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
+        )
+    shapes = build_program(spec).weight_shapes
+    for name, shape in shapes.items():
+        if name in unsupported:
+            _refuse_type(file, name, unsupported)
+        if name not in tensors:
+            raise ModelFormatError(f"{file!r} lacks tensor {name!r}.")
+        if tensors[name].shape != shape:
+            found = tensors[name].shape
+            raise ModelFormatError(
+                f"{file!r} has tensor {name!r} with shape {found}, the model needs {shape}."
+            )
+    for name in (*tensors, *unsupported):
+        if name not in shapes:
+            raise ModelFormatError(
+                f"{file!r} has tensor {name[:80]!r}, for which the family "
+                f"{spec.architecture!r} has no use here: its answers would be wrong."
+            )
+
+
+def _refuse_type(file: str, name: str, unsupported: Mapping[str, str]) -> None:
+    raise ModelFormatError(
+        f"{file!r} has tensor {name!r} of type {unsupported[name]}, which is not supported yet; "
+        f"supported: {', '.join(FORMATS)}."
+    )
