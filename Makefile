@@ -11,13 +11,15 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.twostroke-ready
+ORACLE ?= .venv-oracle
+ORACLE_STAMP := $(ORACLE)/.twostroke-ready
 NATIVE_BUILD := build/native
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test check format test-oracle test-models bench clean
+.PHONY: help setup build pull run test check format test-oracle test-models clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -42,9 +44,9 @@ $(STAMP): pyproject.toml
 
 build: $(STAMP) ## Compile the native libraries, one an instruction-set level; only what changed.
 	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=WARNING
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
 	@$(BIN)/cmake --build $(NATIVE_BUILD)
-	@$(BIN)/cmake --install $(NATIVE_BUILD) --prefix src | grep -v Up-to-date || true
+	@$(BIN)/cmake --install $(NATIVE_BUILD) --prefix src >/dev/null
 
 pull: build ## Fetch the default model into the cache, if it is not there yet.
 	@$(BIN)/twostroke pull $(MODEL)
@@ -59,6 +61,20 @@ run: pull ## Answer a prompt in the terminal, then serve the API (PROMPT=, MODEL
 
 test: pull ## Run the tests (TESTS=tests/schedule for some of them).
 	@$(BIN)/python -m pytest --require-model -m 'not models and not oracle' $(PYTEST_ARGS) $(TESTS)
+
+test-models: build ## Run the tests that need the larger real models (fetches some 2 GB once).
+	@$(BIN)/python -m pytest --require-model -m models $(PYTEST_ARGS) $(TESTS)
+
+test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
+	@$(MAKE) --no-print-directory $(ORACLE_STAMP)
+	@$(ORACLE)/bin/python -m pytest --require-model -m oracle $(PYTEST_ARGS) tests/oracle
+
+# Never the project's own environment: the core must be seen to work without these.
+$(ORACLE_STAMP): tests/oracle/requirements.txt $(STAMP)
+	@test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
+	@echo "Installing PyTorch and transformers into $(ORACLE) (some 1 GB)"
+	@$(ORACLE)/bin/python -m pip install --quiet -r tests/oracle/requirements.txt
+	@touch $@
 
 check: build ## Everything that can be known without running it: style, types, imports, sizes.
 	$(BIN)/ruff format --check .
