@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
 
 
+NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its batch does not
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One request's share of a step: compute `request.tokens[start:start + count]`.
@@ -56,7 +59,7 @@ class TokenLogprobs:
 class StepResult:
     """What the backend drew: one token for each slice that samples, in the plan's order.
 
-    `logprobs[i]` is None unless the request asked. `elapsed_s` is the whole call, `kernel_s`
+    A token is `NO_TOKEN` where nothing could be drawn.     `logprobs[i]` is None unless the request asked. `elapsed_s` is the whole call, `kernel_s`
     the part of it inside kernels; both 0.0 where the backend does not measure.
     """
 

@@ -1,1 +1,1 @@
-"""The loop that runs steps, the clients that feed it, and the one place that puts parts together."""
+"""The loop that runs steps, the clients that feed it, and `build`, which puts parts together."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import StepPlan, StepResult
+from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.engine.mail import post
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class EngineLoop:
             while self._step():
                 pass
             reason = "it was shut down."
-        except Exception as error:  # the thread's outermost boundary: callers must hear of it
+        except Exception as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it
             reason = f"{type(error).__name__}: {error}"
             self._failure = reason
         with self._condition:
@@ -179,6 +179,7 @@ class EngineLoop:
                 if choice is not None and not choice.started_s:
                     choice.started_s = now
         result = self._compute(plan)
+        self._fail_undrawn(plan, result)
         with self._condition:
             deltas = self._scheduler.commit(plan, result)
             self.meter.add(plan, result)
@@ -210,23 +211,32 @@ class EngineLoop:
         """Run a plan; if it fails, find the request that poisons it so that it fails alone."""
         try:
             return self._backend.run(plan)
-        except Exception as error:  # a kernel's failure must not take the other requests along
+        except Exception as error:  # noqa: BLE001 a kernel's failure must not take the other requests along
             if len(plan.slices) == 1:
                 return self._poisoned(plan, error)
-        tokens, logprobs = [], []
-        for part in plan.slices:
-            result = self._compute(StepPlan((part,)))
-            tokens += result.tokens
-            logprobs += result.logprobs
-        return StepResult(tokens, logprobs)
+        parts = [self._compute(StepPlan((part,))) for part in plan.slices]
+        tokens = [token for part in parts for token in part.tokens]
+        return StepResult(tokens, [p for part in parts for p in part.logprobs])
 
     def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
         part = plan.slices[0]
+        self._fail(part.request, f"{type(error).__name__}: {error}")
+        return StepResult([NO_TOKEN] if part.samples else [], [None] if part.samples else [])
+
+    def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
+        if NO_TOKEN not in result.tokens:
+            return
+        sampling = [part.request for part in plan.slices if part.samples]
+        for request, token in zip(sampling, result.tokens, strict=True):
+            if token == NO_TOKEN:
+                self._fail(request, "its logits leave no token to draw.")
+
+    def _fail(self, request: Request, why: str) -> None:
+        """End one request whose computation failed; the others go on."""
         with self._condition:
-            choice = self._choices.get(part.request.id)
-            if choice is not None:
-                self._end(choice, FinishReason.ERROR)
-        if choice is not None:
-            message = f"The engine failed on this request: {type(error).__name__}: {error}"
-            post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])
-        return StepResult([0] if part.samples else [], [None] if part.samples else [])
+            choice = self._choices.get(request.id)
+            if choice is None:
+                return
+            self._end(choice, FinishReason.ERROR)
+        message = f"The engine failed on this request: {why}"
+        post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])

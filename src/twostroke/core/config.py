@@ -1,0 +1,101 @@
+"""How an engine is to be built: small frozen parts, None where the engine may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from twostroke.core.errors import UsageError, nearest
+
+BACKENDS: Final = ("auto", "cpu", "reference")
+POLICIES: Final = ("continuous", "dynamic", "static")
+PAGE_SIZES: Final = (16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """Who computes: the backend, its threads, and the instruction-set level of the cpu backend."""
+
+    backend: str = "auto"
+    num_threads: int | None = None
+    level: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and numbers out of range."""
+        _one_of("backend", self.backend, BACKENDS)
+        if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
+            raise UsageError(f"threads must be from 1 to 1024, not {self.num_threads}.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The key-value cache: its size and what is kept in it.
+
+    `memory_bytes` None takes what the longest requests may need, within half of the memory that
+    is free. `context_length` None is the model's own. `strict_prefix` keeps pages filled by
+    generated rows out of the prefix cache on backends where these are computed otherwise.
+    """
+
+    memory_bytes: int | None = None
+    context_length: int | None = None
+    page_size: int = 16
+    prefix_cache: bool = True
+    strict_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range."""
+        if self.page_size not in PAGE_SIZES:
+            raise UsageError(f"page size must be one of {PAGE_SIZES}, not {self.page_size}.")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise UsageError(f"KV memory must be above 0 bytes, not {self.memory_bytes}.")
+        if self.context_length is not None and self.context_length < 2:
+            raise UsageError(f"context length must be at least 2, not {self.context_length}.")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How requests share steps.
+
+    `policy` is "continuous" (join at any step), "dynamic" (a batch starts when `batch_size`
+    requests wait or `max_wait_s` passed) or "static" (a batch starts when `batch_size` wait).
+    `token_budget` is the most tokens that a step computes, `max_running` the most requests.
+    """
+
+    policy: str = "continuous"
+    max_running: int = 256
+    token_budget: int = 512
+    batch_size: int = 16
+    max_wait_s: float = 0.05
+    max_waiting_requests: int = 4096
+    max_waiting_tokens: int = 4_194_304
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and numbers out of range."""
+        _one_of("policy", self.policy, POLICIES)
+        for name, low in (
+            ("max_running", 1),
+            ("token_budget", 1),
+            ("batch_size", 1),
+            ("max_wait_s", 0),
+            ("max_waiting_requests", 1),
+            ("max_waiting_tokens", 1),
+        ):
+            value = getattr(self, name)
+            if not value >= low:
+                raise UsageError(f"{name} must be at least {low}, not {value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """All that `engine.build` needs besides the model."""
+
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        choices = ", ".join(known)
+        message = f"Unknown {name} '{value}'; known: {choices}."
+        raise UsageError(message + nearest(value, known))

@@ -1,0 +1,78 @@
+"""What this machine has free: memory and cores, as the operating system tells them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from twostroke.core import env
+from twostroke.core.errors import UsageError
+
+
+def memory_total() -> int:
+    """Return the bytes of memory that this process may hope for, control groups included."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_number("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def memory_available() -> int:
+    """Return the bytes that can still be taken without swapping, control groups included."""
+    available = _meminfo("MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve_num_threads(requested: int | None) -> int:
+    """Return the number of compute threads: as asked, else the environment's, else every core.
+
+    Raises:
+        UsageError: `TWOSTROKE_NUM_THREADS` is not a number from 1 to 1024.
+    """
+    if requested is not None:
+        return requested
+    text = env.num_threads()
+    if text is None:
+        return num_cores()
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        message = f"TWOSTROKE_NUM_THREADS must be a number from 1 to 1024, not '{text}'."
+        raise UsageError(message)
+    return int(text)
+
+
+def processor_name() -> str:
+    """Return the processor's own name, or its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_number(name: str) -> int | None:
+    try:
+        return int((Path("/sys/fs/cgroup") / name).read_text())
+    except (OSError, ValueError):
+        return None
