@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.prompt import Piece, Prompt
+from twostroke.tokenize.stream import StreamDecoder
 from twostroke.tokenize.tokenizer import Tokenizer
 
-__all__ = ["Piece", "Prompt", "Tokenizer", "from_gguf"]
+__all__ = ["Piece", "Prompt", "StreamDecoder", "Tokenizer", "from_gguf"]

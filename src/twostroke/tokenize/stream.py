@@ -1,0 +1,90 @@
+"""Text out of a stream of tokens: exact, never half a character, cut at stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+from twostroke.tokenize.stops import StopMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.tokenize.tokenizer import Tokenizer
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class StreamDecoder:
+    """Turns the tokens of one answer into pieces of text, one call a token.
+
+    The pieces joined are `tokenizer.decode` of all tokens, or, when a stop string was found, that
+    text up to it (with it, if `include_stop`). A piece never ends inside a character, and text
+    that may be the beginning of a stop string is held back until that is decided. A token costs
+    time in proportion to its own text, whatever came before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._include_stop = include_stop
+        self._matcher = StopMatcher(stop_strings) if any(stop_strings) else None
+        self._decoder = _UTF8("replace")
+        self._partial = False  # the decoder holds the first bytes of a character
+        self._held = ""
+        self._strip_space = tokenizer.strip_space
+        self._finished = False
+        self.stop: str | None = None
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that `token_id` makes safe to show; empty after a stop string."""
+        if self._finished or token_id in self._skipped:
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._partial or not data.isascii():
+            text = self._decoder.decode(data)
+            self._partial = bool(self._decoder.getstate()[0])
+        else:
+            text = data.decode("ascii")
+        if self._strip_space and text:
+            text = text.removeprefix(" ")
+            self._strip_space = False
+        return self._release(text) if self._matcher else text
+
+    def finish(self) -> str:
+        """Return what was still held back: the answer is over.
+
+        An unfinished character becomes U+FFFD. Empty after a stop string, or when called again.
+        """
+        if self._finished:
+            return ""
+        text = self._decoder.decode(b"", final=True)
+        if self._matcher:
+            text = self._release(text)
+            text = text if self.stop is not None else text + self._held
+        self._finished = True
+        self._held = ""
+        return text
+
+    def _release(self, text: str) -> str:
+        assert self._matcher is not None
+        if not text:
+            return ""
+        found = self._matcher.feed(text)
+        known = self._held + text
+        if found is None:
+            end = len(known) - self._matcher.held
+            self._held = known[end:]
+            return known[:end]
+        end = len(self._held) + found[0]
+        self.stop = found[1]
+        self._finished = True
+        self._held = ""
+        return known[:end] if self._include_stop else known[: end - len(self.stop)]

@@ -1,0 +1,186 @@
+"""Text to token ids and back, exact to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import RequestError
+from twostroke.tokenize.specials import AddedToken, Splitter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import tokenizers
+
+    from twostroke.tokenize.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerParts:
+    """What a reader of a model's files hands to `Tokenizer`.
+
+    `core` merges plain text and knows no added token; control tokens are not in its vocabulary,
+    so no text reaches them by merging. `core_rest`, where it differs, does the stretches after
+    the first (SentencePiece puts a space before the first word only). `to_bytes` gives the bytes
+    of an ordinary token's text; `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are
+    what `add_special` puts around a text. `space_prefix` puts a space before a text without one;
+    `strip_space` takes the first space of decoded text away again (SentencePiece).
+    """
+
+    core: tokenizers.Tokenizer
+    vocab_size: int
+    to_bytes: Callable[[str], bytes]
+    added: tuple[AddedToken, ...] = ()
+    core_rest: tokenizers.Tokenizer | None = None
+    odd_texts: Mapping[int, str] = field(default_factory=dict)
+    odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    bos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    space_prefix: bool = False
+    strip_space: bool = False
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+class Tokenizer:
+    """Encodes text, decodes ids, and knows every token's exact bytes.
+
+    Special (control) tokens and text are kept apart: `encode` reads plain text unless
+    `parse_special` is asked for, and `encode_prompt` makes special tokens only of the pieces that
+    the chat template itself wrote. Safe to share between threads.
+    """
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._core = parts.core
+        self._rest = parts.core_rest or parts.core
+        self._to_bytes = parts.to_bytes
+        self._odd_texts = dict(parts.odd_texts)
+        self._odd_texts.update((token.id, token.text) for token in parts.added)
+        self._added_by_text = {token.text: token for token in parts.added}
+        self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
+        self._space_prefix = parts.space_prefix
+        self._prefix_ids = list(parts.prefix_ids)
+        self._suffix_ids = list(parts.suffix_ids)
+        self._plain_splitter = _splitter(t for t in parts.added if not t.special)
+        self._added = parts.added
+        self._special_splitter: Splitter | None = None
+        self.strip_space = parts.strip_space
+        self.vocab_size = parts.vocab_size
+        self.bos_id = parts.bos_id
+        self.eos_ids = parts.eos_ids
+        self.special_ids = frozenset(token.id for token in parts.added if token.special)
+        self.chat_templates = MappingProxyType(dict(parts.chat_templates))
+
+    def encode(
+        self, text: str, *, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """Return the token ids of `text`.
+
+        `add_special` puts the model's begin (or end) of sequence around it where the model wants
+        that. `parse_special` turns the texts of control tokens into those tokens: only for text
+        that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
+        read as U+FFFD.
+        """
+        splitter = self._parsing_splitter() if parse_special else self._plain_splitter
+        ids = self._encode_pieces(splitter.split(text) if splitter else [text] if text else [])
+        return self._prefix_ids + ids + self._suffix_ids if add_special else ids
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a rendered chat prompt; its special pieces are one id each."""
+        pieces: list[str | AddedToken] = []
+        strip_next = False
+        for piece in prompt.pieces:
+            token = self._added_by_text.get(piece.text) if piece.special else None
+            if token is not None:
+                if token.lstrip and pieces and isinstance(pieces[-1], str):
+                    pieces[-1] = pieces[-1].rstrip()
+                pieces.append(token)
+                strip_next = token.rstrip
+                continue
+            text = piece.text.lstrip() if strip_next else piece.text
+            pieces.extend(self._plain_splitter.split(text) if self._plain_splitter else [text])
+            strip_next = False
+        return self._encode_pieces(piece for piece in pieces if piece)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        Control tokens are left out unless `skip_special` is false. Bytes are joined before they
+        are decoded, so a character cut across tokens comes out whole.
+        """
+        skipped = self.special_ids if skip_special else frozenset()
+        joined = b"".join([self.token_bytes(id_) for id_ in ids if id_ not in skipped])
+        text = joined.decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strip_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the exact bytes of one token; empty for an id that the vocabulary lacks."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it, or None for an id that it lacks."""
+        odd = self._odd_texts.get(token_id)
+        if odd is not None:
+            return odd
+        if not 0 <= token_id < 1 << 31:
+            raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
+        text: str | None = self._core.id_to_token(token_id)
+        return text
+
+    def find(self, token_text: str) -> int | None:
+        """Return the id of the token that the vocabulary spells `token_text`, or None."""
+        added = self._added_by_text.get(token_text)
+        if added is not None:
+            return added.id
+        found: int | None = self._core.token_to_id(token_text)
+        return found
+
+    def special_texts(self) -> list[str]:
+        """Return the texts of the control tokens."""
+        return [token.text for token in self._added if token.special]
+
+    def _spell(self, token_id: int) -> bytes:
+        text = self.token_text(token_id)
+        if text is None:
+            return b""
+        if text in self._added_by_text:  # spelled as it is, in no alphabet
+            return text.encode("utf-8", "replace")
+        return self._to_bytes(text)
+
+    def _parsing_splitter(self) -> Splitter | None:
+        if self._special_splitter is None:
+            self._special_splitter = _splitter(self._added)
+        return self._special_splitter
+
+    def _encode_pieces(self, pieces: Iterable[str | AddedToken]) -> list[int]:
+        ids: list[int] = []
+        core = self._core
+        for place, piece in enumerate(pieces):
+            if isinstance(piece, AddedToken):
+                ids.append(piece.id)
+            else:
+                prefix = place == 0 and self._space_prefix and not piece[0].isspace()
+                ids.extend(_merge(core, " " + piece if prefix else piece))
+            core = self._rest
+        return ids
+
+
+def _merge(core: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        ids: list[int] = core.encode(text, add_special_tokens=False).ids
+    except TypeError:  # how the library says that a string has no UTF-8
+        # JSON can carry half a surrogate pair; two halves that meet are one character.
+        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = core.encode(mended, add_special_tokens=False).ids
+    return ids
+
+
+def _splitter(tokens: Iterable[AddedToken]) -> Splitter | None:
+    chosen = tuple(tokens)
+    return Splitter(chosen) if chosen else None
