@@ -50,12 +50,12 @@ class Choice:
             for token in delta.tokens
             if token not in ends or self.request.finish_reason is not FinishReason.STOP
         )
-        if self.decoder.stopped is not None:
-            return self._last(text, delta, FinishReason.STOP, self.decoder.stopped)
+        if self.decoder.stop is not None:
+            return self._last(text, delta, FinishReason.STOP, self.decoder.stop)
         if (reason := self.request.finish_reason) is None:
             return Output(self.index, text, delta.tokens, delta.logprobs)
         text += self.decoder.finish()
-        stop = delta.tokens[-1] if reason is FinishReason.STOP else self.decoder.stopped
+        stop = delta.tokens[-1] if reason is FinishReason.STOP else self.decoder.stop
         return self._last(text, delta, reason, stop)
 
     def cut(self, reason: FinishReason, error: str | None = None) -> Output:

@@ -1,0 +1,32 @@
+"""Twostroke: an LLM inference engine and server that knows its limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.core.config import EngineOptions
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.llm import LLM, AsyncLLM
+    from twostroke.engine.output import Completion, Output
+
+_HOMES = {
+    "LLM": "twostroke.engine.llm",
+    "AsyncLLM": "twostroke.engine.llm",
+    "SamplingParams": "twostroke.core.sampling",
+    "EngineOptions": "twostroke.core.config",
+    "Completion": "twostroke.engine.output",
+    "Output": "twostroke.engine.output",
+}
+
+__all__ = ["LLM", "AsyncLLM", "Completion", "EngineOptions", "Output", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the public names on first use, so that `import twostroke` costs nothing."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'twostroke' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(home), name)

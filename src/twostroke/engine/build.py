@@ -1,0 +1,159 @@
+"""Puts the parts together: the only place where "auto" is resolved, once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.config import EngineOptions
+from twostroke.core.machine import memory_available, resolve_num_threads
+from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.loop import EngineLoop
+from twostroke.engine.meter import Meter
+from twostroke.engine.sizing import size_cache
+from twostroke.models import build_program
+from twostroke.program.cost import CostModel
+from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+from twostroke.tokenize import from_gguf, from_tokenizer_json
+from twostroke.tokenize.templates import ChatTemplate
+from twostroke.weights import GgufTokenizer, LoadedModel, load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.backends import Backend, BackendFacts
+    from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
+    from twostroke.engine.sizing import CacheSize
+    from twostroke.program import Program
+    from twostroke.tokenize import Tokenizer
+
+    Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A running engine: `client` takes requests, `facts` say what it is made of."""
+
+    client: Client
+    facts: BackendFacts
+    context_length: int
+
+    @property
+    def card(self) -> ModelCard:
+        """The model that it runs."""
+        return self.client.card
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop, after at most `drain_s` seconds for running requests."""
+        self.client.loop.close(drain_s)
+
+    def __enter__(self) -> Engine:
+        """Use the engine in a `with` block, which closes it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the engine."""
+        self.close()
+
+
+def build(
+    model: str, options: EngineOptions | None = None, progress: Progress | None = None
+) -> Engine:
+    """Load `model` (a path or a catalogue name) and start an engine for it.
+
+    `progress(done, total)` is called with bytes of weights as they are made ready.
+
+    Raises:
+        ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
+            fetched, or its files are not in order.
+        MemoryLimitError: weights and key-value pages do not fit.
+        BackendError: no backend can run here.
+    """
+    options = options or EngineOptions()
+    loaded = load(model)
+    program = build_program(loaded.spec)
+    size = size_cache(program, options.cache, loaded.file_bytes, memory_available())
+    backend = _build_backend(loaded, program, options.compute, size, progress)
+    card = _card(loaded, program, size.context_length)
+    meter = Meter(card.cost.per_step())
+    scheduler = _build_scheduler(options.cache, options.batch, size, backend)
+    return Engine(
+        Client(card, EngineLoop(backend, scheduler, meter)), backend.facts, size.context_length
+    )
+
+
+def build_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """Return the tokenizer that lies beside, or in, a model's weights."""
+    source = loaded.tokenizer_source
+    if isinstance(source, GgufTokenizer):
+        return from_gguf(source.metadata)
+    return from_tokenizer_json(source.path)
+
+
+def build_backend(
+    loaded: LoadedModel, program: Program, compute: ComputeOptions, size: CacheSize
+) -> Backend:
+    """Return a backend alone, for evaluation."""
+    return _build_backend(loaded, program, compute, size, None)
+
+
+def _build_backend(
+    loaded: LoadedModel,
+    program: Program,
+    compute: ComputeOptions,
+    size: CacheSize,
+    progress: Progress | None,
+) -> Backend:
+    if compute.backend == "reference":
+        return ReferenceBackend(program, loaded.tensors, size.num_pages, size.page_size)
+    return CpuBackend(
+        program,
+        loaded.tensors,
+        size.num_pages,
+        size.page_size,
+        resolve_num_threads(compute.num_threads),
+        level=compute.level,
+        release=loaded.release,
+        progress=progress,
+    )
+
+
+def _build_scheduler(
+    cache: CacheOptions, batch: BatchOptions, size: CacheSize, backend: Backend
+) -> Scheduler:
+    pool = PagePool(size.num_pages, size.page_size)
+    reuse_generated = backend.facts.one_arithmetic or not cache.strict_prefix
+    index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
+    config = SchedulerConfig(
+        context_length=size.context_length,
+        max_running=batch.max_running,
+        token_budget=batch.token_budget,
+        max_waiting_requests=batch.max_waiting_requests,
+        max_waiting_tokens=batch.max_waiting_tokens,
+    )
+    return Scheduler(config, pool, index, make_policy(batch))
+
+
+def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCard:
+    tokenizer = build_tokenizer(loaded)
+    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    template = loaded.chat_template
+    formats = sorted(
+        {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
+    )
+    return ModelCard(
+        name=loaded.name,
+        architecture=loaded.spec.architecture,
+        format=", ".join(formats),
+        context_length=context_length,
+        file_bytes=loaded.file_bytes,
+        created_s=int(time.time()),
+        licence=loaded.licence,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(template, tokenizer) if template else None,
+        cost=CostModel(program, sizes),
+    )

@@ -1,0 +1,166 @@
+"""The Python interface: `LLM` blocks, `AsyncLLM` streams."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from twostroke.core.config import EngineOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.build import Engine, build
+from twostroke.engine.prompts import encode_chat, encode_text
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+    from twostroke.engine.client import AsyncGeneration
+    from twostroke.engine.output import Completion, Output
+
+    Message = Mapping[str, object]
+    Text = str | Sequence[int]
+
+
+class LLM:
+    """A model that answers in this process.
+
+    >>> with LLM("smollm2") as llm:
+    ...     llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
+    """
+
+    def __init__(self, model: str, options: EngineOptions | None = None) -> None:
+        """Load `model`: a path or a catalogue name.
+
+        Raises:
+            TwostrokeError: it cannot be found, read, or held in memory.
+        """
+        self.engine: Engine = build(model, options)
+
+    def generate(
+        self,
+        prompts: Text | Sequence[Text],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[Completion]]:
+        """Continue each prompt (a text, or token ids); all of them share the engine's batches.
+
+        Returns one list a prompt, in order, with its `n` completions. One `params` serves all
+        prompts, or there is one for each.
+
+        Raises:
+            RequestError: a prompt is empty or can never fit, or the counts differ.
+        """
+        many = _as_prompts(prompts)
+        each = _as_params(params, len(many))
+        tokens = [encode_text(self.engine.card, prompt) for prompt in many]
+        return self._run(tokens, each)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answer a conversation of messages with `role` and `content`; returns `n` completions.
+
+        Raises:
+            RequestError: the model has no chat template, or a message is not as it should be.
+        """
+        tokens = encode_chat(self.engine.card, messages)
+        return self._run([tokens], [params or SamplingParams()])[0]
+
+    def stream(self, prompt: Text, params: SamplingParams | None = None) -> Iterator[Output]:
+        """Continue one prompt and yield its outputs as they come."""
+        tokens = encode_text(self.engine.card, prompt)
+        return iter(self.engine.client.generate(tokens, params or SamplingParams()))
+
+    def close(self) -> None:
+        """Stop the engine and give back its memory."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        """Use the model in a `with` block, which closes it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the model."""
+        self.close()
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[list[Completion]]:
+        client = self.engine.client
+        generations = []
+        try:
+            for tokens, one in zip(prompts, params, strict=True):
+                generations.append(client.generate(tokens, one))
+            client.loop.flush()
+            return [generation.wait() for generation in generations]
+        except BaseException:  # an interrupt too must not leave the rest running
+            for generation in generations:
+                generation.cancel()
+            raise
+
+
+class AsyncLLM:
+    """A model that answers in this process, for asynchronous callers.
+
+    >>> llm = await AsyncLLM.load("smollm2")
+    >>> async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+    ...     print(output.text, end="", flush=True)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Wrap a running engine; `load` makes one."""
+        self.engine = engine
+
+    @classmethod
+    async def load(cls, model: str, options: EngineOptions | None = None) -> AsyncLLM:
+        """Load `model` without blocking the event loop."""
+        return cls(await asyncio.to_thread(build, model, options))
+
+    async def generate(
+        self, prompt: Text, params: SamplingParams | None = None
+    ) -> AsyncIterator[Output]:
+        """Continue a prompt and yield its outputs; leaving early cancels what still runs."""
+        tokens = encode_text(self.engine.card, prompt)
+        async for output in self._outputs(tokens, params):
+            yield output
+
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> AsyncIterator[Output]:
+        """Answer a conversation and yield its outputs; leaving early cancels what still runs."""
+        tokens = encode_chat(self.engine.card, messages)
+        async for output in self._outputs(tokens, params):
+            yield output
+
+    async def close(self) -> None:
+        """Stop the engine and give back its memory."""
+        await asyncio.to_thread(self.engine.close)
+
+    async def _outputs(
+        self, tokens: list[int], params: SamplingParams | None
+    ) -> AsyncIterator[Output]:
+        generation: AsyncGeneration = self.engine.client.generate_async(
+            tokens, params or SamplingParams()
+        )
+        try:
+            async for output in generation:
+                yield output
+        finally:
+            generation.cancel()
+
+
+def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise UsageError(f"There are {count} prompts but {len(params)} sampling parameters.")
+    return list(params)
