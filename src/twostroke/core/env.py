@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def cache_dir() -> Path:
@@ -31,3 +35,8 @@ def native_dir() -> Path | None:
     """Return the folder of native libraries forced by `TWOSTROKE_NATIVE_DIR`, or None."""
     path = os.environ.get("TWOSTROKE_NATIVE_DIR")
     return Path(path) if path else None
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with `changes`, for a program that it starts."""
+    return {**os.environ, **changes}
