@@ -44,6 +44,7 @@ $(STAMP): pyproject.toml
 
 build: $(STAMP) ## Compile the native libraries, one an instruction-set level; only what changed.
 	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DTS_EMULATED_TILES=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
 	@$(BIN)/cmake --build $(NATIVE_BUILD)
 	@$(BIN)/cmake --install $(NATIVE_BUILD) --prefix src >/dev/null

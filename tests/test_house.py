@@ -93,7 +93,9 @@ def test_every_room_is_in_the_architecture() -> None:
 def test_importing_the_package_imports_no_framework() -> None:
     modules = ", ".join(_modules())
     script = f"import sys, {modules}; print(*sorted(set({FRAMEWORKS}) & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert loaded.returncode == 0, loaded.stderr
     assert not loaded.stdout.split()
 
