@@ -1,0 +1,276 @@
+"""Tiny random models, written as GGUF files or Hugging Face folders: real in all but size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support.gguf_writer import I32, Typed, write_gguf
+from support.safetensors_writer import write_safetensors
+from twostroke.quant import FORMATS, QuantTensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BOS_ID, EOS_ID = 1, 2
+
+_WORDS = ("the", "and", "Ġthe", "Ġa", "Ġis", "Ġof", "Ġto", "ing", "er", "Ġworld", "hello", "Ġin")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """The sizes of a tiny Llama; `fmt` is the format of its matrices, `embedding_fmt` of its table.
+
+    Two equal Tinys have equal weights, whichever way they are written.
+    """
+
+    num_layers: int = 2
+    hidden_size: int = 64
+    ffn_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    context_length: int = 512
+    rope_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+    tied: bool = True
+    fmt: str = "F32"
+    embedding_fmt: str = "F32"
+    seed: int = 0
+
+
+def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    """Return a byte-level BPE vocabulary of some 300 tokens, and its merges."""
+    tokens = [*SPECIAL_TOKENS, *byte_alphabet()]
+    merges: list[tuple[str, str]] = []
+    for word in _WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in tokens:
+                tokens.append(word[:end])
+                merges.append((word[: end - 1], word[end - 1]))
+    return tokens, merges
+
+
+def byte_alphabet() -> list[str]:
+    """Return GPT-2's printable character for each byte, 0 to 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def tiny_weights(tiny: Tiny) -> dict[str, np.ndarray]:
+    """Return float32 weights by canonical name; rows of q and k in Hugging Face's order."""
+    rng = np.random.default_rng(tiny.seed)
+
+    def matrix(outputs: int, inputs: int) -> np.ndarray:
+        return (rng.standard_normal((outputs, inputs)) * inputs**-0.5).astype(np.float32)
+
+    def norm() -> np.ndarray:
+        return (1 + 0.1 * rng.standard_normal(tiny.hidden_size)).astype(np.float32)
+
+    hidden, vocab_size = tiny.hidden_size, len(vocabulary()[0])
+    queries, keys = tiny.num_heads * tiny.head_dim, tiny.num_kv_heads * tiny.head_dim
+    weights = {"token_embd.weight": matrix(vocab_size, hidden)}
+    for layer in range(tiny.num_layers):
+        weights |= {
+            f"blk.{layer}.attn_norm.weight": norm(),
+            f"blk.{layer}.attn_q.weight": matrix(queries, hidden) * np.float32(2),
+            f"blk.{layer}.attn_k.weight": matrix(keys, hidden) * np.float32(2),
+            f"blk.{layer}.attn_v.weight": matrix(keys, hidden),
+            f"blk.{layer}.attn_output.weight": matrix(hidden, queries),
+            f"blk.{layer}.ffn_norm.weight": norm(),
+            f"blk.{layer}.ffn_gate.weight": matrix(tiny.ffn_size, hidden),
+            f"blk.{layer}.ffn_up.weight": matrix(tiny.ffn_size, hidden),
+            f"blk.{layer}.ffn_down.weight": matrix(hidden, tiny.ffn_size),
+        }
+    weights["output_norm.weight"] = norm()
+    if not tiny.tied:
+        weights["output.weight"] = matrix(vocab_size, hidden)
+    return weights
+
+
+def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder a head's rows from halves (i, i + dim/2) to neighbours (2i, 2i + 1), as GGUF does."""
+    outputs, inputs = weight.shape
+    halves = weight.reshape(num_heads, 2, outputs // num_heads // 2, inputs)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(outputs, inputs)
+
+
+def tiny_metadata(tiny: Tiny) -> dict[str, Any]:
+    """Return the GGUF metadata of a tiny Llama, tokenizer and chat template included."""
+    tokens, merges = vocabulary()
+    return {
+        "general.architecture": "llama",
+        "general.name": "Tiny",
+        "general.license": "apache-2.0",
+        "llama.block_count": tiny.num_layers,
+        "llama.context_length": tiny.context_length,
+        "llama.embedding_length": tiny.hidden_size,
+        "llama.feed_forward_length": tiny.ffn_size,
+        "llama.attention.head_count": tiny.num_heads,
+        "llama.attention.head_count_kv": tiny.num_kv_heads,
+        "llama.attention.key_length": tiny.head_dim,
+        "llama.attention.value_length": tiny.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": tiny.norm_epsilon,
+        "llama.rope.freq_base": tiny.rope_base,
+        "llama.rope.dimension_count": tiny.head_dim,
+        "llama.vocab_size": len(tokens),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": Typed(I32, [3 if t in SPECIAL_TOKENS else 1 for t in tokens]),
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
+        "tokenizer.ggml.bos_token_id": BOS_ID,
+        "tokenizer.ggml.eos_token_id": EOS_ID,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def tiny_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
+    """Return the tensors of a tiny Llama as a GGUF file holds them."""
+    tensors = {}
+    for name, weight in tiny_weights(tiny).items():
+        values, fmt = weight, tiny.fmt
+        if weight.ndim == 1:
+            fmt = "F32"
+        elif name in {"token_embd.weight", "output.weight"}:
+            fmt = tiny.embedding_fmt
+        elif name.endswith("attn_q.weight"):
+            values = interleave_rows(weight, tiny.num_heads)
+        elif name.endswith("attn_k.weight"):
+            values = interleave_rows(weight, tiny.num_kv_heads)
+        tensors[name] = QuantTensor.from_floats(values, FORMATS[fmt])
+    return tensors
+
+
+def write_tiny_gguf(path: Path, tiny: Tiny | None = None) -> Path:
+    """Write a tiny random Llama as a GGUF file and return its path."""
+    tiny = tiny or Tiny()
+    return write_gguf(path, tiny_metadata(tiny), tiny_tensors(tiny))
+
+
+def write_tiny_folder(folder: Path, tiny: Tiny | None = None, num_shards: int = 1) -> Path:
+    """Write a tiny random Llama as a Hugging Face folder (`fmt` F32, F16 or BF16); return it."""
+    tiny = tiny or Tiny()
+    folder.mkdir(parents=True, exist_ok=True)
+    fmt = FORMATS[tiny.fmt]
+    tensors = {
+        _hf_name(name): QuantTensor.from_floats(weight, fmt)
+        for name, weight in tiny_weights(tiny).items()
+    }
+    if num_shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors)
+    else:
+        _write_shards(folder, tensors, num_shards)
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, 0]}
+    tokenizer_config = {"chat_template": CHAT_TEMPLATE, "eos_token": SPECIAL_TOKENS[EOS_ID]}
+    _write_json(folder / "config.json", tiny_config(tiny))
+    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    _write_json(folder / "tokenizer.json", tokenizer_json())
+    return folder
+
+
+def tiny_config(tiny: Tiny) -> dict[str, Any]:
+    """Return the `config.json` of a tiny Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.ffn_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "num_key_value_heads": tiny.num_kv_heads,
+        "head_dim": tiny.head_dim,
+        "max_position_embeddings": tiny.context_length,
+        "rms_norm_eps": tiny.norm_epsilon,
+        "rope_theta": tiny.rope_base,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": tiny.tied,
+        "vocab_size": len(vocabulary()[0]),
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """Return the vocabulary as a `tokenizer.json` (byte-level BPE)."""
+    tokens, merges = vocabulary()
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": text, "special": True, **flags}
+            for i, text in enumerate(SPECIAL_TOKENS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": True},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [f"{left} {right}" for left, right in merges],
+        },
+    }
+
+
+def _hf_name(name: str) -> str:
+    whole = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    if name in whole:
+        return whole[name]
+    _, layer, part, kind = name.split(".")
+    parts = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    return f"model.layers.{layer}.{parts[part]}.{kind}"
+
+
+def _write_shards(folder: Path, tensors: dict[str, QuantTensor], num_shards: int) -> None:
+    weight_map = {}
+    for shard in range(num_shards):
+        name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        names = list(tensors)[shard::num_shards]
+        write_safetensors(folder / name, {key: tensors[key] for key in names})
+        weight_map |= dict.fromkeys(names, name)
+    _write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
