@@ -68,13 +68,15 @@ test-models: build ## Run the tests that need the larger real models (fetches so
 
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)
-	@$(ORACLE)/bin/python -m pytest --require-model -m oracle $(PYTEST_ARGS) tests/oracle
+	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
 
 # Never the project's own environment: the core must be seen to work without these.
 $(ORACLE_STAMP): tests/oracle/requirements.txt $(STAMP)
 	@test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
 	@echo "Installing PyTorch and transformers into $(ORACLE) (some 1 GB)"
-	@$(ORACLE)/bin/python -m pip install --quiet -r tests/oracle/requirements.txt
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+	  > build/core-requirements.txt
+	@$(ORACLE)/bin/python -m pip install --quiet -r build/core-requirements.txt -r tests/oracle/requirements.txt
 	@touch $@
 
 check: build ## Everything that can be known without running it: style, types, imports, sizes.
