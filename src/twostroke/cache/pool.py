@@ -1,0 +1,130 @@
+"""Which key-value pages are free, kept for reuse, or referred to by requests."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+class PagePool:
+    """Reference-counted ids of `num_pages` pages that hold `page_size` tokens each.
+
+    A page is in exactly one of three states:
+
+    - referenced: at least one request reads or writes it;
+    - cached: nobody refers to it, but an index has asked to keep its content. It can be shared
+      again, or be evicted when pages run short, least recently used first;
+    - free: its content means nothing.
+
+    The pool knows ids, not memory: what a page holds is the backend's affair.
+
+    Attributes:
+        on_evict: called with a cached page just before it is handed out for something else.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            message = f"A page pool needs pages and a page size of at least 1, not {num_pages} "
+            raise UsageError(f"{message}and {page_size}.")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.on_evict: Callable[[int], None] | None = None
+        self._counts = [0] * num_pages
+        self._kept = [False] * num_pages
+        # Last in, first out: a page that was just used is likelier to be in a near cache.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Pages whose content means nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody refers to and that an index keeps."""
+        return len(self._cached)
+
+    @property
+    def num_referenced(self) -> int:
+        """Pages that requests refer to."""
+        return self.num_pages - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def num_references(self, page: int) -> int:
+        """How many times `page` is referred to."""
+        return self._counts[page]
+
+    def is_kept(self, page: int) -> bool:
+        """Whether `page` will be cached rather than freed when its last reference goes."""
+        return self._kept[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` pages with one reference each; free ones first, then evicted ones.
+
+        The caller has made sure that `count <= num_available`.
+        """
+        assert count <= self.num_available, "the caller asks for more pages than there are"
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of `pages`, which are referenced or cached."""
+        for page in pages:
+            if self._counts[page] == 0:
+                del self._cached[page]
+            self._counts[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take back a reference to each of `pages`, which are in the order of their sequence.
+
+        The deepest page becomes the first to be evicted: without the pages before it no prefix
+        could reach it.
+        """
+        counts = self._counts
+        for page in reversed(pages):
+            assert counts[page] > 0, "a page is released more often than it was taken"
+            counts[page] -= 1
+            if counts[page]:
+                continue
+            if self._kept[page]:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """Let a referenced page outlive its references until it is evicted."""
+        assert self._counts[page] > 0, "only a referenced page has content worth keeping"
+        self._kept[page] = True
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert every invariant; `holders` are the page lists of all who hold references."""
+        expected = Counter(page for pages in holders for page in pages)
+        counted = {page: count for page, count in enumerate(self._counts) if count}
+        assert counted == dict(expected), f"references {dict(expected)}, counted {counted}"
+        free, cached, referenced = set(self._free), set(self._cached), set(counted)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free | cached | referenced) == self.num_pages, "a page is lost"
+        assert len(free) + len(cached) + len(referenced) == self.num_pages, "two states"
+        assert all(self._kept[page] for page in cached), "a cached page is not kept"
+        assert not any(self._kept[page] for page in free), "a free page is kept"
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._kept[page] = False
+        if self.on_evict is not None:
+            self.on_evict(page)
+        return page

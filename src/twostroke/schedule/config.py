@@ -1,0 +1,68 @@
+"""What a scheduler is told once, and what it tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from twostroke.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one scheduler.
+
+    Attributes:
+        context_length: most tokens, prompt and output together, that the model can hold.
+        max_running: most requests that hold pages at once.
+        token_budget: most tokens that one step computes. What the requests with one pending token
+            leave of it goes to prompts, so it also bounds how long a step, and with it the time
+            between two tokens, can take.
+        max_waiting_requests: a longer queue refuses.
+        max_waiting_tokens: a queue with more tokens refuses, unless it is empty.
+        max_overtakes: how many later arrivals may pass a request for each level of priority that
+            they are more urgent. It is what keeps a stream of urgent requests from starving the
+            others for ever.
+
+    Raises:
+        UsageError: a limit is below 1, or the budget cannot serve all running requests.
+    """
+
+    context_length: int
+    max_running: int = 256
+    token_budget: int = 512
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 20
+    max_overtakes: int = 1000
+
+    def __post_init__(self) -> None:
+        """Refuse what could not make progress."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                message = f"{field.name} must be an integer of at least 1, not {value!r}."
+                raise UsageError(message, param=field.name)
+        if self.token_budget < self.max_running:
+            message = (
+                f"token_budget ({self.token_budget}) must be at least max_running "
+                f"({self.max_running}), or some running request would get no token in a step."
+            )
+            raise UsageError(message, param="token_budget")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot: requests and pages by state now, and counts since the start.
+
+    `num_prompt_tokens` counts prompts when they are first admitted, `num_hit_tokens` those of
+    their tokens that the prefix cache held; their ratio is the hit rate.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_referenced_pages: int
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_preemptions: int

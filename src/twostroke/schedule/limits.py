@@ -1,0 +1,68 @@
+"""Refuses at once what could never fit, and what a full queue cannot take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import ContextLengthError, OverloadedError
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.schedule.config import SchedulerConfig
+
+
+def max_len(request: Request, context_length: int, num_slots: int) -> int:
+    """Return how many tokens end the request, prompt included.
+
+    `num_slots` is how many tokens the whole page pool holds.
+
+    Raises:
+        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed either. The wording for
+            the context length is OpenAI's, which clients search for.
+    """
+    answer, num_prompt = request.params.max_tokens, len(request.tokens)
+    start = f"This model's maximum context length is {context_length} tokens. However, "
+    if num_prompt >= context_length:
+        message = (
+            f"{start}your messages resulted in {num_prompt} tokens. "
+            "Please reduce the length of the messages."
+        )
+        raise ContextLengthError(message, param="messages")
+    total = num_prompt + (answer or 1)
+    if total > context_length:
+        message = (
+            f"{start}you requested {total} tokens ({num_prompt} in the messages, {answer} in the "
+            "completion). Please reduce the length of the messages or completion."
+        )
+        raise ContextLengthError(message, param="max_tokens")
+    if total > num_slots:
+        message = (
+            f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
+            f"prompt), but there is memory for {num_slots}. "
+            "Shorten the prompt, lower max_tokens, or give the cache more memory."
+        )
+        raise ContextLengthError(message, param="max_tokens" if answer else "messages")
+    return total if answer else min(context_length, num_slots)
+
+
+def check_queue(
+    config: SchedulerConfig, num_waiting: int, num_waiting_tokens: int, request: Request
+) -> None:
+    """Refuse a request for which the queue has no place.
+
+    Raises:
+        OverloadedError: too many requests wait, or too many tokens.
+    """
+    if num_waiting >= config.max_waiting_requests:
+        message = (
+            f"The queue is full: {num_waiting} requests wait, and max_waiting_requests is "
+            f"{config.max_waiting_requests}. Try again later."
+        )
+        raise OverloadedError(message)
+    num_tokens = num_waiting_tokens + len(request.tokens)
+    if num_waiting and num_tokens > config.max_waiting_tokens:
+        message = (
+            f"The queue is full: {num_tokens} tokens would wait, and max_waiting_tokens is "
+            f"{config.max_waiting_tokens}. Try again later."
+        )
+        raise OverloadedError(message)

@@ -1,0 +1,85 @@
+"""The scheduler's dealings with the prefix cache: find, wait for, and publish pages."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.cache import PrefixChain, PrefixIndex
+    from twostroke.schedule.ticket import Ticket
+
+
+class Prefixes:
+    """The prefix index, and which of its missing pages running requests are about to compute.
+
+    A request whose next missing page is claimed by a running request of better rank waits for it
+    rather than compute the same thing beside it. That cannot deadlock: a claim lives only as long
+    as its owner runs, and running requests make progress in order of rank.
+
+    `index` None means that there is no prefix cache, and everything here is empty.
+    """
+
+    def __init__(self, index: PrefixIndex | None, page_size: int) -> None:
+        self._index = index
+        self._page_size = page_size
+        self._claims: dict[bytes, Ticket] = {}
+
+    @property
+    def num_claims(self) -> int:
+        """How many pages are about to be computed for the index."""
+        return len(self._claims)
+
+    def chain(self, salt: bytes) -> PrefixChain | None:
+        """Start the keys of a request."""
+        return self._index.chain(salt) if self._index is not None else None
+
+    def match(self, ticket: Ticket) -> list[int] | None:
+        """Return the pages that are there for a waiting request, or None if it should wait."""
+        if self._index is None or ticket.chain is None:
+            return []
+        if self._is_claimed(ticket, ticket.awaited):
+            return None
+        request = ticket.request
+        pages = self._index.match(ticket.chain, request.tokens, request.num_prompt)
+        num_useful = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
+        ticket.awaited = ticket.chain.keys[len(pages)] if len(pages) < num_useful else None
+        return None if self._is_claimed(ticket, ticket.awaited) else pages
+
+    def start(self, ticket: Ticket) -> None:
+        """Claim the pages that a request, just given those that `match` found, will compute."""
+        if ticket.chain is None:
+            ticket.publish_at = sys.maxsize
+            return
+        ticket.num_published = len(ticket.request.pages)
+        ticket.publish_at = (ticket.num_published + 1) * self._page_size
+        for key in ticket.chain.keys[ticket.num_published :]:
+            self._claims.setdefault(key, ticket)
+
+    def publish(self, ticket: Ticket) -> None:
+        """Index the pages of a request that have become full."""
+        if self._index is None or ticket.chain is None:
+            return
+        request = ticket.request
+        num_full = self._index.num_reusable(request.num_computed, request.num_prompt)
+        ticket.chain.extend(request.tokens, num_full)
+        for i in range(ticket.num_published, num_full):
+            key = ticket.chain.keys[i]
+            self._index.insert(key, request.pages[i])
+            self._drop_claim(key, ticket)
+        ticket.num_published = num_full
+        ticket.publish_at = (request.num_computed // self._page_size + 1) * self._page_size
+
+    def stop(self, ticket: Ticket) -> None:
+        """Take back the claims of a request that runs no longer."""
+        if ticket.chain is not None:
+            for key in ticket.chain.keys[ticket.num_published :]:
+                self._drop_claim(key, ticket)
+
+    def _is_claimed(self, ticket: Ticket, key: bytes | None) -> bool:
+        owner = self._claims.get(key) if key is not None else None
+        return owner is not None and owner.rank < ticket.rank
+
+    def _drop_claim(self, key: bytes, ticket: Ticket) -> None:
+        if self._claims.get(key) is ticket:
+            del self._claims[key]

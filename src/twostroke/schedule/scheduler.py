@@ -1,0 +1,408 @@
+"""Hands out slices of a token budget so that each request's computed catches up with its tokens."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from itertools import count as count_up
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import RequestError, UsageError
+from twostroke.core.request import FinishReason
+from twostroke.core.step import Delta, Slice, StepPlan
+from twostroke.schedule.config import SchedulerStats
+from twostroke.schedule.draft import Draft
+from twostroke.schedule.limits import check_queue, max_len
+from twostroke.schedule.policy import Queue
+from twostroke.schedule.prefixes import Prefixes
+from twostroke.schedule.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from twostroke.cache import PagePool, PrefixIndex
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepResult
+    from twostroke.schedule.config import SchedulerConfig
+    from twostroke.schedule.policy import Policy
+
+
+class Scheduler:
+    """Plans steps and takes in what came of them. Not thread-safe: one loop owns it.
+
+    A request waits (for the policy's call, then for room), runs (holds pages), and ends. Requests
+    stand in one fixed order, their rank: priority, then arrival, bounded by `max_overtakes`. The
+    best-ranked request never loses its pages and computes at least one token in every step, only
+    finitely many can ever rank before a given one, so every request ends.
+
+    Between `plan` and `commit` a step is in flight: requests may be added, cancelled and finished,
+    but the pages of running ones stay theirs until the commit.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool,
+        index: PrefixIndex | None,
+        policy: Policy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if policy.max_batch is not None and policy.max_batch > config.max_running:
+            message = f"A batch of {policy.max_batch} exceeds max_running ({config.max_running})."
+            raise UsageError(message, param="max_running")
+        self.config = config
+        self._pool = pool
+        self._policy = policy
+        self._clock = clock
+        self._prefixes = Prefixes(index, pool.page_size)
+        self._arrivals = count_up()
+        self._tickets: dict[str, Ticket] = {}
+        self._waiting: dict[str, Ticket] = {}  # not called by the policy yet, by arrival
+        self._ready: list[Ticket] = []  # called, without pages, by rank
+        self._running: list[Ticket] = []  # with pages, by rank
+        self._flight: list[Ticket] | None = None  # owners of the slices of the step in flight
+        self._is_flushed = False
+        self._num_waiting_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_hit_tokens = 0
+        self._num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._tickets)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until `plan` may return a step if nothing but time changes; None for never.
+
+        How long an engine loop that got None from `plan` may sleep if nobody calls.
+        """
+        if self._running or self._ready:
+            return 0.0
+        return self._policy.wait_s(self._queue()) if self._waiting else None
+
+    def add(self, request: Request) -> None:
+        """Queue a request; stamps `arrival_s` unless the caller did.
+
+        Raises:
+            RequestError: no prompt, or the id of another request that has not ended.
+            ContextLengthError: it could never fit.
+            OverloadedError: the queue is full.
+        """
+        pool = self._pool
+        if not request.tokens:
+            raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+        if request.id in self._tickets:
+            raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
+        limit = max_len(request, self.config.context_length, pool.num_pages * pool.page_size)
+        num_waiting = len(self._waiting) + len(self._ready)
+        check_queue(self.config, num_waiting, self._num_waiting_tokens, request)
+        if not request.arrival_s:
+            request.arrival_s = self._clock()
+        arrival = next(self._arrivals)
+        rank = (arrival + request.priority * self.config.max_overtakes, arrival)
+        ticket = Ticket(request, rank, limit, self._prefixes.chain(request.salt))
+        self._tickets[request.id] = ticket
+        self._waiting[request.id] = ticket
+        self._num_waiting_tokens += len(request.tokens)
+
+    def flush(self) -> None:
+        """Let those who wait now start without waiting for more: the source has run dry."""
+        self._is_flushed = bool(self._waiting)
+
+    def cancel(self, request_id: str) -> Request | None:
+        """End a request because nobody wants it any more; None if it has ended or never was."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return None
+        self.finish(ticket.request, FinishReason.CANCEL)
+        return ticket.request
+
+    def finish(self, request: Request, reason: FinishReason) -> bool:
+        """End a request at any point of its life; False if it has ended already.
+
+        No delta reports it. If a step is in flight, the request's pages stay untouched until the
+        commit, which drops what the step brought it.
+        """
+        ticket = self._tickets.get(request.id)
+        if ticket is None or ticket.request is not request:
+            return False
+        del self._tickets[request.id]
+        request.finish_reason = reason
+        if not ticket.is_running:
+            self._leave_queue(ticket)
+        elif self._flight is None:
+            self._running.remove(ticket)
+            self._give_back(ticket)
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step, or None if there is nothing to compute now.
+
+        First come the running requests with one pending token, then those with more, then those
+        who wait, each by rank. Allocates the pages that the step writes to.
+        """
+        assert self._flight is None, "the step in flight must be committed or abandoned first"
+        if self._waiting:
+            self._call()
+        draft = Draft(self.config.token_budget)
+        page_size = self._pool.page_size
+        slices, owners = draft.slices, draft.owners
+        behind: list[Ticket] = []
+        for ticket in self._running:
+            request = ticket.request
+            start = request.num_computed
+            if len(request.tokens) - start != 1:
+                behind.append(ticket)
+            elif start < len(request.pages) * page_size or self._make_room(ticket, 1, draft):
+                slices.append(Slice(request, start, 1, samples=True))
+                owners.append(ticket)
+        draft.budget -= len(slices)
+        for ticket in behind:
+            if ticket.is_running and draft.budget:
+                self._give_slice(ticket, draft)
+        if self._ready and draft.budget:
+            self._admit(draft)
+        if not slices:
+            assert not self._running, "running requests, and no progress"
+            return None
+        self._flight = owners
+        return StepPlan(tuple(slices), tuple(draft.preempted))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+        """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
+
+        Returns a delta for each request that got a token, in the plan's order; its
+        `finish_reason` says whether that was the last.
+        """
+        owners = self._flight
+        assert owners is not None, "no plan is in flight"
+        self._flight = None
+        deltas = []
+        has_ended = False
+        drawn = zip(result.tokens, result.logprobs, strict=True)
+        for ticket, piece in zip(owners, plan.slices, strict=True):
+            request = piece.request
+            token, logprob = next(drawn) if piece.samples else (None, None)
+            if request.finish_reason is not None:
+                has_ended = True
+                continue
+            computed = piece.start + piece.count
+            request.num_computed = computed
+            if computed >= ticket.publish_at:
+                self._prefixes.publish(ticket)
+            if token is None:
+                continue
+            request.tokens.append(token)
+            reason = _end_reason(ticket, token)
+            if reason is not None:
+                request.finish_reason = reason
+                del self._tickets[request.id]
+                has_ended = True
+            deltas.append(Delta(request, (token,), (logprob,)))
+        assert next(drawn, None) is None, "more tokens than slices that sample"
+        if has_ended or len(owners) < len(self._running):
+            self._sweep()
+        return deltas
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Forget a step that failed: nothing of it counts, and its requests may be planned again.
+
+        What the step wrote lies behind `num_computed`, on pages that nobody else reads.
+        """
+        assert self._flight is not None, "no plan is in flight"
+        assert len(self._flight) == len(plan.slices), "not the plan in flight"
+        self._flight = None
+        self._sweep()
+
+    def stats(self) -> SchedulerStats:
+        """Return requests and pages by state, and counts since the start."""
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._ready),
+            num_waiting_tokens=self._num_waiting_tokens,
+            num_free_pages=self._pool.num_free,
+            num_cached_pages=self._pool.num_cached,
+            num_referenced_pages=self._pool.num_referenced,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_preemptions=self._num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Assert that pages, queues and requests agree; for tests."""
+        self._pool.check([ticket.request.pages for ticket in self._running])
+        for queue in (self._ready, self._running):
+            assert queue == sorted(queue, key=_rank), "a queue is out of order"
+        queued = [*self._waiting.values(), *self._ready]
+        assert all(not t.is_running and not t.request.pages for t in queued)
+        assert all(t.is_running for t in self._running)
+        assert self._num_waiting_tokens == sum(len(t.request.tokens) for t in queued)
+        alive = [t.request.id for t in (*queued, *self._running) if not t.request.is_finished]
+        assert sorted(alive) == sorted(self._tickets), "a request is lost or in two queues"
+        assert len(self._running) <= self.config.max_running
+        for ticket in self._running:
+            request = ticket.request
+            for page in request.pages[request.num_computed // self._pool.page_size :]:
+                assert self._pool.num_references(page) == 1, "a page to be written is shared"
+                assert not self._pool.is_kept(page), "a page to be written is indexed"
+        if not self._running:
+            assert self._prefixes.num_claims == 0, "a claim outlived its owner"
+
+    def _queue(self) -> Queue:
+        return Queue(
+            num_waiting=len(self._waiting),
+            num_active=len(self._ready) + len(self._running),
+            oldest_s=next(iter(self._waiting.values())).request.arrival_s,
+            now_s=self._clock(),
+            is_flushed=self._is_flushed,
+        )
+
+    def _call(self) -> None:
+        """Move those whom the policy lets start from the waiting to the ready."""
+        num_called = self._policy.num_called(self._queue())
+        if not num_called:
+            return
+        for ticket in sorted(self._waiting.values(), key=_rank)[:num_called]:
+            del self._waiting[ticket.request.id]
+            insort(self._ready, ticket, key=_rank)
+        self._is_flushed = self._is_flushed and bool(self._waiting)
+
+    def _give_slice(self, ticket: Ticket, draft: Draft) -> None:
+        request = ticket.request
+        wanted = min(len(request.tokens) - request.num_computed, draft.budget)
+        count = self._make_room(ticket, wanted, draft)
+        if count:
+            draft.add(ticket, count)
+
+    def _make_room(self, ticket: Ticket, wanted: int, draft: Draft) -> int:
+        """Give a running request pages for up to `wanted` more tokens; return for how many.
+
+        Others lose their pages only if there is no room for a single token, and only those who
+        rank behind.
+        """
+        request, page_size = ticket.request, self._pool.page_size
+        room = len(request.pages) * page_size - request.num_computed
+        if room < wanted:
+            while not room and not self._pool.num_available:
+                victim = self._running[-1]
+                if victim is ticket:
+                    return 0
+                self._preempt(victim, draft)
+            num_pages = min(-(-(wanted - room) // page_size), self._pool.num_available)
+            request.pages.extend(self._pool.allocate(num_pages))
+            room += num_pages * page_size
+        return min(room, wanted)
+
+    def _admit(self, draft: Draft) -> None:
+        """Start ready requests by rank, until one does not fit or the budget is spent."""
+        at = 0
+        while at < len(self._ready) and draft.budget:
+            ticket = self._ready[at]
+            pages = self._prefixes.match(ticket)
+            if pages is None:
+                at += 1
+                continue
+            num_victims = self._num_victims(ticket, pages, draft)
+            if num_victims is None or ticket.request in draft.preempted:
+                return
+            for _ in range(num_victims):
+                self._preempt(self._running[-1], draft)
+            del self._ready[at]
+            draft.reserved = self._reserve(draft)
+            self._start(ticket, pages)
+            self._give_slice(ticket, draft)
+            draft.reserved += self._num_reserved(ticket)
+
+    def _num_victims(self, ticket: Ticket, pages: list[int], draft: Draft) -> int | None:
+        """How many of the last-ranked running requests must give way so that `ticket` can start.
+
+        Only less urgent ones may be asked to, and only if that is enough; None if it is not.
+        Running requests are left what their own tokens still need and one page each to grow into:
+        to start a request only to preempt it soon would compute its tokens twice. When nothing
+        runs, anything fits that `add` let in.
+        """
+        pool = self._pool
+        room = pool.num_available - sum(not pool.num_references(page) for page in pages)
+        room -= -(-len(ticket.request.tokens) // pool.page_size) - len(pages)
+        room -= self._reserve(draft)
+        num_running = len(self._running)
+        for num_victims in range(num_running + 1):
+            num_left = num_running - num_victims
+            if not num_left or (room >= 0 and num_left < self.config.max_running):
+                return num_victims
+            victim = self._running[num_left - 1]
+            is_urgent = ticket.request.priority < victim.request.priority
+            if not is_urgent or victim.rank < ticket.rank:
+                return None
+            own = [page for page in victim.request.pages if pool.num_references(page) == 1]
+            room += len(own) - sum(page in own for page in pages) + self._num_reserved(victim)
+        return None
+
+    def _reserve(self, draft: Draft) -> int:
+        """Pages that the running requests may still need soon."""
+        if draft.reserved is None:
+            draft.reserved = sum(map(self._num_reserved, self._running))
+        return draft.reserved
+
+    def _num_reserved(self, ticket: Ticket) -> int:
+        request = ticket.request
+        return max(1, -(-len(request.tokens) // self._pool.page_size) - len(request.pages))
+
+    def _start(self, ticket: Ticket, pages: list[int]) -> None:
+        request = ticket.request
+        self._num_waiting_tokens -= len(request.tokens)
+        self._pool.share(pages)
+        request.pages.extend(pages)
+        request.num_computed = len(pages) * self._pool.page_size
+        if not request.num_preemptions:
+            request.num_cached = request.num_computed
+            self._num_prompt_tokens += request.num_prompt
+            self._num_hit_tokens += request.num_cached
+        self._prefixes.start(ticket)
+        ticket.is_running = True
+        insort(self._running, ticket, key=_rank)
+
+    def _preempt(self, victim: Ticket, draft: Draft) -> None:
+        """Take the pages of the running request that ranks last; it computes its tokens again."""
+        assert victim is self._running[-1]
+        self._running.pop()
+        draft.preempt(victim)
+        self._give_back(victim)
+        victim.request.num_computed = 0
+        victim.request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._num_waiting_tokens += len(victim.request.tokens)
+        insort(self._ready, victim, key=_rank)
+
+    def _give_back(self, ticket: Ticket) -> None:
+        ticket.is_running = False
+        self._prefixes.stop(ticket)
+        self._pool.release(ticket.request.pages)
+        ticket.request.pages.clear()
+
+    def _leave_queue(self, ticket: Ticket) -> None:
+        self._num_waiting_tokens -= len(ticket.request.tokens)
+        if self._waiting.pop(ticket.request.id, None) is None:
+            del self._ready[bisect_left(self._ready, ticket.rank, key=_rank)]
+
+    def _sweep(self) -> None:
+        """Take the pages of running requests that have ended."""
+        ended = [ticket for ticket in self._running if ticket.request.finish_reason is not None]
+        if ended:
+            self._running = [t for t in self._running if t.request.finish_reason is None]
+            for ticket in ended:
+                self._give_back(ticket)
+
+
+def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
+    """Why the request, to which `token` was just appended, ends; None if it goes on."""
+    request = ticket.request
+    if token in request.end_ids and request.num_output > request.params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
+
+
+def _rank(ticket: Ticket) -> tuple[int, int]:
+    return ticket.rank
