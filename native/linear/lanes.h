@@ -1,0 +1,170 @@
+// Sixteen float32 lanes (one per output of a group) on each instruction-set level.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "linear/layout.h"
+#include "linear/number.h"
+
+#if TS_LEVEL >= 1
+#include <immintrin.h>
+#else
+#include <cmath>
+#endif
+
+// Unrolls a loop of constant length wholly, so that arrays of lanes live in registers.
+#if defined(__clang__)
+#define TS_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace ts {
+
+#if TS_LEVEL >= 2
+
+struct Integers {
+  __m512i v;
+};
+
+struct Lanes {
+  __m512 v;
+};
+
+inline Lanes zero_lanes() { return {_mm512_setzero_ps()}; }
+inline Lanes load_lanes(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store_lanes(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
+inline Lanes broadcast(float value) { return {_mm512_set1_ps(value)}; }
+inline Lanes add(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Lanes multiply(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Lanes to_lanes(Integers a) { return {_mm512_cvtepi32_ps(a.v)}; }
+
+inline Lanes load_halves(const uint8_t* p) {
+  return {_mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
+  const __m512i pairs = _mm512_load_si512(p);
+  even->v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  odd->v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+}
+
+#elif TS_LEVEL == 1
+
+struct Integers {
+  __m256i v[2];
+};
+
+struct Lanes {
+  __m256 v[2];
+};
+
+inline Lanes zero_lanes() { return {{_mm256_setzero_ps(), _mm256_setzero_ps()}}; }
+inline Lanes load_lanes(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
+inline void store_lanes(float* p, Lanes a) {
+  _mm256_storeu_ps(p, a.v[0]);
+  _mm256_storeu_ps(p + 8, a.v[1]);
+}
+inline Lanes broadcast(float value) {
+  const __m256 v = _mm256_set1_ps(value);
+  return {{v, v}};
+}
+inline Lanes add(Lanes a, Lanes b) {
+  return {{_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}};
+}
+inline Lanes multiply(Lanes a, Lanes b) {
+  return {{_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}};
+}
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+  return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}};
+}
+inline Lanes to_lanes(Integers a) {
+  return {{_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}};
+}
+
+inline Lanes load_halves(const uint8_t* p) {
+  const __m128i* halves = reinterpret_cast<const __m128i*>(p);
+  return {{_mm256_cvtph_ps(_mm_load_si128(halves)), _mm256_cvtph_ps(_mm_load_si128(halves + 1))}};
+}
+
+inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
+  for (int half = 0; half < 2; ++half) {
+    const __m256i pairs = _mm256_load_si256(reinterpret_cast<const __m256i*>(p) + half);
+    even->v[half] = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    odd->v[half] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+  }
+}
+
+#else
+
+struct Integers {
+  int32_t v[kGroupSize];
+};
+
+struct Lanes {
+  float v[kGroupSize];
+};
+
+inline Lanes broadcast(float value) {
+  Lanes result;
+  for (float& lane : result.v) lane = value;
+  return result;
+}
+inline Lanes zero_lanes() { return broadcast(0.0F); }
+inline Lanes load_lanes(const float* p) {
+  Lanes result;
+  std::memcpy(result.v, p, sizeof result.v);
+  return result;
+}
+inline void store_lanes(float* p, const Lanes& a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Lanes add(const Lanes& a, const Lanes& b) {
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) result.v[i] = a.v[i] + b.v[i];
+  return result;
+}
+inline Lanes multiply(const Lanes& a, const Lanes& b) {
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) result.v[i] = a.v[i] * b.v[i];
+  return result;
+}
+/// One rounding where the processor has it (AArch64); two on x86 without FMA, where std::fma
+/// would be a call per lane.
+inline Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) {
+#if defined(__FMA__) || defined(__aarch64__)
+    result.v[i] = std::fma(a.v[i], b.v[i], c.v[i]);
+#else
+    result.v[i] = a.v[i] * b.v[i] + c.v[i];
+#endif
+  }
+  return result;
+}
+inline Lanes to_lanes(const Integers& a) {
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) result.v[i] = static_cast<float>(a.v[i]);
+  return result;
+}
+
+inline Lanes load_halves(const uint8_t* p) {
+  uint16_t halves[kGroupSize];
+  std::memcpy(halves, p, sizeof halves);
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) result.v[i] = float_from_half(halves[i]);
+  return result;
+}
+
+inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
+  uint32_t pairs[kGroupSize];
+  std::memcpy(pairs, p, sizeof pairs);
+  for (int i = 0; i < kGroupSize; ++i) {
+    even->v[i] = float_from_bits(pairs[i] << 16);
+    odd->v[i] = float_from_bits(pairs[i] & 0xffff0000U);
+  }
+}
+
+#endif
+
+}  // namespace ts

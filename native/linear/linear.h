@@ -1,0 +1,80 @@
+// Matrix products y = x W^T over packed weights: the interface of one instruction-set level.
+//
+// A weight matrix is packed once (`pack_groups`), the rows of x are prepared once for all the
+// weights that read them (`prepare_rows`), and `multiply` then computes any range of outputs.
+// Nothing here starts threads: the caller splits rows (prepare) and groups of outputs (multiply)
+// among its own. A row's result depends on that row, the weight and the level alone: not on the
+// other rows, on how many there are, nor on how the groups were split (bit for bit).
+//
+// Quantized weights meet activations of 15 bits: per 32 inputs, scale = amax / 16256 and
+// q = round(x / scale), so that integer dot products are exact in int32 per block; then one float
+// multiply-add per block, in the order of the blocks. A block whose amax is below 2^-100 counts as
+// zero; one with an infinity or a NaN gives NaN. F32, F16 and BF16 weights meet float32
+// activations: even and odd inputs are summed apart, in order, then added.
+// The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead.
+#pragma once
+
+#include <cstdint>
+
+namespace ts {
+
+/// The numbers are GGUF's.
+enum class WeightType : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 };
+
+/// What a row of activations is; it alone chooses the arithmetic.
+enum class RowKind : int32_t { Generated = 0, Prompt = 1 };
+
+/// Outputs come in groups of this many; the last group is padded with zeros.
+constexpr int64_t kGroupSize = 16;
+
+/// A packed matrix (num_outputs, num_inputs). `data` is aligned to 64 bytes and not owned.
+struct PackedWeight {
+  WeightType type;
+  int64_t num_outputs;
+  int64_t num_inputs;
+  const uint8_t* data;
+};
+
+constexpr int64_t num_groups(int64_t num_outputs) {
+  return (num_outputs + kGroupSize - 1) / kGroupSize;
+}
+
+/// Bytes of a packed matrix (a multiple of 64), or -1 for an unknown type, a size below 1, or a
+/// block format whose num_inputs is not a multiple of 32.
+int64_t packed_bytes(WeightType type, int64_t num_outputs, int64_t num_inputs);
+
+/// Packs groups [group_begin, group_end) of the matrix. `source` is the whole matrix in GGUF's
+/// row-major layout (any alignment), `packed` the whole destination (64-byte aligned).
+void pack_groups(WeightType type, int64_t num_outputs, int64_t num_inputs, const void* source,
+                 void* packed, int64_t group_begin, int64_t group_end);
+
+/// Writes one row's num_inputs weights, dequantized exactly as the format defines.
+void unpack_row(const PackedWeight& weight, int64_t row, float* out);
+
+/// Bytes of a prepared block of rows. The layout of a row does not depend on num_rows.
+int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_t num_rows);
+
+/// Prepares rows [row_begin, row_end) of x (row 0 at `x`, rows x_stride floats apart) for weights
+/// of the given type. `prepared` (64-byte aligned) is the whole block; different threads may
+/// prepare different rows of it at the same time.
+void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_stride,
+                  int64_t num_inputs, int64_t row_begin, int64_t row_end, void* prepared);
+
+/// Whether rows prepared for a weight of type `a` serve one of type `b`, whatever their kind.
+bool same_preparation(WeightType a, WeightType b);
+
+/// Computes outputs of groups [group_begin, group_end) for all rows: out[row * out_stride + output]
+/// is set, or added to. `out` points at row 0, output 0 of the whole result (any alignment);
+/// outputs of other groups are not touched.
+void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
+              int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
+              bool accumulate);
+
+/// Asks the operating system for the tile registers: once, before threads are made. True if they
+/// may be used; other levels have nothing to ask for and return true.
+bool request_tiles();
+
+/// "portable", "avx2", "avx512", "amx" or "amx_emulated".
+const char* level_name();
+
+}  // namespace ts

@@ -1,0 +1,126 @@
+// The loops of a matrix product: which group meets which rows, in an order kind to the caches.
+#include <algorithm>
+#include <cstring>
+
+#include "linear/kernels.h"
+#include "linear/layout.h"
+#include "linear/linear.h"
+#include "linear/tiles.h"
+
+namespace ts {
+namespace {
+
+/// Packed groups that are kept in the second-level cache while the rows pass by.
+constexpr int64_t kCachedGroupBytes = TS_LEVEL >= 2 ? 512 * 1024 : 128 * 1024;
+
+/// Adds one group's sums of one row to the result, or writes them.
+void store_group(const Lanes& sums, float* out, int64_t num_columns, bool accumulate) {
+  if (num_columns >= kGroupSize) {
+    store_lanes(out, accumulate ? add(load_lanes(out), sums) : sums);
+    return;
+  }
+  float values[kGroupSize];
+  store_lanes(values, sums);
+  for (int64_t i = 0; i < num_columns; ++i) {
+    out[i] = accumulate ? out[i] + values[i] : values[i];
+  }
+}
+
+/// A product in progress: everything but the group and the rows.
+struct Product {
+  const PackedWeight& weight;
+  const uint8_t* prepared;
+  float* out;
+  int64_t out_stride;
+  bool accumulate;
+
+  int64_t num_blocks() const { return round_up(weight.num_inputs, kBlockSize) / kBlockSize; }
+};
+
+/// Rows [row, row + R) of a panel against one group.
+template <WeightType T, int R>
+void multiply_rows(const Product& product, int64_t group, int64_t panel, int row) {
+  const int64_t size = group_bytes(T, product.weight.num_inputs);
+  const int64_t num_blocks = product.num_blocks();
+  const uint8_t* data = product.weight.data + group * size;
+  Lanes sums[R];
+  if constexpr (is_block_format(T)) {
+    const auto* blocks = reinterpret_cast<const PanelBlock*>(product.prepared);
+    multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
+  } else {
+    const auto* lines = reinterpret_cast<const FloatBlock*>(product.prepared);
+    multiply_floats<T, R>(data, lines + panel * num_blocks * 2, row, num_blocks * 2, sums);
+  }
+  const int64_t first = group * kGroupSize;
+  const int64_t num_columns = product.weight.num_outputs - first;
+  float* out = product.out + (panel * kPanelRows + row) * product.out_stride + first;
+  for (int r = 0; r < R; ++r) {
+    store_group(sums[r], out + r * product.out_stride, num_columns, product.accumulate);
+  }
+}
+
+/// Cuts the rows of a panel into powers of two, largest first.
+template <WeightType T>
+void multiply_panel(const Product& product, int64_t group, int64_t panel, int num_rows) {
+  constexpr int largest = max_kernel_rows<T>();
+  int row = 0;
+  if constexpr (largest >= 8) {
+    for (; row + 8 <= num_rows; row += 8) multiply_rows<T, 8>(product, group, panel, row);
+  }
+  if constexpr (largest >= 4) {
+    for (; row + 4 <= num_rows; row += 4) multiply_rows<T, 4>(product, group, panel, row);
+  }
+  for (; row + 2 <= num_rows; row += 2) multiply_rows<T, 2>(product, group, panel, row);
+  for (; row < num_rows; ++row) multiply_rows<T, 1>(product, group, panel, row);
+}
+
+template <WeightType T>
+void multiply_groups(const Product& product, int64_t num_rows, int64_t group_begin,
+                     int64_t group_end) {
+  const int64_t size = group_bytes(T, product.weight.num_inputs);
+  const int64_t step = std::max(int64_t{1}, kCachedGroupBytes / size);
+  for (int64_t first = group_begin; first < group_end; first += step) {
+    const int64_t last = std::min(first + step, group_end);
+    for (int64_t row = 0; row < num_rows; row += kPanelRows) {
+      const int count = static_cast<int>(std::min(kPanelRows, num_rows - row));
+      for (int64_t group = first; group < last; ++group) {
+        multiply_panel<T>(product, group, row / kPanelRows, count);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
+              int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
+              bool accumulate) {
+#if TS_LEVEL == 3
+  if (preparation(weight.type, kind) == Preparation::Tiles) {
+    const TileProduct tiles = {
+        weight, static_cast<const uint8_t*>(prepared), num_rows, out, out_stride, accumulate};
+    multiply_tiles(tiles, group_begin, group_end);
+    return;
+  }
+#else
+  (void)kind;
+#endif
+  const Product product = {weight, static_cast<const uint8_t*>(prepared), out, out_stride,
+                           accumulate};
+  switch (weight.type) {
+    case WeightType::F32:
+      return multiply_groups<WeightType::F32>(product, num_rows, group_begin, group_end);
+    case WeightType::F16:
+      return multiply_groups<WeightType::F16>(product, num_rows, group_begin, group_end);
+    case WeightType::BF16:
+      return multiply_groups<WeightType::BF16>(product, num_rows, group_begin, group_end);
+    case WeightType::Q4_0:
+      return multiply_groups<WeightType::Q4_0>(product, num_rows, group_begin, group_end);
+    case WeightType::Q4_1:
+      return multiply_groups<WeightType::Q4_1>(product, num_rows, group_begin, group_end);
+    case WeightType::Q8_0:
+      return multiply_groups<WeightType::Q8_0>(product, num_rows, group_begin, group_end);
+  }
+}
+
+}  // namespace ts

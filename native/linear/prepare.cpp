@@ -1,0 +1,111 @@
+// Prepares rows of activations: quantized blocks, padded float32 lines, or bfloat16 tiles.
+#include <algorithm>
+#include <cstring>
+
+#include "linear/dot.h"
+#include "linear/layout.h"
+#include "linear/linear.h"
+#include "linear/number.h"
+
+namespace ts {
+namespace {
+
+constexpr float kMaxQuant = 16256.0F;  // 127 * 128: the high plane stays within [-127, 127]
+
+/// Quantizes 32 numbers of one row; 1 / scale stays finite because tiny blocks count as zero.
+void prepare_block(const float* x, PanelBlock* block, int64_t row) {
+  uint32_t largest = 0;  // as integers, magnitudes keep their order and NaN comes last
+  for (int i = 0; i < kBlockSize; ++i) {
+    largest = std::max(largest, bits_from_float(x[i]) & 0x7fffffffU);
+  }
+  const float amax = float_from_bits(largest);
+  const bool usable = amax >= 0x1p-100f && largest < 0x7f800000U;
+  const float scale = usable ? amax / kMaxQuant : 0.0F;
+  const float inverse = usable ? 1.0F / scale : 0.0F;
+  int32_t q[kBlockSize];
+  int32_t sum = 0;
+  for (int i = 0; i < kBlockSize; ++i) {
+    // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
+    const float rounded = x[i] * inverse + 12582912.0F;
+    q[i] = usable ? static_cast<int32_t>(bits_from_float(rounded)) - 0x4b400000 : 0;
+    sum += q[i];
+  }
+  store_activations(q, block->rows[row]);
+  block->scale[row] = largest < 0x7f800000U ? scale : float_from_bits(0x7fc00000U);
+  block->scaled_sum[row] = block->scale[row] * static_cast<float>(sum);
+  block->minus_sum[row] = -sum;
+  block->minus_eight_sum[row] = -8 * sum;
+}
+
+void prepare_blocks(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+  const int64_t num_blocks = num_inputs / kBlockSize;
+  PanelBlock* panel = static_cast<PanelBlock*>(prepared) + row / kPanelRows * num_blocks;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    prepare_block(x + block * kBlockSize, panel + block, row % kPanelRows);
+  }
+}
+
+void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+  const int64_t num_lines = round_up(num_inputs, kBlockSize) / kFloatsPerLine;
+  FloatBlock* panel = static_cast<FloatBlock*>(prepared) + row / kPanelRows * num_lines;
+  for (int64_t line = 0; line < num_lines; ++line) {
+    float* destination = panel[line].rows[row % kPanelRows];
+    const int64_t first = line * kFloatsPerLine;
+    const int64_t count = std::clamp(num_inputs - first, int64_t{0}, kFloatsPerLine);
+    std::fill(std::copy_n(x + std::min(first, num_inputs), count, destination),
+              destination + kFloatsPerLine, 0.0F);
+  }
+}
+
+void prepare_tiles(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+  const int64_t num_tiles = round_up(num_inputs, kBlockSize) / kBlockSize;
+  uint8_t* tiles = static_cast<uint8_t*>(prepared) + row / kTileRows * num_tiles * kTileBytes +
+                   row % kTileRows * 64;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    uint16_t line[kBlockSize];
+    const int64_t first = tile * kBlockSize;
+    const int64_t count = std::min(num_inputs - first, kBlockSize);
+    for (int64_t i = 0; i < kBlockSize; ++i) {
+      line[i] = i < count ? bfloat16_from_float(x[first + i]) : 0;
+    }
+    std::memcpy(tiles + tile * kTileBytes, line, sizeof line);
+  }
+}
+
+}  // namespace
+
+int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_t num_rows) {
+  const int64_t num_blocks = round_up(num_inputs, kBlockSize) / kBlockSize;
+  const int64_t num_panels = round_up(num_rows, kPanelRows) / kPanelRows;
+  switch (preparation(type, kind)) {
+    case Preparation::Blocks:
+      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock));
+    case Preparation::Floats:
+      return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
+    case Preparation::Tiles:
+      return round_up(num_rows, kTileRows) / kTileRows * num_blocks * kTileBytes;
+  }
+  return -1;
+}
+
+void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_stride,
+                  int64_t num_inputs, int64_t row_begin, int64_t row_end, void* prepared) {
+  const Preparation form = preparation(type, kind);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const float* values = x + row * x_stride;
+    if (form == Preparation::Blocks) {
+      prepare_blocks(values, num_inputs, row, prepared);
+    } else if (form == Preparation::Floats) {
+      prepare_floats(values, num_inputs, row, prepared);
+    } else {
+      prepare_tiles(values, num_inputs, row, prepared);
+    }
+  }
+}
+
+bool same_preparation(WeightType a, WeightType b) {
+  return preparation(a, RowKind::Generated) == preparation(b, RowKind::Generated) &&
+         preparation(a, RowKind::Prompt) == preparation(b, RowKind::Prompt);
+}
+
+}  // namespace ts

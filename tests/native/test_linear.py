@@ -1,0 +1,217 @@
+"""The native matrix products of every level against slow NumPy twins of the same arithmetic."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import pytest
+
+from support.native_linear import (
+    BF16,
+    BLOCK_TYPES,
+    F16,
+    F32,
+    GENERATED,
+    NAMES,
+    NEEDS,
+    PROMPT,
+    Q4_0,
+    Q4_1,
+    Q8_0,
+    TYPES,
+    Library,
+    Matrix,
+    bfloat16,
+    close,
+    from_bfloat16,
+    library,
+    multiply_blocks,
+    multiply_floats,
+    random_matrix,
+    random_rows,
+    same_bits,
+)
+
+VECTOR_LEVELS = ("avx2", "avx512")
+SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (64, 576)]  # (outputs, inputs)
+
+
+@pytest.fixture(params=list(NEEDS))
+def lib(request: pytest.FixtureRequest) -> Library:
+    return library(request.param)
+
+
+@pytest.fixture(params=["amx_emulated", "amx"])
+def tiles(request: pytest.FixtureRequest) -> Library:
+    return library(request.param)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_unpacked_rows_are_the_exact_weights(
+    lib: Library, kind: int, shape: tuple[int, int]
+) -> None:
+    matrix = random_matrix(kind, shape, np.random.default_rng(1))
+    assert same_bits(lib.unpack(matrix, lib.pack(matrix, cuts=(1, 3))), matrix.exact)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 21])
+def test_generated_rows_equal_the_twin_bit_for_bit(
+    lib: Library, kind: int, shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = np.random.default_rng(num_rows)
+    matrix = random_matrix(kind, shape, rng)
+    x = random_rows(num_rows, shape[1], rng)
+    fused = lib.name != "portable" or platform.machine() == "aarch64"
+    twin = multiply_blocks if kind in BLOCK_TYPES else multiply_floats
+    actual = lib.multiply(matrix, x)
+    assert same_bits(actual, twin(matrix, x, fused))
+    assert close(actual, matrix, x, 1e-4)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+def test_prompt_rows_equal_generated_rows_below_amx(lib: Library, kind: int) -> None:
+    if lib.name.startswith("amx"):
+        pytest.skip("prompt rows go through tiles")
+    rng = np.random.default_rng(3)
+    matrix = random_matrix(kind, (72, 192), rng)
+    x = random_rows(19, 192, rng)
+    assert same_bits(lib.multiply(matrix, x, PROMPT), lib.multiply(matrix, x, GENERATED))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 50])
+def test_tiles_are_near_the_product_of_rounded_operands(
+    tiles: Library, kind: int, shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = np.random.default_rng(num_rows)
+    matrix = random_matrix(kind, shape, rng)
+    x = random_rows(num_rows, shape[1], rng)
+    weights, rows = matrix.exact, x
+    if kind != F32:
+        weights, rows = from_bfloat16(bfloat16(weights)), from_bfloat16(bfloat16(x))
+    exact = rows.astype(np.float64) @ weights.T.astype(np.float64)
+    size = np.abs(rows).astype(np.float64) @ np.abs(weights).T.astype(np.float64)
+    actual = tiles.multiply(matrix, x, PROMPT)
+    assert np.all(np.abs(actual - exact) <= 1e-6 * size + 1e-30)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+def test_a_row_does_not_depend_on_its_company_or_on_the_split(
+    lib: Library, kind: int, row_kind: int
+) -> None:
+    rng = np.random.default_rng(4)
+    matrix = random_matrix(kind, (121, 160), rng)
+    x = random_rows(45, 160, rng)
+    together = lib.multiply(matrix, x, row_kind)
+    for cuts in ((1, 2, 3), (5,)):
+        assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
+    for begin, end in ((0, 1), (5, 6), (7, 18), (12, 45), (3, 7)):
+        part = np.ascontiguousarray(x[begin:end])
+        assert same_bits(lib.multiply(matrix, part, row_kind), together[begin:end])
+    order = rng.permutation(len(x))
+    assert same_bits(lib.multiply(matrix, x[order], row_kind), together[order])
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
+    lib: Library, kind: int, row_kind: int
+) -> None:
+    rng = np.random.default_rng(5)
+    matrix = random_matrix(kind, (37, 96), rng)
+    x = random_rows(20, 200, rng)[:, :96]  # rows apart by more than their length
+    plain = lib.multiply(matrix, x, row_kind)
+    before = rng.standard_normal((20, 50)).astype(np.float32)
+    out = before.copy()
+    lib.multiply(matrix, x, row_kind, out=out)
+    assert same_bits(out[:, :37], before[:, :37] + plain)
+    assert same_bits(np.ascontiguousarray(out[:, 37:]), np.ascontiguousarray(before[:, 37:]))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
+    rng = np.random.default_rng(6)
+    matrix = random_matrix(kind, (200, 320), rng)
+    x = random_rows(33, 320, rng)
+    first, second = (library(level).multiply(matrix, x) for level in VECTOR_LEVELS)
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int) -> None:
+    rng = np.random.default_rng(7)
+    matrix = random_matrix(kind, (48, 128), rng)
+    x = random_rows(9, 128, rng)
+    assert same_bits(tiles.multiply(matrix, x), library("avx512").multiply(matrix, x))
+
+
+@pytest.mark.parametrize("kind", [F32, F16, BF16], ids=NAMES.get)
+@pytest.mark.parametrize("num_inputs", [1, 7, 33, 95])
+@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+def test_float_formats_take_any_number_of_inputs(
+    lib: Library, kind: int, num_inputs: int, row_kind: int
+) -> None:
+    rng = np.random.default_rng(8)
+    matrix = random_matrix(kind, (20, num_inputs), rng)
+    x = random_rows(18, num_inputs, rng)
+    assert same_bits(lib.unpack(matrix, lib.pack(matrix)), matrix.exact)
+    assert close(lib.multiply(matrix, x, row_kind), matrix, x, 1e-6 if kind == F32 else 1e-2)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("magnitude", [1e-35, 1e-20, 1e20, 1e30])
+def test_huge_and_tiny_activations(lib: Library, kind: int, magnitude: float) -> None:
+    rng = np.random.default_rng(9)
+    matrix = random_matrix(kind, (16, 64), rng)
+    x = (rng.standard_normal((4, 64)) * magnitude).astype(np.float32)
+    assert close(lib.multiply(matrix, x), matrix, x, 1e-4)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
+def test_extreme_quants_and_activations_do_not_overflow(lib: Library, kind: int) -> None:
+    rng = np.random.default_rng(10)
+    plain = random_matrix(kind, (32, 96), rng)
+    source = plain.source.copy()
+    source[..., -16 if kind != Q8_0 else -32 :] = {Q8_0: 0x80}.get(kind, 0xFF)
+    used = {Q8_0: -128, Q4_0: 7, Q4_1: 15}[kind]
+    quants = np.full_like(plain.quants, used)
+    matrix = Matrix(kind, source, plain.exact, plain.scales, plain.mins, quants)
+    x = np.ones((8, 96), np.float32) * rng.choice(np.array([-3, 3], np.float32), (8, 1))
+    fused = lib.name != "portable" or platform.machine() == "aarch64"
+    assert same_bits(lib.multiply(matrix, x), multiply_blocks(matrix, x, fused))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+def test_a_row_that_is_not_finite_spoils_no_other(
+    lib: Library, kind: int, bad: float, row_kind: int
+) -> None:
+    rng = np.random.default_rng(11)
+    matrix = random_matrix(kind, (16, 64), rng)
+    x = random_rows(5, 64, rng)
+    clean = lib.multiply(matrix, x, row_kind)
+    x[2, 40] = bad
+    out = lib.multiply(matrix, x, row_kind)
+    assert not np.isfinite(out[2]).any()
+    assert same_bits(np.delete(out, 2, axis=0), np.delete(clean, 2, axis=0))
+
+
+def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
+    assert lib.packed_bytes(Q4_1, 16, 33) == -1
+    assert lib.packed_bytes(99, 16, 32) == -1
+    assert lib.packed_bytes(F32, 0, 32) == -1
+    assert lib.packed_bytes(F32, 17, 32) == 2 * 16 * 32 * 4
+
+
+def test_block_formats_share_prepared_rows(lib: Library) -> None:
+    assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0) == 1
+    assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0) == 1
+    assert lib.c.ts_linear_same_preparation(F16, BF16) == 1
+    assert lib.c.ts_linear_same_preparation(F32, Q4_0) == 0
