@@ -1,0 +1,173 @@
+"""What sampling means: one row of logits to one token, in plain NumPy.
+
+The native sampler (native/sample) draws the same token bit for bit on every instruction set. Three
+choices make that possible:
+
+- Probabilities are compared and summed as integers. A token's weight is
+  `exp((logit - top) / temperature) * 2^40`, rounded, from a fixed sequence of float32 operations
+  (`weights`). Integer sums do not depend on their order. A token less likely than the likeliest by
+  a factor of 2^41 or more has weight 0 and is never drawn; weights are right to a few parts in a
+  million, far closer than a model's logits.
+- Every truncation keeps a prefix of one order: larger logit first, lower id among equals.
+- The draw inverts the cumulative weight over ascending ids at `floor(bits * total / 2^64)`, where
+  `bits` are Philox4x32-10 keyed by the request's seed at the index of the output token. Nothing
+  else is random, so the batch, preemption and the order of work have no say.
+
+A logit that is NaN counts as minus infinity: a damaged value is never chosen. A row in which
+nothing is above minus infinity (all NaN, or all barred) gives `NO_TOKEN`: its request has failed,
+its neighbours have not. Plus infinity leaves all others no chance and is shared evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.step import TokenLogprobs
+from twostroke.sample.philox import random_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+    from twostroke.core.sampling import SamplingParams
+
+NO_TOKEN = -1
+UNIT = 2**40  # the weight of the likeliest token
+LEAST_LOGPROB = -9999.0  # JSON knows no infinity
+LEAST_PENALTY = float(np.finfo(np.float32).tiny)
+
+_POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
+    np.float32(float.fromhex(c))
+    for c in (
+        "0x1.444004p-13",
+        "0x1.5f0896p-10",
+        "0x1.3b2a1cp-7",
+        "0x1.c6af6cp-5",
+        "0x1.ebfbe0p-3",
+        "0x1.62e430p-1",
+    )
+)
+
+
+def draw(request: Request, logits: NDArray[np.float32]) -> tuple[int, TokenLogprobs | None]:
+    """Draw the request's next token from `logits`, of shape (vocab_size,), left as they are.
+
+    Returns the token, or `NO_TOKEN` where nothing may be drawn, and its log-probabilities if the
+    request asked for them (None with `NO_TOKEN`).
+    """
+    logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        adjusted = adjust(request, logits)
+        if request.params.is_greedy:
+            token = _likeliest(adjusted)
+        else:
+            bits = random_bits(request.seed, request.num_output)
+            token = _drawn(request.params, adjusted, bits)
+        if token == NO_TOKEN or request.params.logprobs is None:
+            return token, None
+        return token, token_logprobs(logits, token, request.params.logprobs)
+
+
+def adjust(request: Request, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a copy of `logits` with bias, penalties and barred end tokens applied.
+
+    Repetition looks at prompt and output: positive logits are divided by the penalty, others
+    multiplied. Frequency and presence look at the output alone. Float32 after each step.
+    """
+    params = request.params
+    logits = logits.copy()
+    for token, bias in params.logit_bias.items():
+        if token < logits.size:
+            logits[token] += np.float32(bias)
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(_known(request.tokens, logits.size))
+        penalty = np.float32(max(params.repetition_penalty, LEAST_PENALTY))
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        seen, counts = np.unique(_known(request.output, logits.size), return_counts=True)
+        rest = logits[seen].astype(np.float64)
+        rest -= float(np.float32(params.frequency_penalty)) * counts
+        rest -= float(np.float32(params.presence_penalty))
+        logits[seen] = rest.astype(np.float32)
+    if request.num_output < params.min_tokens:
+        logits[_known(request.end_ids, logits.size)] = -np.inf
+    return logits
+
+
+def weights(
+    logits: NDArray[np.float32], top: np.float32, temperature: float
+) -> NDArray[np.float32]:
+    """Return `exp((logits - top) / temperature) * UNIT` as integers held in float32, exactly.
+
+    Float32 operations in a fixed order, none fused; `top` is finite and no logit exceeds it.
+    """
+    scale = np.float32(min(math.log2(math.e) / temperature, 1e30))
+    power = np.maximum((logits - top) * scale, np.float32(-64))
+    whole = np.rint(power)
+    fraction = power - whole
+    p = np.full_like(fraction, _POWER_OF_TWO[0])
+    for coefficient in _POWER_OF_TWO[1:]:
+        p = p * fraction + coefficient
+    p = p * fraction + np.float32(1)
+    return np.rint(np.ldexp(p, whole.astype(np.int32) + 40))
+
+
+def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
+    """Return log-softmax of `logits` at `token` and at the `num_top` likeliest tokens.
+
+    Tokens at minus infinity are not listed; nothing below `LEAST_LOGPROB` is reported.
+    """
+    top = logits.max()
+    if np.isposinf(top):
+        log_total = math.log(np.count_nonzero(logits == top))
+    else:
+        log_total = math.log(int(weights(logits, top, 1.0).astype(np.uint64).sum()) / UNIT)
+
+    def logprob(index: int) -> float:
+        gap = 0.0 if logits[index] == top else float(logits[index]) - float(top)
+        return max(gap - log_total, LEAST_LOGPROB)
+
+    order = [int(i) for i in _by_likelihood(logits)[:num_top] if logits[i] > -np.inf]
+    return TokenLogprobs(logprob(token), tuple(order), tuple(logprob(i) for i in order))
+
+
+def _likeliest(logits: NDArray[np.float32]) -> int:
+    token = int(np.argmax(logits))
+    return token if logits[token] > -np.inf else NO_TOKEN
+
+
+def _drawn(params: SamplingParams, logits: NDArray[np.float32], bits: int) -> int:
+    top = logits.max()
+    if np.isneginf(top):
+        return NO_TOKEN
+    if np.isposinf(top):
+        logits = np.where(np.isposinf(logits), np.float32(0), np.float32(-np.inf))
+        top = np.float32(0)
+    order = _by_likelihood(logits)
+    if params.top_k:
+        order = order[: params.top_k]
+    weight = weights(logits[order], top, params.temperature)
+    weight[weight < params.min_p * UNIT] = 0
+    if params.top_p < 1.0:
+        running = np.cumsum(weight.astype(np.uint64))
+        share = max(1, math.ceil(params.top_p * float(running[-1])))
+        last = int(np.searchsorted(running, np.uint64(min(share, int(running[-1])))))
+        order, weight = order[: last + 1], weight[: last + 1]
+    by_id = np.argsort(order)
+    running = np.cumsum(weight[by_id].astype(np.uint64))
+    target = bits * int(running[-1]) >> 64
+    return int(order[by_id[np.searchsorted(running, np.uint64(target), side="right")]])
+
+
+def _by_likelihood(logits: NDArray[np.float32]) -> NDArray[np.intp]:
+    return np.argsort(-logits, kind="stable")
+
+
+def _known(tokens: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
+    ids = np.fromiter(tokens, dtype=np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]

@@ -1,0 +1,184 @@
+"""Requests as the native sampler reads them: one fixed-size row each, kept from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twostroke.core.sampling import MAX_LOGPROBS
+from twostroke.core.step import TokenLogprobs
+from twostroke.sample.reference import LEAST_PENALTY
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+
+    Rows = NDArray[np.void]  # of ROW or RESULT
+
+# `SampleRow` of native/sample/sample.h, field for field; pointers as integers.
+ROW = np.dtype(
+    [
+        ("tokens", np.uint64),
+        ("bias_ids", np.uint64),
+        ("bias_values", np.uint64),
+        ("barred_ids", np.uint64),
+        ("seed", np.uint64),
+        ("counter", np.uint64),
+        ("num_tokens", np.int64),
+        ("num_prompt", np.int64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("top_k", np.int32),
+        ("num_bias", np.int32),
+        ("num_barred", np.int32),
+        ("num_logprobs", np.int32),
+    ],
+    align=True,
+)
+
+# `SampleResult`, likewise.
+RESULT = np.dtype(
+    [
+        ("token", np.int32),
+        ("count", np.int32),
+        ("logprob", np.float32),
+        ("top_ids", np.int32, (MAX_LOGPROBS,)),
+        ("top_logprobs", np.float32, (MAX_LOGPROBS,)),
+    ],
+    align=True,
+)
+
+
+class RowTable:
+    """The rows of all requests that a backend knows.
+
+    A request's parameters are written once, when it is first met. A step costs one gather of
+    rows, plus the tokens that are new to the history of a request with penalties.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Request, _Entry] = {}
+        self._free: list[int] = []
+        self._table: Rows = np.zeros(0, dtype=ROW)
+        # What `num_barred` is while fewer than `min_tokens` tokens are out.
+        self._min_tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._num_ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def rows(self, requests: Sequence[Request]) -> Rows:
+        """Return a fresh array (len(requests),) of `ROW`, ready for each request's next token.
+
+        What its pointers refer to lives until the request is forgotten or its next call here.
+        """
+        entries = [self._entries.get(r) or self._add(r) for r in requests]
+        for request, entry in zip(requests, entries, strict=True):
+            if entry.history is not None and entry.num_tokens != len(request.tokens):
+                self._extend(entry, request)
+        places = np.array([e.place for e in entries], dtype=np.intp)
+        rows = self._table[places]
+        num_tokens = np.array([len(r.tokens) for r in requests], dtype=np.int64)
+        counters = num_tokens - rows["num_prompt"]
+        rows["num_tokens"] = num_tokens
+        rows["counter"] = counters
+        early = counters < self._min_tokens[places]
+        rows["num_barred"] = np.where(early, self._num_ends[places], 0)
+        return rows
+
+    def forget(self, request: Request) -> None:
+        """Drop a request's row; one that is not there is no error."""
+        if entry := self._entries.pop(request, None):
+            self._free.append(entry.place)
+
+    def _add(self, request: Request) -> _Entry:
+        if not self._free:
+            self._grow()
+        params = request.params
+        bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int32)
+        bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        end_ids = np.array(sorted(request.end_ids), dtype=np.int32)
+        entry = _Entry(self._free.pop(), (bias_ids, bias_values, end_ids))
+        self._min_tokens[entry.place] = params.min_tokens
+        self._num_ends[entry.place] = end_ids.size
+
+        row = self._table[entry.place]
+        row["tokens"] = 0
+        row["bias_ids"], row["bias_values"] = bias_ids.ctypes.data, bias_values.ctypes.data
+        row["barred_ids"], row["num_bias"] = end_ids.ctypes.data, bias_ids.size
+        row["seed"], row["num_prompt"] = request.seed & (2**64 - 1), request.num_prompt
+        row["temperature"], row["top_k"] = params.temperature, params.top_k
+        row["top_p"], row["min_p"] = params.top_p, params.min_p
+        row["repetition_penalty"] = max(params.repetition_penalty, LEAST_PENALTY)
+        row["frequency_penalty"] = params.frequency_penalty
+        row["presence_penalty"] = params.presence_penalty
+        row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+
+        if params.has_penalties:
+            entry.history = np.zeros(0, dtype=np.int32)
+            self._extend(entry, request)
+        self._entries[request] = entry
+        return entry
+
+    def _grow(self) -> None:
+        size = self._table.size
+        self._free.extend(range(max(2 * size, 64) - 1, size - 1, -1))
+        more = len(self._free)
+        self._table = np.concatenate([self._table, np.zeros(more, dtype=ROW)])
+        self._min_tokens = np.concatenate([self._min_tokens, np.zeros(more, dtype=np.int64)])
+        self._num_ends = np.concatenate([self._num_ends, np.zeros(more, dtype=np.int32)])
+
+    def _extend(self, entry: _Entry, request: Request) -> None:
+        """Copy the tokens that are new; tokens are only ever appended."""
+        history, start, end = entry.history, entry.num_tokens, len(request.tokens)
+        assert history is not None
+        if end > history.size:
+            entry.history = np.zeros(2 * end, dtype=np.int32)
+            entry.history[:start] = history[:start]
+            history = entry.history
+            self._table["tokens"][entry.place] = history.ctypes.data
+        if end == start + 1:
+            history[start] = request.tokens[start]
+        else:
+            history[start:end] = request.tokens[start:end]
+        entry.num_tokens = end
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request's place in the table, and the arrays that its row points to."""
+
+    place: int
+    arrays: tuple[NDArray[Any], ...]
+    history: NDArray[np.int32] | None = None  # prompt and output, with room for more
+    num_tokens: int = 0  # how many of `history` are filled
+
+
+def read_results(
+    results: Rows, requests: Sequence[Request]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Return what a `StepResult` holds, from an array of `RESULT` in the requests' order."""
+    tokens: list[int] = results["token"].tolist()
+    logprobs = [
+        None if request.params.logprobs is None or token < 0 else _token_logprobs(results[i])
+        for i, (request, token) in enumerate(zip(requests, tokens, strict=True))
+    ]
+    return tokens, logprobs
+
+
+def _token_logprobs(result: np.void) -> TokenLogprobs:
+    count = int(result["count"])
+    return TokenLogprobs(
+        float(result["logprob"]),
+        tuple(result["top_ids"][:count].tolist()),
+        tuple(result["top_logprobs"][:count].tolist()),
+    )

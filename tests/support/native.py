@@ -1,0 +1,63 @@
+"""The native libraries for tests: where they are, and which of them this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from twostroke.core import env
+
+ROOT = Path(__file__).parents[2]
+NEEDS = {
+    "portable": set(),
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
+    "amx_emulated": {"avx512_vnni", "avx512_bf16"},
+    "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+}
+
+
+@cache
+def native_dir() -> Path:
+    """The folder of native libraries; builds them if none is given and none is there."""
+    if (folder := env.native_dir()) is not None:
+        return folder
+    folder = ROOT / "build" / "native"
+    if not list(folder.glob("libtwostroke_*.so")):
+        search = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+        cmake, ninja = (shutil.which(tool, path=search) for tool in ("cmake", "ninja"))
+        if cmake is None or ninja is None:
+            pytest.skip("cmake and ninja are needed to build the native libraries")
+        make = [cmake, "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
+        subprocess.run([*make, f"-DCMAKE_MAKE_PROGRAM={ninja}"], check=True)
+        subprocess.run([ninja, "-C", str(folder)], check=True)
+    return folder
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """The instruction sets that the system reports for this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(f for line in lines if line.startswith("flags") for f in line.split())
+
+
+@cache
+def load_level(level: str) -> ctypes.CDLL:
+    """One level's library; skips the test where the machine cannot run it."""
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    if level != "portable" and not (is_x86 and processor_flags() >= NEEDS[level]):
+        pytest.skip(f"this processor lacks {level}")
+    path = native_dir() / f"libtwostroke_{level}.so"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not built")
+    return ctypes.CDLL(str(path))

@@ -1,0 +1,103 @@
+"""Random sampling cases: requests with all their parameters, and rows of logits, also nasty ones."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.sample.rows import RESULT, RowTable, read_results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.core.step import TokenLogprobs
+
+KINDS = ("normal", "peaked", "flat", "ties", "equal", "holes", "nan", "infinite", "huge", "nothing")
+
+
+def make_request(
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    seed: int = 0,
+    end_ids: Sequence[int] = (),
+) -> Request:
+    """A request that has already written `output`."""
+    tokens = [*prompt, *output]
+    return Request("r", tokens, len(prompt), params, seed, end_ids=frozenset(end_ids))
+
+
+def random_logits(
+    rng: np.random.Generator, vocab_size: int, kind: str | None = None
+) -> NDArray[np.float32]:
+    """A row of logits (vocab_size,) of one of `KINDS`, mostly normal ones."""
+    kind = kind or (str(rng.choice(KINDS)) if rng.random() < 0.6 else "normal")
+    normal = rng.normal(size=vocab_size) * 3
+    rows = {
+        "normal": normal,
+        "peaked": normal * 10,
+        "flat": normal / 100,
+        "ties": np.round(normal),
+        "equal": np.full(vocab_size, normal[0]),
+        "holes": np.where(rng.random(vocab_size) < 0.3, -np.inf, normal),
+        "nan": np.where(rng.random(vocab_size) < 0.3, np.nan, normal),
+        "infinite": np.where(rng.random(vocab_size) < 0.1, np.inf, normal),
+        "huge": normal * 1e38,
+        "nothing": np.where(rng.random(vocab_size) < 0.5, np.nan, -np.inf),
+    }
+    with np.errstate(over="ignore"):
+        logits = rows[kind].astype(np.float32)
+    if rng.random() < 0.2:
+        logits[rng.integers(vocab_size)] = -0.0
+    return logits
+
+
+def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
+    """A request with each parameter at its default, at an ordinary or at an extreme value."""
+
+    def one_of(default: float, *others: float) -> float:
+        return float(rng.choice(others)) if rng.random() < 0.4 else default
+
+    def some_ids(most: int) -> list[int]:
+        ids = rng.integers(0, vocab_size + 2, size=rng.integers(0, most + 1))  # some are unknown
+        return [int(i) for i in ids]
+
+    params = SamplingParams(
+        temperature=one_of(1.0, 0.0, 0.0, 1e-40, 1e-3, 0.5, 2.0, 100.0),
+        top_k=int(one_of(0, 1, 2, 5, 40, 64, 65, 1000, vocab_size, 2**31 - 1)),
+        top_p=one_of(1.0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-12),
+        min_p=one_of(0.0, 1e-12, 0.01, 0.05, 0.5, 1.0),
+        repetition_penalty=one_of(1.0, 0.5, 1.1, 100.0, 1e-300),
+        presence_penalty=one_of(0.0, -2.0, 0.1, 2.0),
+        frequency_penalty=one_of(0.0, -2.0, 0.3, 2.0),
+        logit_bias={i: float(rng.choice([-100, -1.1, 0, 3.3, 100])) for i in some_ids(8)},
+        min_tokens=int(one_of(0, 3, 1000)),
+        logprobs=None if rng.random() < 0.5 else int(rng.integers(0, 21)),
+    )
+    seed = int(rng.integers(2**64, dtype=np.uint64)) - int(rng.integers(2)) * 2**63
+    return make_request(params, some_ids(20), some_ids(20), seed, some_ids(3))
+
+
+def sample_native(
+    library: ctypes.CDLL, requests: Sequence[Request], logits: NDArray[np.float32]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Draw one token for each row of `logits` (rows, vocab_size); they must come back as they were."""
+    table = RowTable()
+    rows = table.rows(requests)
+    results = np.zeros(len(requests), RESULT)
+    before = logits.copy()
+    library.ts_sample_test(
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_void_p(logits.ctypes.data),
+        ctypes.c_int64(logits.shape[0]),
+        ctypes.c_int64(logits.shape[1]),
+        ctypes.c_void_p(results.ctypes.data),
+    )
+    np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
+    return read_results(results, requests)
