@@ -20,11 +20,14 @@ class BackendFacts:
     """What the engine must know of a backend; branch on these, never on its name.
 
     `one_arithmetic` says that prompt rows and generated rows are computed alike, bit for bit, so
-    that pages filled by either serve the other. `num_pages` pages of `page_size` tokens are there.
+    that pages filled by either serve the other. `level` names the instruction set of the kernels,
+    or whose limits the backend is held against. `num_pages` pages of `page_size` tokens are there.
     """
 
     name: str
     detail: str
+    level: str
+    num_threads: int
     num_pages: int
     page_size: int
     one_arithmetic: bool

@@ -1,1 +1,5 @@
-"""The command line: pull, generate, chat, serve, models, doctor."""
+"""The command line: `twostroke`."""
+
+from twostroke.cli.app import main
+
+__all__ = ["main"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
@@ -12,6 +12,7 @@ from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
 from twostroke.core.machine import memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.hardware import machine
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.sizing import size_cache
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
+    from twostroke.core.hardware import Hardware
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
@@ -51,7 +53,7 @@ class Engine:
         """Stop, after at most `drain_s` seconds for running requests."""
         self.client.loop.close(drain_s)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         """Use the engine in a `with` block, which closes it."""
         return self
 
@@ -84,6 +86,12 @@ def build(
     return Engine(
         Client(card, EngineLoop(backend, scheduler, meter)), backend.facts, size.context_length
     )
+
+
+def limits(engine: Engine) -> Hardware:
+    """Return this machine's limits for an engine; measured on first use, then remembered."""
+    facts = engine.facts
+    return machine(facts.level, facts.num_threads, facts.weight_bytes)
 
 
 def build_tokenizer(loaded: LoadedModel) -> Tokenizer:

@@ -62,26 +62,31 @@ class Generation:
         """Wait for outputs of `loop`; the choices are added by `Client.generate`."""
         self._loop = loop
         self._queue: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        self._num_ended = 0
         self.mailbox = Mailbox(self._queue.put)
         self.request_ids: list[str] = []
 
     def __iter__(self) -> Iterator[Output]:
+        """Yield outputs as `outputs` does; leaving early cancels what still runs."""
+        try:
+            yield from self.outputs()
+        finally:
+            self.cancel()
+
+    def outputs(self) -> Iterator[Output]:
         """Yield outputs as they come, until every choice has had its last.
 
+        May be left and taken up again.
+
         Raises:
-            EngineStoppedError: the engine failed under the request.
+            TwostrokeError: the engine failed under the request.
         """
-        open_choices = len(self.request_ids)
-        try:
-            while open_choices:
-                output = self._queue.get()
-                if output.error is not None:
-                    raise TwostrokeError(output.error)
-                open_choices -= output.finish_reason is not None
-                yield output
-        finally:
-            if open_choices:
-                self.cancel()
+        while self._num_ended < len(self.request_ids):
+            output = self._queue.get()
+            self._num_ended += output.finish_reason is not None
+            if output.error is not None:
+                raise TwostrokeError(output.error)
+            yield output
 
     def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""
@@ -104,22 +109,29 @@ class AsyncGeneration:
         self.request_ids: list[str] = []
 
     async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come; leaving the loop early cancels the rest."""
+        """Yield outputs as they come, until every choice has had its last.
+
+        A caller that leaves early calls `cancel`.
+
+        Raises:
+            TwostrokeError: the engine failed under the request.
+        """
         open_choices = len(self.request_ids)
-        try:
-            while open_choices:
-                output = await self._queue.get()
-                if output.error is not None:
-                    raise TwostrokeError(output.error)
-                open_choices -= output.finish_reason is not None
-                yield output
-        finally:
-            if open_choices:
-                self.cancel()
+        while open_choices:
+            output = await self._queue.get()
+            open_choices -= output.finish_reason is not None
+            if output.error is not None:
+                raise TwostrokeError(output.error)
+            yield output
 
     async def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""
         return _join_all([output async for output in self], len(self.request_ids))
+
+    @property
+    def num_unread(self) -> int:
+        """How many outputs have come and were not read yet."""
+        return self._queue.qsize()
 
     def cancel(self) -> None:
         """Stop whatever still runs; the last outputs say so."""
@@ -145,7 +157,7 @@ class Client:
             EngineStoppedError: the engine no longer runs.
         """
         generation = Generation(self.loop)
-        self._submit(generation, tokens, params, caller)
+        self._submit(generation, [tokens], params, caller)
         return generation
 
     def generate_async(
@@ -156,25 +168,46 @@ class Client:
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
+        return self.generate_many_async([tokens], params, caller)
+
+    def generate_many_async(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller = _ANYONE
+    ) -> AsyncGeneration:
+        """Queue several prompts, all or none; choice `i` of prompt `p` has index `p * n + i`.
+
+        Raises:
+            RequestError, OverloadedError, EngineStoppedError: as `generate`.
+        """
         generation = AsyncGeneration(self.loop)
-        self._submit(generation, tokens, params, caller)
+        self._submit(generation, prompts, params, caller)
         return generation
 
     def _submit(
         self,
         generation: Generation | AsyncGeneration,
-        tokens: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         caller: Caller,
     ) -> None:
+        choices: list[Choice] = []
+        for tokens in prompts:
+            for request in self._requests(tokens, params, caller):
+                generation.request_ids.append(request.id)
+                choice = Choice.of(request, len(choices), self.card.tokenizer, generation.mailbox)
+                choices.append(choice)
+        self.loop.submit(choices)
+
+    def _requests(
+        self, tokens: Sequence[int], params: SamplingParams, caller: Caller
+    ) -> Iterator[Request]:
+        """Yield one prompt's n requests."""
         self._check(tokens, params)
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= self.card.tokenizer.eos_ids
-        choices = []
         for index in range(params.n):
-            request = Request(
+            yield Request(
                 id=f"r{next(_serial)}",
                 tokens=list(tokens),
                 num_prompt=len(tokens),
@@ -185,9 +218,6 @@ class Client:
                 tenant=caller.tenant,
                 salt=caller.tenant.encode(),
             )
-            generation.request_ids.append(request.id)
-            choices.append(Choice.of(request, index, self.card.tokenizer, generation.mailbox))
-        self.loop.submit(choices)
 
     def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.card.cost.program.vocab_size

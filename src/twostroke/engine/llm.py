@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from twostroke.core.config import EngineOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.weights import pull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
+    from twostroke.core.config import EngineOptions
     from twostroke.engine.client import AsyncGeneration
     from twostroke.engine.output import Completion, Output
 
@@ -29,12 +30,12 @@ class LLM:
     """
 
     def __init__(self, model: str, options: EngineOptions | None = None) -> None:
-        """Load `model`: a path or a catalogue name.
+        """Load `model`: a path or a catalogue name, fetched first if it is not here yet.
 
         Raises:
             TwostrokeError: it cannot be found, read, or held in memory.
         """
-        self.engine: Engine = build(model, options)
+        self.engine: Engine = _fetch_and_build(model, options)
 
     def generate(
         self,
@@ -74,7 +75,7 @@ class LLM:
         """Stop the engine and give back its memory."""
         self.engine.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         """Use the model in a `with` block, which closes it."""
         return self
 
@@ -113,7 +114,7 @@ class AsyncLLM:
     @classmethod
     async def load(cls, model: str, options: EngineOptions | None = None) -> AsyncLLM:
         """Load `model` without blocking the event loop."""
-        return cls(await asyncio.to_thread(build, model, options))
+        return cls(await asyncio.to_thread(_fetch_and_build, model, options))
 
     async def generate(
         self, prompt: Text, params: SamplingParams | None = None
@@ -146,6 +147,11 @@ class AsyncLLM:
                 yield output
         finally:
             generation.cancel()
+
+
+def _fetch_and_build(model: str, options: EngineOptions | None) -> Engine:
+    pull(model)
+    return build(model, options)
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:

