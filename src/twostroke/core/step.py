@@ -59,8 +59,9 @@ class TokenLogprobs:
 class StepResult:
     """What the backend drew: one token for each slice that samples, in the plan's order.
 
-    A token is `NO_TOKEN` where nothing could be drawn.     `logprobs[i]` is None unless the request asked. `elapsed_s` is the whole call, `kernel_s`
-    the part of it inside kernels; both 0.0 where the backend does not measure.
+    A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
+    asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
+    where the backend does not measure.
     """
 
     tokens: list[int]

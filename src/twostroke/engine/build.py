@@ -16,11 +16,11 @@ from twostroke.engine.hardware import machine
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.sizing import size_cache
+from twostroke.engine.prompts import Chat
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf, from_tokenizer_json
-from twostroke.tokenize.templates import ChatTemplate
 from twostroke.weights import GgufTokenizer, LoadedModel, load
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
     Progress = Callable[[int, int], None]
+
+
+_CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def _build_scheduler(
 def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCard:
     tokenizer = build_tokenizer(loaded)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
-    template = loaded.chat_template
+    has_chat = bool(tokenizer.chat_templates) or _CHATML <= set(tokenizer.special_texts())
     formats = sorted(
         {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     )
@@ -162,6 +165,6 @@ def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCa
         created_s=int(time.time()),
         licence=loaded.licence,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(template, tokenizer) if template else None,
+        chat_template=Chat(tokenizer) if has_chat else None,
         cost=CostModel(program, sizes),
     )

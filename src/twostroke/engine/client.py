@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.loop import EngineLoop
     from twostroke.program.cost import CostModel
-    from twostroke.tokenize import ChatTemplate, Tokenizer
+    from twostroke.engine.prompts import Chat
+    from twostroke.tokenize import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ModelCard:
     created_s: int
     licence: str | None
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
+    chat_template: Chat | None
     cost: CostModel
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
@@ -10,6 +11,32 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from twostroke.engine.client import ModelCard
+    from twostroke.tokenize import Prompt, Tokenizer
+    from twostroke.tokenize.templates import ChatTemplate
+
+
+class Chat:
+    """A model's chat template, compiled when it is first used: the compiler is slow to import."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        from twostroke.tokenize.templates import ChatTemplate
+
+        return ChatTemplate.for_tokenizer(self._tokenizer)
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> Prompt:
+        """Return the prompt of a conversation.
+
+        Raises:
+            RequestError: the messages are not as they should be, or do not suit the template.
+            ModelFormatError: the model's template is not valid.
+        """
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
 
 def encode_text(card: ModelCard, prompt: str | Sequence[int]) -> list[int]:
@@ -28,5 +55,4 @@ def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> li
     if card.chat_template is None:
         message = f"{card.name} has no chat template: use plain completions instead."
         raise RequestError(message, param="messages")
-    prompt = card.chat_template.render(messages, add_generation_prompt=True)
-    return card.tokenizer.encode_prompt(prompt)
+    return card.tokenizer.encode_prompt(card.chat_template.render(messages))
