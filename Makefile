@@ -17,6 +17,7 @@ NATIVE_BUILD := build/native
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build pull run test check format test-oracle test-models clean
@@ -53,11 +54,8 @@ pull: build ## Fetch the default model into the cache, if it is not there yet.
 	@$(BIN)/twostroke pull $(MODEL)
 
 run: pull ## Answer a prompt in the terminal, then serve the API (PROMPT=, MODEL=, HOST=, PORT=).
-	@$(BIN)/twostroke generate $(MODEL) -p '$(PROMPT)' --max-tokens 128
+	@$(BIN)/twostroke generate $(MODEL) -p "$$PROMPT" --max-tokens 128
 	@echo
-	@echo "Serving on http://$(HOST):$(PORT) (Ctrl-C stops it). Once it is up, try in another terminal:"
-	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"model\": \"$(MODEL)\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'"
 	@$(BIN)/twostroke serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: pull ## Run the tests (TESTS=tests/schedule for some of them).
