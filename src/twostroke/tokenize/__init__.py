@@ -7,8 +7,9 @@ Chat templates live in `twostroke.tokenize.templates`, which is imported by thos
 from __future__ import annotations
 
 from twostroke.tokenize.gguf import from_gguf
+from twostroke.tokenize.huggingface import from_tokenizer_json
 from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.stream import StreamDecoder
 from twostroke.tokenize.tokenizer import Tokenizer
 
-__all__ = ["Piece", "Prompt", "StreamDecoder", "Tokenizer", "from_gguf"]
+__all__ = ["Piece", "Prompt", "StreamDecoder", "Tokenizer", "from_gguf", "from_tokenizer_json"]

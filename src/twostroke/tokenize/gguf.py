@@ -87,6 +87,7 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
             prefix_ids=_around(metadata, "add_bos_token", bos_id, default=spec.add_bos),
             suffix_ids=_around(metadata, "add_eos_token", ends[0], default=False),
             space_prefix=_get(metadata, "add_space_prefix", bool) or False,
+            named_texts=_named_texts(metadata, tokens),
             chat_templates=_chat_templates(metadata),
         )
     )
@@ -136,6 +137,12 @@ def _around(
     wanted = _get(metadata, key, bool)
     wanted = default if wanted is None else wanted
     return (token_id,) if wanted and token_id is not None else ()
+
+
+def _named_texts(metadata: Mapping[str, object], tokens: Sequence[str]) -> dict[str, str]:
+    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: _token_id(metadata, f"{key}_token_id", len(tokens)) for name, key in keys.items()}
+    return {f"{name}_token": tokens[id_] for name, id_ in ids.items() if id_ is not None}
 
 
 def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:

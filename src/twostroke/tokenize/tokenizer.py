@@ -26,7 +26,8 @@ class TokenizerParts:
     the first (SentencePiece puts a space before the first word only). `to_bytes` gives the bytes
     of an ordinary token's text; `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are
     what `add_special` puts around a text. `space_prefix` puts a space before a text without one;
-    `strip_space` takes the first space of decoded text away again (SentencePiece).
+    `strip_space` takes the first space of decoded text away again (SentencePiece). `named_texts`
+    are the texts of `bos_token`, `eos_token` and the like, under the names that templates use.
     """
 
     core: tokenizers.Tokenizer
@@ -42,6 +43,7 @@ class TokenizerParts:
     suffix_ids: tuple[int, ...] = ()
     space_prefix: bool = False
     strip_space: bool = False
+    named_texts: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -72,6 +74,7 @@ class Tokenizer:
         self.bos_id = parts.bos_id
         self.eos_ids = parts.eos_ids
         self.special_ids = frozenset(token.id for token in parts.added if token.special)
+        self.named_texts = MappingProxyType(dict(parts.named_texts))
         self.chat_templates = MappingProxyType(dict(parts.chat_templates))
 
     def encode(

@@ -1,0 +1,216 @@
+"""A tokenizer out of a Hugging Face folder: `tokenizer.json` and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
+from twostroke.tokenize.ends import end_ids
+from twostroke.tokenize.specials import AddedToken
+from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_MAX_FILE_BYTES = 256 * 1024**2
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_BPE_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+)
+
+
+def from_tokenizer_json(path: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
+
+    Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face). Beside it are
+    read, where they exist, `tokenizer_config.json`, `special_tokens_map.json`,
+    `generation_config.json`, `config.json` and `chat_template.jinja`. Raises ModelNotFoundError
+    or ModelFormatError.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelNotFoundError(f"There is no tokenizer.json at {path}.")
+    folder = file.parent
+    description = _read(file)
+    model = description.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise ModelFormatError(f"{file.name} holds a tokenizer of type {kind}; BPE is known.")
+    config = _read(folder / "tokenizer_config.json")
+    try:
+        return _build(description, model, config, folder)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ModelFormatError(
+            f"{file.name} is damaged ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _build(
+    description: dict[str, Any], model: dict[str, Any], config: dict[str, Any], folder: Path
+) -> Tokenizer:
+    added = tuple(
+        AddedToken(
+            int(entry["id"]),
+            str(entry["content"]),
+            special=bool(entry.get("special")),
+            lstrip=bool(entry.get("lstrip")),
+            rstrip=bool(entry.get("rstrip")),
+            single_word=bool(entry.get("single_word")),
+        )
+        for entry in description.get("added_tokens") or ()
+    )
+    named = _named_texts(config, _read(folder / "special_tokens_map.json"))
+    by_text = {token.text: token.id for token in added}
+    vocabulary: dict[str, int] = model["vocab"]
+    vocab_size = 1 + max((*vocabulary.values(), *by_text.values()), default=-1)
+    for token in added:
+        vocabulary.pop(token.text, None)
+    core = _core(description, model, set(by_text))
+    byte_level = '"ByteLevel"' in json.dumps(
+        [description.get("pre_tokenizer"), description.get("decoder")]
+    )
+    prefix, suffix = _around(description.get("post_processor"))
+    ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
+    ends += _configured_ends(folder)
+    return Tokenizer(
+        TokenizerParts(
+            core=core,
+            core_rest=_core_rest(core, description.get("pre_tokenizer")),
+            vocab_size=vocab_size,
+            to_bytes=byte_level_bytes() if byte_level else sentencepiece_bytes,
+            added=added,
+            bos_id=by_text.get(named.get("bos_token", "")),
+            eos_ids=end_ids(ends, added),
+            prefix_ids=prefix,
+            suffix_ids=suffix,
+            strip_space=any(step.get("type") == "Strip" for step in _steps(description, "decoder")),
+            named_texts=named,
+            chat_templates=_chat_templates(config, folder),
+        )
+    )
+
+
+def _core(
+    description: dict[str, Any], model: dict[str, Any], apart: set[str]
+) -> tokenizers.Tokenizer:
+    """Return the merger alone: everything of the description but its added tokens."""
+    shell: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": description.get("normalizer"),
+        "pre_tokenizer": description.get("pre_tokenizer"),
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
+    merges = [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))]
+    options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
+    if options.get("unk_token") in apart:  # not reachable by merging any more
+        del options["unk_token"]
+    try:
+        core = tokenizers.Tokenizer.from_str(json.dumps(shell))
+        core.model = BPE(model["vocab"], merges, **options)
+    except Exception as error:  # the library raises a bare Exception for every fault
+        raise ModelFormatError(f"tokenizer.json cannot be used: {error}.") from error
+    return core
+
+
+def _core_rest(
+    core: tokenizers.Tokenizer, description: dict[str, Any] | None
+) -> tokenizers.Tokenizer | None:
+    """Return what merges stretches after the first, where only the first gets a space before it."""
+    if not description or description.get("prepend_scheme") != "first":
+        return None
+    rest = tokenizers.Tokenizer(core.model)
+    if core.normalizer is not None:
+        rest.normalizer = core.normalizer
+    rest.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=description.get("replacement", "\u2581"),
+        prepend_scheme="never",
+        split=description.get("split", True),
+    )
+    return rest
+
+
+def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that a post-processor puts before and after a single text."""
+    if not processor:
+        return (), ()
+    if processor.get("type") == "Sequence":
+        pairs = [_around(step) for step in processor["processors"]]
+        return sum((a for a, _ in pairs), ()), sum((b for _, b in pairs), ())
+    if processor.get("type") != "TemplateProcessing":
+        return (), ()
+    before: list[int] = []
+    after: list[int] = []
+    side = before
+    for item in processor["single"]:
+        if "Sequence" in item:
+            side = after
+        else:
+            side.extend(processor["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    return tuple(before), tuple(after)
+
+
+def _named_texts(config: dict[str, Any], specials: dict[str, Any]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for name in _NAMED:
+        value = config.get(name) or specials.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _configured_ends(folder: Path) -> Iterator[int]:
+    for name in ("generation_config.json", "config.json"):
+        value = _read(folder / name).get("eos_token_id")
+        for id_ in value if isinstance(value, list) else [value]:
+            if isinstance(id_, int) and not isinstance(id_, bool):
+                yield id_
+
+
+def _chat_templates(config: dict[str, Any], folder: Path) -> dict[str, str]:
+    file = folder / "chat_template.jinja"
+    value = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates.update((str(entry["name"]), str(entry["template"])) for entry in value)
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _steps(description: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    step = description.get(key) or {}
+    steps: list[dict[str, Any]] = step.get("decoders") or [step]
+    return steps
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a JSON object from a file; an empty one where there is no such file."""
+    if not file.is_file():
+        return {}
+    if file.stat().st_size > _MAX_FILE_BYTES:
+        raise ModelFormatError(f"{file.name} is larger than {_MAX_FILE_BYTES // 1024**2} MiB.")
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{file.name} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{file.name} does not hold a JSON object.")
+    return value

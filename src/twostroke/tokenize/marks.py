@@ -1,0 +1,112 @@
+"""Marks that tell a template's own special tokens from text that looks like them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING, Any, Self
+
+from twostroke.tokenize.messages import ROLES
+from twostroke.tokenize.prompt import Piece, Prompt
+from twostroke.tokenize.specials import AddedToken, Splitter
+from twostroke.tokenize.template_tree import written_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from jinja2 import nodes
+
+
+class Marker:
+    """Puts marks on special tokens in a template's texts, and reads them in what it rendered.
+
+    A mark holds 64 random bits, made when the template is compiled, so text from outside cannot
+    contain one.
+    """
+
+    def __init__(self, specials: Collection[str], tree: nodes.Template) -> None:
+        self._texts = list(dict.fromkeys(specials))
+        self._splitter = Splitter(
+            AddedToken(place, text, special=True) for place, text in enumerate(self._texts)
+        )
+        # Noncharacters around it, so that trimming or changing case leaves a mark whole.
+        self._nonce = f"\ufdd0{secrets.randbits(64):020}"
+        glued = dict(self._glued(written_texts(tree)))
+        self._marks_roles = bool(glued)
+        self._glued_by_spelling = glued
+        spellings = sorted(map(re.escape, glued), key=len, reverse=True)
+        role_marks = [f"{self._nonce}[<>]\ufdd1"] if glued else []
+        own = [rf"{self._nonce}(?P<place>\d+)\ufdd1"]
+        self._found = re.compile("|".join(own + spellings + role_marks))
+
+    def mark(self, text: str) -> str:
+        """Return `text` with each special token in it replaced by that token's mark."""
+        return "".join(
+            part if isinstance(part, str) else f"{self._nonce}{part.id}\ufdd1"
+            for part in self._splitter.split(text)
+        )
+
+    def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Let the roles of `messages` carry marks, if the template glues tokens from roles."""
+        if self._marks_roles:
+            for message in messages:
+                message["role"] = _Role(message["role"], self._spell_role(message["role"]))
+        return messages
+
+    def prompt(self, text: str) -> Prompt:
+        """Return rendered `text` as a prompt, its marks as special pieces."""
+        pieces: list[Piece] = []
+        plain: list[str] = []
+        done = 0
+        for found in self._found.finditer(text):
+            plain.append(text[done : found.start()])
+            done = found.end()
+            place = found["place"]
+            special = self._texts[int(place)] if place else self._glued_by_spelling.get(found[0])
+            if special is not None:
+                _flush(pieces, plain)
+                pieces.append(Piece(special, special=True))
+        plain.append(text[done:])
+        _flush(pieces, plain)
+        return Prompt(tuple(pieces))
+
+    def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
+        """Yield spelling and text of the special tokens that the template glues from a role."""
+        for text in self._texts:
+            for role in ROLES:
+                before, found, after = text.partition(role)
+                if not found or not (before or after) or any(text in part for part in written):
+                    continue
+                opens = not before or any(part.endswith(before) for part in written)
+                closes = not after or any(part.startswith(after) for part in written)
+                if opens and closes:
+                    yield before + self._spell_role(role) + after, text
+
+    def _spell_role(self, role: str) -> str:
+        return f"{self._nonce}<\ufdd1{role}{self._nonce}>\ufdd1"
+
+
+class _Role(str):  # noqa: SLOT000 (a string cannot have slots with values)
+    """A role that reads as itself and is written with its mark."""
+
+    _spelling: str
+
+    def __new__(cls, role: str, spelling: str) -> Self:
+        made = super().__new__(cls, role)
+        made._spelling = spelling
+        return made
+
+    def __str__(self) -> str:
+        return self._spelling
+
+    def __add__(self, other: str) -> str:
+        return self._spelling + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._spelling
+
+
+def _flush(pieces: list[Piece], plain: list[str]) -> None:
+    if text := "".join(plain):
+        pieces.append(Piece(text))
+    plain.clear()

@@ -1,0 +1,95 @@
+"""Chat messages as a template may see them: checked, plain, and copied."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import RequestError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MAX_DEPTH = 64
+
+
+def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+    """Return `messages` as plain dictionaries; RequestError says which one is wrong and why.
+
+    Content is a string, null, or a list of text parts, which are joined with line breaks. The
+    arguments of tool calls, a JSON string in OpenAI's protocol, become what they stand for, as
+    templates expect.
+    """
+    if isinstance(messages, (str, bytes)) or not hasattr(messages, "__len__"):
+        raise RequestError("messages must be a list.", param="messages")
+    if not messages:
+        raise RequestError("messages is empty; a chat needs at least one.", param="messages")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def plain(value: object, where: str, *, depth: int = 0) -> Any:
+    """Return a copy of `value` made of JSON's types alone; RequestError if it is not."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{where} is nested deeper than {_MAX_DEPTH} levels.", param=where)
+    if value is None or type(value) in {str, bool, int, float}:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item, where, depth=depth + 1) for item in value]
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return {key: plain(item, where, depth=depth + 1) for key, item in value.items()}
+    raise RequestError(f"{where} has a {type(value).__name__}, which is not JSON.", param=where)
+
+
+def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
+    if not hasattr(message, "items"):
+        raise RequestError(f"{where} must be an object with role and content.", param=where)
+    checked: dict[str, Any] = plain(dict(message), where)
+    role = checked.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        hint = nearest(role, ROLES) if isinstance(role, str) else ""
+        raise RequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}.{hint}", param=f"{where}.role"
+        )
+    if "content" not in checked and "tool_calls" not in checked:
+        raise RequestError(f"{where} has no content.", param=f"{where}.content")
+    checked["content"] = _content(checked.get("content"), f"{where}.content")
+    for call in checked.get("tool_calls") or ():
+        _read_arguments(call, where)
+    return checked
+
+
+def _content(content: object, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a string or a list of parts.", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            raise RequestError(
+                f"{where} may hold parts of type text only; this model reads nothing else.",
+                param=where,
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_arguments(call: object, where: str) -> None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"{where}.tool_calls must hold objects with function.name.", param=f"{where}.tool_calls"
+        )
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return
+    try:
+        function["arguments"] = (
+            plain(json.loads(arguments), f"{where}.tool_calls") if arguments else {}
+        )
+    except (ValueError, RecursionError):
+        # What a model wrote need not be JSON; a template then prints it as the string it is.
+        function["arguments"] = arguments

@@ -1,0 +1,165 @@
+"""Chat templates: messages in, a prompt out whose special tokens are the template's own."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.tokenize.guards import METER
+from twostroke.tokenize.marks import Marker
+from twostroke.tokenize.messages import checked_messages, plain
+from twostroke.tokenize.meter import Meter, RenderBudget
+from twostroke.tokenize.sandbox import TemplateEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from twostroke.tokenize.prompt import Prompt
+    from twostroke.tokenize.tokenizer import Tokenizer
+
+_MAX_SOURCE_CHARS = 256 * 1024
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+class Specials(Protocol):
+    """What a chat template asks of a tokenizer."""
+
+    @property
+    def named_texts(self) -> Mapping[str, str]:
+        """The texts of `bos_token`, `eos_token` and so on, by these names."""
+
+    def special_texts(self) -> Collection[str]:
+        """Return the texts of all special tokens."""
+
+
+class ChatTemplate:
+    """A compiled chat template (a Jinja source as Hugging Face defines it).
+
+    Special tokens and text are kept apart by where they were written, not by how they look. When
+    the template is compiled, every special token's text among the literals that it writes is
+    replaced by a mark that nobody outside can guess; after rendering, marks become the special
+    pieces of the `Prompt`, and all other text, a user's above all, is plain, whatever the
+    template did to it (trimmed, split, glued). Literals that the template only looks for are left
+    alone, so its questions about a message get the usual answers. A template that glues a
+    special token from a role (`'<|' + message['role'] + '|>'`) works too: roles come from a
+    closed list and carry a mark of their own into what is glued.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Specials | None = None,
+        *,
+        budget: RenderBudget | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile `source`; ModelFormatError if it is not a template.
+
+        `tokenizer` says which texts are special tokens and what `bos_token` and the like are;
+        without one, nothing is special. `now` is the clock behind `strftime_now`.
+        """
+        if len(source) > _MAX_SOURCE_CHARS:
+            raise ModelFormatError(
+                f"The chat template has {len(source):,} characters; "
+                f"{_MAX_SOURCE_CHARS:,} are allowed."
+            )
+        self.source = source
+        self._budget = budget or RenderBudget()
+        self._now = now
+        self._environment = TemplateEnvironment(
+            {"raise_exception": _refuse, "strftime_now": self._strftime_now}
+        )
+        try:
+            tree = self._environment.parse(source)
+            self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
+            self._template = self._environment.guarded(tree, self._marker.mark)
+        except TemplateSyntaxError as error:
+            raise ModelFormatError(
+                f"The chat template is not valid (line {error.lineno}): {error.message}"
+            ) from error
+        except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ModelFormatError(
+                f"The chat template cannot be compiled ({type(error).__name__})."
+            ) from error
+        named = tokenizer.named_texts if tokenizer else {}
+        self._variables = {name: self._marker.mark(text) for name, text in named.items()}
+
+    @classmethod
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, *, name: str = "default", budget: RenderBudget | None = None
+    ) -> ChatTemplate:
+        """Return the template of that name out of the model's files.
+
+        A model without one gets ChatML if its vocabulary has the markers of ChatML; else a
+        RequestError says to use completions.
+        """
+        source = tokenizer.chat_templates.get(name)
+        if source is None:
+            if not {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.special_texts()):
+                raise RequestError(
+                    "This model has no chat template, so it cannot chat; "
+                    "use completions with a plain prompt."
+                )
+            source = _CHATML
+        return cls(source, tokenizer, budget=budget)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **extra: object,
+    ) -> Prompt:
+        """Return the prompt for `messages`; encode it with `Tokenizer.encode_prompt`.
+
+        `tools` are JSON schemas of functions, `extra` further variables of the template such as
+        `enable_thinking`. Raises RequestError for messages that are not well formed or that the
+        template refuses, BudgetError when it takes too much time or space.
+        """
+        variables: dict[str, Any] = {**self._variables}
+        taken = {*variables, "messages", "tools", "add_generation_prompt"}
+        for name, value in extra.items():
+            if name in taken or name in self._environment.globals:
+                raise RequestError(f"'{name}' is the chat template's own name.", param=name)
+            variables[name] = plain(value, name)
+        variables["messages"] = self._marker.with_roles(checked_messages(messages))
+        variables["tools"] = None if tools is None else plain(list(tools), "tools")
+        variables["add_generation_prompt"] = add_generation_prompt
+        meter = Meter(self._budget)
+        text = self._run({**variables, METER: meter})
+        meter.fit(len(text))
+        return self._marker.prompt(text)
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        try:
+            return "".join(self._template.root_render_func(self._template.new_context(variables)))
+        except TwostrokeError:
+            raise
+        except RecursionError as error:
+            raise RequestError("The chat template calls itself too deeply.") from error
+        except Exception as error:  # a template is foreign code: it can fail in any way
+            raise RequestError(self._complaint(error), param="messages") from error
+
+    def _complaint(self, error: Exception) -> str:
+        text = " ".join(self._marker.prompt(str(error)).text.split())[:300]
+        if isinstance(error, TemplateError):
+            return f"The chat template refuses these messages: {text}"
+        return f"The chat template failed on these messages: {type(error).__name__}: {text}"
+
+    def _strftime_now(self, form: str) -> str:
+        if len(form) > 100 or re.search(r"\d{3}", form):
+            raise RequestError("The chat template's date format is too long.")
+        return self._now().strftime(form)
+
+
+def _refuse(message: object = "") -> None:
+    raise TemplateError(str(message))
