@@ -22,7 +22,7 @@ class Queue:
     """What a policy decides on.
 
     `num_active` requests were called and have not ended, `num_waiting` were not called yet, the
-    first of them since `oldest_s`; at least one waits. `is_flushed` says that no more are to be waited for.
+    first of them since `oldest_s`; at least one waits. `is_flushed` says that no more will come.
     """
 
     num_waiting: int
@@ -59,7 +59,7 @@ class Continuous:
         """All of them."""
         return queue.num_waiting
 
-    def wait_s(self, queue: Queue) -> float | None:
+    def wait_s(self, queue: Queue) -> float | None:  # noqa: ARG002 others look at the queue
         """At once."""
         return 0.0
 
@@ -98,7 +98,7 @@ class Dynamic:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """A batch starts with exactly `size` requests, after a flush with fewer; none joins it later."""
+    """A batch starts with `size` requests, after a flush with fewer; none joins it later."""
 
     size: int
 
@@ -124,11 +124,12 @@ class Static:
 
 def make_policy(options: BatchOptions) -> Policy:
     """Return the policy that `options.policy` names; the options have checked the name."""
-    return {
+    policies: dict[str, Policy] = {
         "continuous": Continuous(),
         "dynamic": Dynamic(options.batch_size, options.max_wait_s),
         "static": Static(options.batch_size),
-    }[options.policy]
+    }
+    return policies[options.policy]
 
 
 def _check_size(size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from itertools import count as count_up
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,9 @@ from twostroke.core.step import Delta, Slice, StepPlan
 from twostroke.schedule.config import SchedulerStats
 from twostroke.schedule.draft import Draft
 from twostroke.schedule.limits import check_queue, max_len
-from twostroke.schedule.policy import Queue
+from twostroke.schedule.line import WaitingLine
 from twostroke.schedule.prefixes import Prefixes
-from twostroke.schedule.ticket import Ticket
+from twostroke.schedule.ticket import Ticket, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,17 +52,13 @@ class Scheduler:
             raise UsageError(message, param="max_running")
         self.config = config
         self._pool = pool
-        self._policy = policy
         self._clock = clock
         self._prefixes = Prefixes(index, pool.page_size)
         self._arrivals = count_up()
         self._tickets: dict[str, Ticket] = {}
-        self._waiting: dict[str, Ticket] = {}  # not called by the policy yet, by arrival
-        self._ready: list[Ticket] = []  # called, without pages, by rank
+        self._waiting = WaitingLine(policy, clock)
         self._running: list[Ticket] = []  # with pages, by rank
         self._flight: list[Ticket] | None = None  # owners of the slices of the step in flight
-        self._is_flushed = False
-        self._num_waiting_tokens = 0
         self._num_prompt_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
@@ -78,9 +74,7 @@ class Scheduler:
 
         How long an engine loop that got None from `plan` may sleep if nobody calls.
         """
-        if self._running or self._ready:
-            return 0.0
-        return self._policy.wait_s(self._queue()) if self._waiting else None
+        return 0.0 if self._running else self._waiting.wait_s(0)
 
     def add(self, request: Request) -> None:
         """Queue a request; stamps `arrival_s` unless the caller did.
@@ -96,20 +90,18 @@ class Scheduler:
         if request.id in self._tickets:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
         limit = max_len(request, self.config.context_length, pool.num_pages * pool.page_size)
-        num_waiting = len(self._waiting) + len(self._ready)
-        check_queue(self.config, num_waiting, self._num_waiting_tokens, request)
+        check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
         if not request.arrival_s:
             request.arrival_s = self._clock()
         arrival = next(self._arrivals)
         rank = (arrival + request.priority * self.config.max_overtakes, arrival)
         ticket = Ticket(request, rank, limit, self._prefixes.chain(request.salt))
         self._tickets[request.id] = ticket
-        self._waiting[request.id] = ticket
-        self._num_waiting_tokens += len(request.tokens)
+        self._waiting.add(ticket)
 
     def flush(self) -> None:
         """Let those who wait now start without waiting for more: the source has run dry."""
-        self._is_flushed = bool(self._waiting)
+        self._waiting.flush()
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request because nobody wants it any more; None if it has ended or never was."""
@@ -131,7 +123,7 @@ class Scheduler:
         del self._tickets[request.id]
         request.finish_reason = reason
         if not ticket.is_running:
-            self._leave_queue(ticket)
+            self._waiting.remove(ticket)
         elif self._flight is None:
             self._running.remove(ticket)
             self._give_back(ticket)
@@ -143,9 +135,8 @@ class Scheduler:
         First come the running requests with one pending token, then those with more, then those
         who wait, each by rank. Allocates the pages that the step writes to.
         """
-        assert self._flight is None, "the step in flight must be committed or abandoned first"
-        if self._waiting:
-            self._call()
+        assert self._flight is None, "the step in flight must be committed first"
+        self._waiting.call(len(self._running))
         draft = Draft(self.config.token_budget)
         page_size = self._pool.page_size
         slices, owners = draft.slices, draft.owners
@@ -162,7 +153,7 @@ class Scheduler:
         for ticket in behind:
             if ticket.is_running and draft.budget:
                 self._give_slice(ticket, draft)
-        if self._ready and draft.budget:
+        if self._waiting.ready and draft.budget:
             self._admit(draft)
         if not slices:
             assert not self._running, "running requests, and no progress"
@@ -206,22 +197,12 @@ class Scheduler:
             self._sweep()
         return deltas
 
-    def abandon(self, plan: StepPlan) -> None:
-        """Forget a step that failed: nothing of it counts, and its requests may be planned again.
-
-        What the step wrote lies behind `num_computed`, on pages that nobody else reads.
-        """
-        assert self._flight is not None, "no plan is in flight"
-        assert len(self._flight) == len(plan.slices), "not the plan in flight"
-        self._flight = None
-        self._sweep()
-
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._ready),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
             num_free_pages=self._pool.num_free,
             num_cached_pages=self._pool.num_cached,
             num_referenced_pages=self._pool.num_referenced,
@@ -233,12 +214,12 @@ class Scheduler:
     def check(self) -> None:
         """Assert that pages, queues and requests agree; for tests."""
         self._pool.check([ticket.request.pages for ticket in self._running])
-        for queue in (self._ready, self._running):
-            assert queue == sorted(queue, key=_rank), "a queue is out of order"
-        queued = [*self._waiting.values(), *self._ready]
+        for queue in (self._waiting.ready, self._running):
+            assert queue == sorted(queue, key=rank_of), "a queue is out of order"
+        queued = list(self._waiting)
         assert all(not t.is_running and not t.request.pages for t in queued)
         assert all(t.is_running for t in self._running)
-        assert self._num_waiting_tokens == sum(len(t.request.tokens) for t in queued)
+        assert self._waiting.num_tokens == sum(len(t.request.tokens) for t in queued)
         alive = [t.request.id for t in (*queued, *self._running) if not t.request.is_finished]
         assert sorted(alive) == sorted(self._tickets), "a request is lost or in two queues"
         assert len(self._running) <= self.config.max_running
@@ -249,25 +230,6 @@ class Scheduler:
                 assert not self._pool.is_kept(page), "a page to be written is indexed"
         if not self._running:
             assert self._prefixes.num_claims == 0, "a claim outlived its owner"
-
-    def _queue(self) -> Queue:
-        return Queue(
-            num_waiting=len(self._waiting),
-            num_active=len(self._ready) + len(self._running),
-            oldest_s=next(iter(self._waiting.values())).request.arrival_s,
-            now_s=self._clock(),
-            is_flushed=self._is_flushed,
-        )
-
-    def _call(self) -> None:
-        """Move those whom the policy lets start from the waiting to the ready."""
-        num_called = self._policy.num_called(self._queue())
-        if not num_called:
-            return
-        for ticket in sorted(self._waiting.values(), key=_rank)[:num_called]:
-            del self._waiting[ticket.request.id]
-            insort(self._ready, ticket, key=_rank)
-        self._is_flushed = self._is_flushed and bool(self._waiting)
 
     def _give_slice(self, ticket: Ticket, draft: Draft) -> None:
         request = ticket.request
@@ -298,8 +260,9 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         """Start ready requests by rank, until one does not fit or the budget is spent."""
         at = 0
-        while at < len(self._ready) and draft.budget:
-            ticket = self._ready[at]
+        ready = self._waiting.ready
+        while at < len(ready) and draft.budget:
+            ticket = ready[at]
             pages = self._prefixes.match(ticket)
             if pages is None:
                 at += 1
@@ -309,7 +272,7 @@ class Scheduler:
                 return
             for _ in range(num_victims):
                 self._preempt(self._running[-1], draft)
-            del self._ready[at]
+            self._waiting.remove(ticket)
             draft.reserved = self._reserve(draft)
             self._start(ticket, pages)
             self._give_slice(ticket, draft)
@@ -352,7 +315,6 @@ class Scheduler:
 
     def _start(self, ticket: Ticket, pages: list[int]) -> None:
         request = ticket.request
-        self._num_waiting_tokens -= len(request.tokens)
         self._pool.share(pages)
         request.pages.extend(pages)
         request.num_computed = len(pages) * self._pool.page_size
@@ -362,7 +324,7 @@ class Scheduler:
             self._num_hit_tokens += request.num_cached
         self._prefixes.start(ticket)
         ticket.is_running = True
-        insort(self._running, ticket, key=_rank)
+        insort(self._running, ticket, key=rank_of)
 
     def _preempt(self, victim: Ticket, draft: Draft) -> None:
         """Take the pages of the running request that ranks last; it computes its tokens again."""
@@ -373,19 +335,13 @@ class Scheduler:
         victim.request.num_computed = 0
         victim.request.num_preemptions += 1
         self._num_preemptions += 1
-        self._num_waiting_tokens += len(victim.request.tokens)
-        insort(self._ready, victim, key=_rank)
+        self._waiting.put_back(victim)
 
     def _give_back(self, ticket: Ticket) -> None:
         ticket.is_running = False
         self._prefixes.stop(ticket)
         self._pool.release(ticket.request.pages)
         ticket.request.pages.clear()
-
-    def _leave_queue(self, ticket: Ticket) -> None:
-        self._num_waiting_tokens -= len(ticket.request.tokens)
-        if self._waiting.pop(ticket.request.id, None) is None:
-            del self._ready[bisect_left(self._ready, ticket.rank, key=_rank)]
 
     def _sweep(self) -> None:
         """Take the pages of running requests that have ended."""
@@ -402,7 +358,3 @@ def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
     if token in request.end_ids and request.num_output > request.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
-
-
-def _rank(ticket: Ticket) -> tuple[int, int]:
-    return ticket.rank

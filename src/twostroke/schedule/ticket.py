@@ -32,3 +32,8 @@ class Ticket:
     publish_at: int = 0
     awaited: bytes | None = None
     is_running: bool = False
+
+
+def rank_of(ticket: Ticket) -> tuple[int, int]:
+    """The key by which queues are sorted."""
+    return ticket.rank

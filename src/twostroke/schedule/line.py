@@ -1,0 +1,84 @@
+"""Those who wait: for the policy's call first, then for room."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from twostroke.schedule.policy import Queue
+from twostroke.schedule.ticket import rank_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.schedule.policy import Policy
+    from twostroke.schedule.ticket import Ticket
+
+
+class WaitingLine:
+    """Tickets without pages: not called by the policy yet, or called and `ready`, by rank.
+
+    A preempted request goes back to `ready`: it was called before.
+    """
+
+    def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
+        self.ready: list[Ticket] = []
+        self.num_tokens = 0
+        self._policy = policy
+        self._clock = clock
+        self._uncalled: dict[str, Ticket] = {}  # by arrival
+        self._is_flushed = False
+
+    def __len__(self) -> int:
+        return len(self._uncalled) + len(self.ready)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        yield from self._uncalled.values()
+        yield from self.ready
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue a new request."""
+        self._uncalled[ticket.request.id] = ticket
+        self.num_tokens += len(ticket.request.tokens)
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Queue a request that has lost its pages."""
+        insort(self.ready, ticket, key=rank_of)
+        self.num_tokens += len(ticket.request.tokens)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Let a request go, to run or because it has ended."""
+        self.num_tokens -= len(ticket.request.tokens)
+        if self._uncalled.pop(ticket.request.id, None) is None:
+            del self.ready[bisect_left(self.ready, ticket.rank, key=rank_of)]
+
+    def flush(self) -> None:
+        """Call those who wait now without waiting for more."""
+        self._is_flushed = bool(self._uncalled)
+
+    def call(self, num_running: int) -> None:
+        """Make those ready whom the policy lets start."""
+        if not self._uncalled:
+            return
+        num_called = self._policy.num_called(self._queue(num_running))
+        if not num_called:
+            return
+        for ticket in sorted(self._uncalled.values(), key=rank_of)[:num_called]:
+            del self._uncalled[ticket.request.id]
+            insort(self.ready, ticket, key=rank_of)
+        self._is_flushed = self._is_flushed and bool(self._uncalled)
+
+    def wait_s(self, num_running: int) -> float | None:
+        """Seconds until somebody may start if nothing but time changes; None for never."""
+        if self.ready:
+            return 0.0
+        return self._policy.wait_s(self._queue(num_running)) if self._uncalled else None
+
+    def _queue(self, num_running: int) -> Queue:
+        return Queue(
+            num_waiting=len(self._uncalled),
+            num_active=len(self.ready) + num_running,
+            oldest_s=next(iter(self._uncalled.values())).request.arrival_s,
+            now_s=self._clock(),
+            is_flushed=self._is_flushed,
+        )

@@ -1,0 +1,135 @@
+"""The prefix index: the longest known prefix, for the right tenant, with a token left over."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import pytest
+
+from twostroke.cache import PagePool, PrefixIndex
+
+PAGE_SIZE = 4
+
+
+class Cache:
+    """An index, and requests that compute and leave."""
+
+    def __init__(self, num_pages=8, **options):
+        self.pool = PagePool(num_pages, PAGE_SIZE)
+        self.index = PrefixIndex(self.pool, **options)
+
+    def compute(self, tokens, salt=b"", num_prompt=None):
+        """Fill and publish pages for `tokens`; return the pages."""
+        num_pages = self.index.num_reusable(len(tokens), num_prompt or len(tokens))
+        chain = self.index.chain(salt)
+        chain.extend(tokens, num_pages)
+        pages = self.pool.allocate(-(-len(tokens) // PAGE_SIZE))
+        for key, page in zip(chain.keys, pages, strict=False):
+            self.index.insert(key, page)
+        return pages
+
+    def match(self, tokens, salt=b"", num_prompt=None):
+        return self.index.match(self.index.chain(salt), tokens, num_prompt or len(tokens))
+
+
+@pytest.fixture
+def cache():
+    cache = Cache()
+    yield cache
+    cache.index.check()
+
+
+def test_unknown_prefix_has_no_pages(cache):
+    assert cache.match(range(20)) == []
+
+
+def test_longest_prefix_is_found(cache):
+    pages = cache.compute(range(12))
+    assert cache.match([*range(12), 99]) == pages
+    assert cache.match([*range(8), 99, 98, 97, 96, 95]) == pages[:2]
+    assert cache.match([99, *range(1, 12)]) == []
+
+
+def test_a_token_is_left_to_compute(cache):
+    pages = cache.compute(range(8))
+    assert cache.match(range(8)) == pages[:1]
+    assert cache.match(range(9)) == pages
+
+
+def test_partly_filled_page_is_not_indexed(cache):
+    pages = cache.compute(range(7))
+    assert cache.match(range(20)) == pages[:1]
+
+
+def test_same_page_behind_another_prefix_is_another_page(cache):
+    cache.compute([1, 2, 3, 4, 5, 6, 7, 8])
+    assert cache.match([9, 9, 9, 9, 5, 6, 7, 8, 1]) == []
+
+
+def test_tenants_do_not_see_each_other(cache):
+    pages = cache.compute(range(8), salt=b"one")
+    assert cache.match(range(20), salt=b"two") == []
+    assert cache.match(range(20)) == []
+    assert cache.match(range(20), salt=b"one") == pages
+
+
+def test_keys_are_a_sha256_chain(cache):
+    chain = cache.index.chain(b"salt")
+    chain.extend(list(range(8)), 2)
+    key = sha256(b"twostroke prefix salt").digest()
+    for first in (0, 4):
+        page = b"".join(token.to_bytes(4, "little") for token in range(first, first + 4))
+        key = sha256(key + page).digest()
+        assert chain.keys[first // 4] == key
+
+
+def test_keys_grown_in_steps_equal_keys_grown_at_once(cache):
+    slow, quick = cache.index.chain(b""), cache.index.chain(b"")
+    for num_pages in (1, 1, 3, 2, 5):
+        slow.extend(list(range(23)), num_pages)
+    quick.extend(list(range(23)), 5)
+    assert slow.keys == quick.keys
+
+
+def test_duplicate_page_stays_its_owners_own(cache):
+    first = cache.compute(range(8))
+    second = cache.compute(range(8))
+    assert cache.match(range(9)) == first
+    cache.pool.release(second)
+    assert cache.pool.num_cached == 0
+    cache.pool.release(first)
+    assert cache.pool.num_cached == 2
+    cache.pool.check([])
+
+
+def test_evicted_page_is_not_found():
+    cache = Cache(num_pages=3)
+    pages = cache.compute(range(12))
+    cache.pool.release(pages)
+    cache.pool.allocate(1)
+    assert cache.match(range(13)) == pages[:2]
+    assert len(cache.index) == 2
+    cache.index.check()
+
+
+def test_evicted_page_is_computed_and_found_again():
+    cache = Cache(num_pages=2)
+    cache.pool.release(cache.compute(range(8)))
+    cache.pool.release(cache.pool.allocate(2))
+    assert cache.match(range(9)) == []
+    pages = cache.compute(range(8))
+    assert cache.match(range(9)) == pages
+    cache.index.check()
+
+
+def test_strict_mode_keeps_generated_pages_out():
+    cache = Cache(reuse_generated=False)
+    pages = cache.compute(range(12), num_prompt=6)
+    assert cache.match(range(13)) == pages[:1]
+
+
+def test_strict_mode_gives_a_request_no_page_for_what_it_generated():
+    cache = Cache(reuse_generated=False)
+    pages = cache.compute(range(12))
+    assert cache.match(range(13)) == pages
+    assert cache.match(range(13), num_prompt=6) == pages[:1]

@@ -1,0 +1,194 @@
+"""The state machine must catch what it is there to catch: faults planted on purpose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from support.machine import SchedulerMachine
+from twostroke.cache import PagePool, PrefixChain, PrefixIndex
+from twostroke.schedule import Scheduler
+
+SETTINGS = settings(
+    max_examples=300,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class FreesWhatIsShared(PagePool):
+    """The first release frees, whoever else still reads."""
+
+    def release(self, pages):
+        for page in pages:
+            if self._counts[page] == 1:
+                super().release([page])
+            elif self._counts[page] > 1:
+                self._counts[page] = 1
+                super().release([page])
+
+
+class LeaksAPage(PagePool):
+    """Releasing many pages forgets one."""
+
+    def release(self, pages):
+        super().release(pages[:-1] if len(pages) > 3 else pages)
+
+
+class HandsOutTwice(PagePool):
+    """An allocated page stays in the free list when it is the last one there."""
+
+    def allocate(self, count):
+        pages = super().allocate(count)
+        if not self._free:
+            self._free.append(pages[-1])
+        return pages
+
+
+class RemembersTheEvicted(PrefixIndex):
+    """An evicted page keeps its key."""
+
+    def _forget(self, page):
+        del self._keys[page]
+
+
+class Unsalted(PrefixIndex):
+    """Tenants share a cache."""
+
+    def chain(self, salt):
+        return super().chain(b"")
+
+
+class PageAloneChain(PrefixChain):
+    """A page's key does not depend on the pages before it."""
+
+    def extend(self, tokens, num_pages):
+        size = self._page_size
+        for i in range(len(self.keys), num_pages):
+            page = tokens[i * size : (i + 1) * size]
+            self.keys.append(sha256(self._root + repr(page).encode()).digest())
+
+
+class Unchained(PrefixIndex):
+    def chain(self, salt):
+        return PageAloneChain(self._pool.page_size, salt)
+
+
+class GivesBackInFlight(Scheduler):
+    """The pages of a request that ends during a step are free at once."""
+
+    def finish(self, request, reason):
+        flight, self._flight = self._flight, None
+        try:
+            return super().finish(request, reason)
+        finally:
+            self._flight = flight
+
+
+class ReusesInFlight(Scheduler):
+    """As above, and the request does not even notice that its pages belong to others."""
+
+    def finish(self, request, reason):
+        ticket = self._tickets.get(request.id)
+        is_flying = ticket is not None and ticket.is_running and self._flight is not None
+        ended = super().finish(request, reason)
+        if is_flying:
+            self._pool.release(request.pages)
+            self._pool.allocate(len(request.pages))
+        return ended
+
+
+class CountsTooEarly(Scheduler):
+    """A preempted request believes that its tokens are still computed."""
+
+    def _preempt(self, victim, draft):
+        self._running.pop()
+        draft.preempt(victim)
+        self._give_back(victim)
+        victim.request.num_preemptions += 1
+        self._waiting.put_back(victim)
+
+    def _start(self, ticket, pages):
+        before = ticket.request.num_computed
+        super()._start(ticket, pages)
+        if before:
+            request = ticket.request
+            missing = -(-before // self._pool.page_size) - len(request.pages)
+            request.pages.extend(self._pool.allocate(max(0, missing)))
+            request.num_computed = max(before, request.num_computed)
+
+
+class LosesTheVictim(Scheduler):
+    """A preempted request is put nowhere."""
+
+    def _preempt(self, victim, draft):
+        super()._preempt(victim, draft)
+        self._waiting.remove(victim)
+
+
+class StarvesTheFirst(Scheduler):
+    """The best-ranked request is the one that gives way."""
+
+    def plan(self):
+        self._running.reverse()
+        try:
+            return super().plan()
+        finally:
+            self._running.sort(key=lambda ticket: ticket.rank)
+
+
+FAULTS = {
+    FreesWhatIsShared: "pool_class",
+    LeaksAPage: "pool_class",
+    HandsOutTwice: "pool_class",
+    RemembersTheEvicted: "index_class",
+    Unsalted: "index_class",
+    Unchained: "index_class",
+    GivesBackInFlight: "scheduler_class",
+    ReusesInFlight: "scheduler_class",
+    CountsTooEarly: "scheduler_class",
+    LosesTheVictim: "scheduler_class",
+    StarvesTheFirst: "scheduler_class",
+}
+
+
+def catches(**replaced) -> bool:
+    machine = type("Machine", (SchedulerMachine,), {**replaced, "counts": Counter()})
+    try:
+        run_state_machine_as_test(machine, settings=SETTINGS)
+    except (AssertionError, KeyError, IndexError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_fault_is_caught(fault):
+    assert catches(**{FAULTS[fault]: fault})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [FreesWhatIsShared, HandsOutTwice, RemembersTheEvicted, Unsalted, Unchained, CountsTooEarly],
+    ids=lambda fault: fault.__name__,
+)
+def test_tokens_alone_betray_wrong_pages(fault):
+    """Without looking into the parts: what a page holds shows in what is generated."""
+    assert catches(**{FAULTS[fault]: fault}, does_check=False)
+
+
+def test_reuse_of_generated_pages_is_caught_where_rows_are_computed_differently():
+    assert catches(is_strict=False)
+
+
+def test_nothing_is_caught_where_nothing_is_wrong():
+    assert not catches()

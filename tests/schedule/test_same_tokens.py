@@ -1,0 +1,66 @@
+"""Same request, same tokens: whatever the schedule, the cache, the company and the pool."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from support.fake_model import FakeModel, expected_output
+from support.requests import random_request
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
+
+ROOM = 48
+NUM_SCHEDULES = 400
+
+
+def random_scheduler(rng):
+    page_size = rng.choice((1, 4, 8, 16))
+    num_pages = -(-ROOM // page_size) * rng.randint(1, 4)
+    pool = PagePool(num_pages, page_size)
+    model = FakeModel(num_pages, page_size, two_arithmetics=rng.random() < 0.5)
+    reuse_generated = not model.two_arithmetics
+    index = PrefixIndex(pool, reuse_generated=reuse_generated) if rng.random() < 0.8 else None
+    max_running = rng.randint(1, 12)
+    config = SchedulerConfig(ROOM, max_running, max_running + rng.choice((0, 3, 16, 200)))
+    size = rng.randint(1, max_running)
+    policy = rng.choice((Continuous(), Dynamic(size, 0.0), Static(size)))
+    return Scheduler(config, pool, index, policy), model
+
+
+def serve(scheduler, model, requests, rng):
+    """Let the requests arrive at random steps, and run until all have ended."""
+    todo = list(requests)
+    while todo or scheduler.has_work:
+        while todo and rng.random() < 0.4:
+            scheduler.add(todo.pop())
+        if not todo:
+            scheduler.flush()
+        plan = scheduler.plan()
+        if plan is not None:
+            scheduler.commit(plan, model.run(plan))
+
+
+def test_tokens_do_not_depend_on_the_schedule():
+    counts = Counter()
+    for seed in range(NUM_SCHEDULES):
+        rng = random.Random(seed)
+        scheduler, model = random_scheduler(rng)
+        requests = []
+        for turn in range(3):
+            turn_requests = [random_request(rng, f"{turn}-{i}", ROOM, requests) for i in range(8)]
+            expected = [
+                expected_output(request, ROOM, two_arithmetics=model.two_arithmetics)
+                for request in turn_requests
+            ]
+            serve(scheduler, model, turn_requests, rng)
+            for request, (output, reason) in zip(turn_requests, expected, strict=True):
+                assert request.output == output, f"schedule {seed}"
+                assert request.finish_reason == reason, f"schedule {seed}"
+            requests += turn_requests
+        stats = scheduler.stats()
+        assert stats.num_referenced_pages == 0
+        counts["preempted"] += stats.num_preemptions > 0
+        counts["hit"] += stats.num_hit_tokens > 0
+    assert counts["preempted"] > NUM_SCHEDULES // 10
+    assert counts["hit"] > NUM_SCHEDULES // 2

@@ -1,0 +1,34 @@
+"""Pool, index and scheduler under 100,000 random operations, with a model that costs nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from support.machine import SchedulerMachine
+
+NUM_OPERATIONS = 100_000
+SETTINGS = settings(
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.slow
+def test_any_order_of_operations_keeps_pages_tokens_and_progress():
+    class Machine(SchedulerMachine):
+        counts = Counter()
+
+    while Machine.counts["operations"] < NUM_OPERATIONS:
+        run_state_machine_as_test(Machine, settings=SETTINGS)
+    print(dict(Machine.counts))
+    assert Machine.counts["operations"] >= NUM_OPERATIONS
+    for what in ("add", "end", "end in flight", "commit", "refuse", "flush"):
+        assert Machine.counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
+    for what in ("preemptions", "hit tokens", "chunks"):
+        assert Machine.counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"

@@ -1,0 +1,205 @@
+"""A state machine that does everything to a scheduler that an engine and its users could do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from support.fake_model import FakeModel, expected_output
+from support.requests import random_request
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.errors import OverloadedError
+from twostroke.core.request import FinishReason
+from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+
+_SEEDS = st.integers(0, 2**32 - 1)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, plans, runs, commits, cancels and finishes in any order, and checks after each.
+
+    `counts` adds up, over all runs of a class, how often each operation was done: one add, one
+    cancel, one step are one operation each, however many of them a rule does.
+    The classes of the parts can be replaced to plant faults; without `does_check` only the tokens
+    and the parts' own assertions can find them.
+    """
+
+    pool_class: ClassVar[type[PagePool]] = PagePool
+    index_class: ClassVar[type[PrefixIndex]] = PrefixIndex
+    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
+    is_strict: ClassVar[bool | None] = None
+    does_check: ClassVar[bool] = True
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.num_added = 0
+        self.live: dict[str, tuple[Request, list[int], FinishReason]] = {}
+        self.earlier: list[Request] = []
+        self.ranks: dict[Request, tuple[int, int]] = {}
+        self.flight: StepPlan | None = None
+
+    @initialize(seed=_SEEDS, num_pages=st.integers(1, 20))
+    def build(self, seed: int, num_pages: int) -> None:
+        rng = random.Random(seed)
+        page_size = rng.choice((1, 1, 3, 4, 8))
+        max_running = rng.choice((1, 3, 8))
+        self.pool = self.pool_class(max(num_pages, -(-12 // page_size)), page_size)
+        two_arithmetics = rng.random() < 0.5
+        reuse_generated = not (two_arithmetics if self.is_strict is None else self.is_strict)
+        self.index = None
+        if rng.random() < 0.8:
+            self.index = self.index_class(self.pool, reuse_generated=reuse_generated)
+        self.model = FakeModel(self.pool.num_pages, page_size, two_arithmetics=two_arithmetics)
+        self.room = min(48, self.pool.num_pages * page_size)
+        config = SchedulerConfig(
+            context_length=self.room,
+            max_running=max_running,
+            token_budget=max_running + rng.choice((0, 1, 5, 40)),
+            max_waiting_requests=30,
+            max_waiting_tokens=600,
+            max_overtakes=rng.choice((1, 4, 1000)),
+        )
+        batch = rng.randint(1, max_running)
+        policy = rng.choice((Continuous(), Continuous(), Dynamic(batch, 1.0), Static(batch)))
+        self.scheduler = self.scheduler_class(config, self.pool, self.index, policy, self.clock)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    @rule(seed=_SEEDS, count=st.integers(1, 8))
+    def add(self, seed: int, count: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(count):
+            self.num_added += 1
+            request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
+            output, reason = expected_output(
+                request, self.room, two_arithmetics=self.model.two_arithmetics
+            )
+            try:
+                self.scheduler.add(request)
+            except OverloadedError:
+                assert self.scheduler.stats().num_waiting > 0
+                self.counted("refuse")
+                continue
+            self.live[request.id] = (request, output, reason)
+            arrival = len(self.ranks)
+            overtakes = request.priority * self.scheduler.config.max_overtakes
+            self.ranks[request] = (arrival + overtakes, arrival)
+            self.counted("add")
+
+    @precondition(lambda self: self.live)
+    @rule(seed=_SEEDS, count=st.integers(1, 3))
+    def end(self, seed: int, count: int) -> None:
+        """Cancel by id, or finish as a stop string would, wherever the request is."""
+        rng = random.Random(seed)
+        for request_id in rng.sample(sorted(self.live), min(count, len(self.live))):
+            request = self.live.pop(request_id)[0]
+            if rng.random() < 0.5:
+                assert self.scheduler.cancel(request_id) is request
+            else:
+                assert self.scheduler.finish(request, FinishReason.STOP)
+            assert not self.scheduler.finish(request, FinishReason.ERROR)
+            assert self.scheduler.cancel(request_id) is None
+            self.counted("end in flight" if self.flight else "end")
+
+    @precondition(lambda self: self.flight is None)
+    @rule()
+    def plan(self) -> None:
+        self.flight = self.scheduler.plan()
+        if self.flight is None:
+            assert self.scheduler.wait_s != 0, "somebody could run, and nobody does"
+        else:
+            self.check_plan(self.flight)
+        self.counted("plan")
+
+    @precondition(lambda self: self.flight is not None)
+    @rule()
+    def land(self) -> None:
+        """Run and commit the step in flight."""
+        plan = self.flight
+        assert plan is not None
+        pages = {page for piece in plan.slices for page in piece.request.pages}
+        assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
+        result = self.model.run(plan)
+        deltas = self.scheduler.commit(plan, result)
+        self.flight = None
+        for delta in deltas:
+            self.check_output(delta.request)
+        self.counted("commit")
+
+    @rule(count=st.integers(1, 25), dt_s=st.sampled_from((0.0, 0.1, 2.0)))
+    def steps(self, count: int, dt_s: float) -> None:
+        for _ in range(count):
+            self.now_s += dt_s
+            if self.flight is None:
+                self.plan()
+            if self.flight is None:
+                return
+            self.land()
+
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush()
+        self.counted("flush")
+
+    def teardown(self) -> None:
+        """Whatever happened, everyone ends within a bounded number of steps and gives back."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range((len(self.live) + 1) * (self.room + 1)):
+            self.scheduler.flush()
+            self.steps(1, 0.0)
+            if not self.scheduler.has_work and self.flight is None:
+                break
+        assert not self.live, "a request did not end"
+        assert not self.scheduler.has_work
+        self.pool.check([])
+        stats = self.scheduler.stats()
+        assert stats.num_referenced_pages == stats.num_waiting == stats.num_running == 0
+        assert stats.num_waiting_tokens == 0
+        self.counts["preemptions"] += stats.num_preemptions
+        self.counts["hit tokens"] += stats.num_hit_tokens
+
+    def check_plan(self, plan: StepPlan) -> None:
+        config = self.scheduler.config
+        assert 0 < plan.num_rows <= config.token_budget
+        planned = [piece.request for piece in plan.slices]
+        assert len(set(planned)) == len(planned) <= config.max_running
+        assert not set(planned) & set(plan.preempted)
+        running = [request for request, _, _ in self.live.values() if request.pages]
+        assert min(running, key=self.ranks.__getitem__) in planned, "the first one starves"
+        for victim in plan.preempted:
+            assert all(self.ranks[other] < self.ranks[victim] for other in running), "wrong victim"
+        for piece in plan.slices:
+            assert piece.request.id in self.live, "a step for a request that has ended"
+            assert piece.samples == (piece.start + piece.count == len(piece.request.tokens))
+            if piece.start + piece.count < piece.request.num_prompt:
+                self.counts["chunks"] += 1
+
+    def check_output(self, request: Request) -> None:
+        _, output, reason = self.live[request.id]
+        assert request.output == output[: request.num_output], "other tokens than expected"
+        assert request.num_cached < request.num_prompt
+        if request.is_finished:
+            assert request.output == output, "it ended too early"
+            assert request.finish_reason == reason
+            del self.live[request.id]
+            self.earlier = [*self.earlier[-3:], request]
+
+    def counted(self, operation: str) -> None:
+        self.counts["operations"] += 1
+        self.counts[operation] += 1
+        if self.does_check:
+            self.scheduler.check()
+            if self.index is not None:
+                self.index.check()
