@@ -99,7 +99,9 @@ class Fields:
 
 def _shown(value: Any) -> str:
     """Show a value in an error: short, and in one line."""
-    if isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1 << 64:
-        return str(value)
-    text = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    if isinstance(value, bool | int | float):
+        # Too many digits would not even be converted to text.
+        return str(value) if math.isnan(value) or abs(value) < 1 << 64 else "a huge number"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 60 else f"{value[:60]!r}…"
+    return f"a {type(value).__name__}"

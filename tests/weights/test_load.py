@@ -1,0 +1,264 @@
+"""From files to a checked model: the translation, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.gguf_writer import Typed, gguf_bytes, tensor_info, write_gguf
+from support.tiny import (
+    CHAT_TEMPLATE,
+    Tiny,
+    interleave_rows,
+    tiny_metadata,
+    tiny_tensors,
+    tiny_weights,
+    write_tiny_folder,
+    write_tiny_gguf,
+)
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.models import ModelSpec, RopeSpec, build_program
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = ModelSpec(
+    architecture="llama",
+    name="tiny",
+    num_layers=2,
+    hidden_size=64,
+    ffn_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=285,
+    context_length=512,
+    norm_epsilon=1e-5,
+    rope=RopeSpec(base=10000.0, dim=16, interleaved=False),
+    tied_embeddings=True,
+)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelFormatError) as caught:
+        load_path(path)
+    message = caught.value.message
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+def test_a_folder_is_translated(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    model = load_path(folder)
+    assert model.spec == SPEC
+    assert model.tokenizer_source == JsonTokenizer(
+        folder / "tokenizer.json", json.loads((folder / "tokenizer_config.json").read_text())
+    )
+    assert model.chat_template == CHAT_TEMPLATE
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 0))
+    assert model.file_bytes == (folder / "model.safetensors").stat().st_size
+
+
+def test_a_gguf_file_is_translated(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    model = load_path(path)
+    assert (model.name, model.path, model.licence) == ("tiny", path, "apache-2.0")
+    assert model.spec.rope == RopeSpec(base=10000.0, dim=16, interleaved=True)
+    assert model.spec.norm_epsilon == float(np.float32(1e-5))
+    assert isinstance(model.tokenizer_source, GgufTokenizer)
+    assert len(model.tokenizer_source.metadata["tokenizer.ggml.tokens"]) == 285
+    assert model.chat_template == CHAT_TEMPLATE
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
+    assert model.file_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_file_and_folder_of_one_model_have_the_same_weights(
+    tmp_path: Path, tied: bool, num_shards: int
+) -> None:
+    tiny = Tiny(tied=tied)
+    file = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
+    folder = load_path(write_tiny_folder(tmp_path / "a", tiny, num_shards))
+    assert file.tensors.keys() == folder.tensors.keys() == tiny_weights(tiny).keys()
+    assert file.tensors.keys() == build_program(file.spec).weight_shapes.keys()
+    assert file.spec.tied_embeddings == folder.spec.tied_embeddings == tied
+    for name, tensor in folder.tensors.items():
+        values = tensor.dequantize()
+        if "attn_q" in name:
+            values = interleave_rows(values, tiny.num_heads)
+        elif "attn_k" in name:
+            values = interleave_rows(values, tiny.num_kv_heads)
+        assert np.array_equal(file.tensors[name].dequantize(), values)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
+    model = load_path(write_tiny_gguf(tmp_path / "a.gguf", Tiny(fmt=fmt, embedding_fmt=fmt)))
+    tensor = model.tensors["blk.0.ffn_up.weight"]
+    assert tensor.format is FORMATS[fmt]
+    before = tensor.dequantize()
+    model.release(tensor)
+    assert np.array_equal(tensor.dequantize(), before)
+
+
+def test_a_folder_of_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf")
+    assert load_path(tmp_path).path == path
+    write_tiny_gguf(tmp_path / "b.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"2 GGUF files \(a.gguf, b.gguf\)"):
+        load_path(tmp_path)
+
+
+def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) -> None:
+    one = write_tiny_folder(tmp_path / "one")
+    assert load_path(one / "model.safetensors").spec.num_layers == 2
+    many = write_tiny_folder(tmp_path / "many", Tiny(), num_shards=2)
+    assert len(load_path(many / "model-00002-of-00002.safetensors").mappings) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3', which is not supported yet"),
+        ({"general.architecture": None}, "does not say general.architecture"),
+        ({"general.architecture": 7}, "general.architecture = 7, not text"),
+        ({"llama.block_count": None}, "does not say llama.block_count"),
+        ({"llama.block_count": 0}, "llama.block_count = 0, not a whole number from 1 to 4096"),
+        ({"llama.block_count": 4000}, "20 tensors, too few for 4000 layers"),
+        ({"llama.block_count": 3}, "lacks tensor 'blk.2.attn_norm.weight'"),
+        ({"llama.block_count": 1}, "tensor 'blk.1.attn_norm.weight', for which the family"),
+        ({"llama.block_count": 2.0}, "llama.block_count = 2.0, not a whole number"),
+        ({"llama.attention.head_count": [4, 4]}, "head_count = a list, not a whole number"),
+        ({"llama.attention.head_count_kv": 3}, "4 heads, not a multiple of its 3 key-value"),
+        ({"llama.attention.value_length": 8}, "value_length = 8, which is not supported yet"),
+        ({"llama.attention.key_length": None, "llama.attention.head_count": 3}, "do not divide"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "not a number above zero"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "not a number above zero"),
+        ({"llama.embedding_length": 32}, "shape (285, 64), the model needs (285, 32)"),
+        ({"llama.expert_count": 8}, "expert_count = 8, which is not supported yet"),
+        ({"llama.rope.dimension_count": 15}, "odd rope dimension, 15"),
+        ({"llama.rope.scaling.type": "yarn"}, "scaling.type = 'yarn', which is not supported yet"),
+        ({"llama.rope.freq_base": float("inf")}, "not a number above zero"),
+        ({"split.count": Typed(2, 3)}, "split.count = 3, which is not supported yet"),
+        ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
+        ({"tokenizer.ggml.tokens": ["a"] * 286}, "286 tokens, its embedding table 285 rows"),
+        ({"tokenizer.ggml.eos_token_id": 285}, "not token ids below 285"),
+        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template = 1, not text"),
+    ],
+)
+def test_unsound_metadata_is_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    metadata = {k: v for k, v in (tiny_metadata(Tiny()) | changes).items() if v is not None}
+    path = write_gguf(tmp_path / "a.gguf", metadata, tiny_tensors(Tiny()))
+    assert expected in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "qwen2"}, "architecture 'qwen2', which is not supported yet"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', which is not supported yet"),
+        ({"attention_bias": True}, "attention_bias = True, which is not supported yet"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type = 'llama3', which is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "type = 'linear', which is not supported"),
+        ({"rope_parameters": 3}, "rope_parameters that is not an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1, not a whole number"),
+        ({"hidden_size": 2**70}, "hidden_size = a huge number, not a whole number from 1"),
+        ({"vocab_size": 284}, "the model needs (284, 64)"),
+        ({"tie_word_embeddings": False}, "lacks tensor 'output.weight'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, not true or false"),
+        ({"eos_token_id": [2, 999]}, "eos_token_id = a list, not token ids below 285"),
+    ],
+)
+def test_unsound_configurations_are_refused(
+    tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert expected in refusal(folder)
+
+
+def test_rope_parameters_of_newer_configurations_are_understood(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    config = folder / "config.json"
+    changed = json.loads(config.read_text())
+    del changed["rope_theta"]
+    changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    config.write_text(json.dumps(changed))
+    assert load_path(folder).spec.rope.base == 500000.0
+
+
+def test_a_type_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+    tensors = tiny_tensors(Tiny(hidden_size=256))
+    path = write_gguf(tmp_path / "a.gguf", tiny_metadata(Tiny(hidden_size=256)), tensors)
+    name = "blk.0.attn_v.weight"
+    shape = tensors[name].shape
+    data = path.read_bytes()
+    entry = tensor_info(name, shape, 0, 0)[:-12]
+    at = data.index(entry) + len(entry)
+    path.write_bytes(data[:at] + b"\x0c" + data[at + 1 :])
+    assert (
+        "'blk.0.attn_v.weight' of type Q4_K, which is not supported yet; supported: F32, F16, "
+        in (refusal(path))
+    )
+
+
+def test_a_bias_that_the_family_does_not_read_is_refused(tmp_path: Path) -> None:
+    tensors = tiny_tensors(Tiny())
+    bias = np.ones(64, dtype=np.float32)
+    tensors["blk.0.attn_q.bias"] = QuantTensor.from_floats(bias, FORMATS["F32"])
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_bytes(tiny_metadata(Tiny()), tensors))
+    assert "tensor 'blk.0.attn_q.bias', for which the family 'llama' has no use" in refusal(path)
+
+
+def test_chat_templates_are_found_wherever_a_folder_keeps_them(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load_path(folder).chat_template == "D"
+    (folder / "chat_template.jinja").write_text("J")
+    assert load_path(folder).chat_template == "J"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert load_path(folder).chat_template is None
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file_says_which(tmp_path: Path, missing: str) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / missing).unlink()
+    with pytest.raises(ModelNotFoundError, match=missing):
+        load_path(folder)
+
+
+@pytest.mark.model
+def test_the_real_model_is_translated(smollm2_path: Path) -> None:
+    model = load_path(smollm2_path, name="smollm2")
+    assert model.spec == ModelSpec(
+        architecture="llama",
+        name="smollm2",
+        num_layers=30,
+        hidden_size=576,
+        ffn_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=49152,
+        context_length=8192,
+        norm_epsilon=float(np.float32(1e-5)),
+        rope=RopeSpec(base=100000.0, dim=64, interleaved=True),
+        tied_embeddings=True,
+    )
+    assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
+    assert model.licence == "apache-2.0"

