@@ -133,9 +133,9 @@ def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
     path.write_bytes(gguf_bytes({"tokens": tokens}, {}))
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         file = read_gguf(path)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert file.metadata["tokens"] == tokens
     assert min(seconds) < 0.5  # some 50 ms on a free core
 
@@ -144,9 +144,9 @@ def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
 def test_the_real_file_opens_quickly(smollm2_path: Path) -> None:
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         file = read_gguf(smollm2_path)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.06
     assert len(file.tensors) == 272
     assert not file.unsupported

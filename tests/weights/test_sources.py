@@ -104,7 +104,8 @@ def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
         ("none.safetensors", "There is no file or folder"),
         ("some/folder", "There is no file or folder 'some/folder'"),
         ("a\0b", "There is no model"),
-        ("hf:owner/repo", "There is no file or folder"),
+        ("hf:owner/repo", "'hf:owner/repo' is no source of models"),
+        ("https://host/a.gguf", "is no source of models"),
     ],
 )
 def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> None:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Far above every known model, and low enough that a damaged file cannot ask for the moon.
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
-MAX_HEAD_DIM = 1 << 14
+MAX_HEAD_DIM = 1 << 10
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 31
 

@@ -48,6 +48,8 @@ def parse_json(raw: bytes, name: str) -> dict[str, Any]:
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
     """Translate a configuration into a ModelSpec; ModelFormatError for what is not sound."""
+    if fields.has("quantization_config"):
+        fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
     heads = fields.integer("num_attention_heads", MAX_WIDTH)
     hidden = fields.integer("hidden_size", MAX_WIDTH)
     if not fields.has("head_dim") and hidden % heads:

