@@ -19,7 +19,14 @@ namespace ts::sampling {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// One register of this level; results do not depend on it.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -35,16 +42,13 @@ inline Floats larger(const Floats& a, const Floats& b) {
 }  // b where a is NaN
 
 float largest_lane(const Floats& values) {
-  typedef float Half __attribute__((vector_size(2 * kLanes)));
-  typedef float Quarter __attribute__((vector_size(kLanes)));
-  Half half[2];
-  std::memcpy(half, &values, sizeof(values));
-  const Half upper = half[0] > half[1] ? half[0] : half[1];
-  Quarter quarter[2];
-  std::memcpy(quarter, &upper, sizeof(upper));
-  const Quarter four = quarter[0] > quarter[1] ? quarter[0] : quarter[1];
-  const float left = four[0] > four[1] ? four[0] : four[1];
-  const float right = four[2] > four[3] ? four[2] : four[3];
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quads[kLanes / 4];
+  std::memcpy(quads, &values, sizeof(values));
+  Quad most = quads[0];
+  for (int i = 1; i < kLanes / 4; ++i) most = most > quads[i] ? most : quads[i];
+  const float left = most[0] > most[1] ? most[0] : most[1];
+  const float right = most[2] > most[3] ? most[2] : most[3];
   return left > right ? left : right;
 }
 

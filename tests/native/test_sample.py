@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from support.native import NEEDS, load_level
-from support.sampling import KINDS, make_request, random_logits, random_request, sample_native
 
+from support.chi_square import AGREES, DIFFERS, brute_force, deviate
+from support.native import NEEDS, load_level
+from support.sampling import (
+    KINDS,
+    make_request,
+    random_logits,
+    random_request,
+    run_rows,
+    sample_native,
+)
 from twostroke.core.sampling import SamplingParams
 from twostroke.sample.reference import NO_TOKEN, draw, weights
-from twostroke.sample.rows import RESULT, ROW
+from twostroke.sample.rows import RESULT, ROW, RowTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,6 +29,16 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import TokenLogprobs
 
+NUM_DRAWS = 100_000
+LOGITS = (np.random.default_rng(6).normal(size=70) * 1.5).astype(np.float32)
+COMBINATIONS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(top_k=7),
+    SamplingParams(top_p=0.8),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.2, top_k=20, top_p=0.85, min_p=0.05),
+]
 SIZES = {1: 60, 2: 60, 7: 200, 63: 200, 64: 200, 65: 200, 300: 500, 1000: 500, 8191: 60, 49152: 40}
 
 
@@ -56,3 +74,83 @@ def test_every_level_draws_what_the_definition_draws(library, vocab_size):
         found = [reported.logprob, *reported.top_logprobs]
         known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
         np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_and_results_have_the_layout_that_python_writes(library):
+    for name in ("ts_sample_row_size", "ts_sample_result_size", "ts_sample_row_offset"):
+        getattr(library, name).restype = ctypes.c_int64
+    assert library.ts_sample_row_size() == ROW.itemsize
+    assert library.ts_sample_result_size() == RESULT.itemsize
+    assert ROW.names is not None
+    assert ROW.fields is not None
+    offsets = [library.ts_sample_row_offset(i) for i in range(len(ROW.names))]
+    assert offsets == [ROW.fields[name][1] for name in ROW.names]
+    assert library.ts_sample_row_offset(len(ROW.names)) == -1
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 3.3])
+def test_weights_are_the_definitions_to_the_last_bit(library, temperature):
+    gaps = np.concatenate(
+        [np.linspace(0, 45 * temperature, 20_001), np.geomspace(1e-30, 1e38, 999)]
+    )
+    logits = (5 - gaps).astype(np.float32)
+    found = np.zeros(logits.size + 63, np.float32)
+    library.ts_sample_weights_test(
+        ctypes.c_void_p(logits.ctypes.data),
+        ctypes.c_int64(logits.size),
+        ctypes.c_float(5),
+        ctypes.c_double(temperature),
+        ctypes.c_void_p(found.ctypes.data),
+    )
+    np.testing.assert_array_equal(found[: logits.size], weights(logits, np.float32(5), temperature))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_row_leaves_its_neighbours_alone(library, kind):
+    rng = np.random.default_rng(1)
+    logits = np.stack([random_logits(rng, 500, "normal") for _ in range(3)])
+    requests = [make_request(SamplingParams(), seed=s) for s in range(3)]
+    alone, _ = sample_native(library, requests, logits)
+    logits[1] = random_logits(rng, 500, kind)
+    among, _ = sample_native(library, requests, logits)
+    assert among[0::2] == alone[0::2]
+    assert among[1] == draw(requests[1], logits[1])[0]
+
+
+def test_a_row_of_nan_gives_no_token_and_no_logprobs(library):
+    logits = np.full((2, 100), np.nan, np.float32)
+    requests = [make_request(SamplingParams(temperature=t, logprobs=3)) for t in (0.0, 1.0)]
+    assert sample_native(library, requests, logits) == ([NO_TOKEN] * 2, [None] * 2)
+
+
+def test_rows_that_no_request_can_have_do_no_harm(library):
+    rng = np.random.default_rng(2)
+    logits = np.ascontiguousarray(np.tile(random_logits(rng, 300, "normal"), (8, 1)))
+    rows, results = np.zeros(8, ROW), np.zeros(8, RESULT)
+    rows["temperature"] = [1, 1, 1, 1, np.nan, np.inf, -1, 5e-324]
+    rows["top_p"] = [np.nan, -1, 0, 7, 1, 0.5, 1, 0.5]
+    rows["min_p"] = [np.nan, -1, 2, 0, 1, 0.5, np.inf, 0]
+    rows["top_k"] = [-5, 0, 1, 2, 3, 4, 5, 6]
+    rows["num_logprobs"] = [-7, 21, 2**31 - 1, 0, 1, 2, 3, 4]
+    run_rows(library, rows, logits, results)
+    assert ((results["token"] >= 0) & (results["token"] < 300)).all()
+    assert results["count"].max() == 20
+
+
+@pytest.mark.parametrize("params", COMBINATIONS)
+def test_draws_follow_the_distribution(library, params):
+    assert deviate(many_draws(library, params), brute_force(params, LOGITS)) < AGREES
+
+
+def test_a_planted_fault_is_caught(library):
+    tokens = many_draws(library, SamplingParams(top_k=8, temperature=1.1))
+    assert deviate(tokens, brute_force(SamplingParams(top_k=8), LOGITS)) > DIFFERS
+
+
+def many_draws(library: ctypes.CDLL, params: SamplingParams) -> NDArray[np.int64]:
+    """Tokens drawn from one row of logits at consecutive counters."""
+    rows = np.repeat(RowTable().rows([make_request(params, seed=3)]), NUM_DRAWS)
+    rows["counter"] = np.arange(NUM_DRAWS)
+    results = np.zeros(NUM_DRAWS, RESULT)
+    run_rows(library, rows, np.ascontiguousarray(np.tile(LOGITS, (NUM_DRAWS, 1))), results)
+    return results["token"].astype(np.int64)

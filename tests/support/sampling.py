@@ -1,4 +1,4 @@
-"""Random sampling cases: requests with all their parameters, and rows of logits, also nasty ones."""
+"""Random sampling cases: requests with all parameters, and rows of logits, also nasty ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.core.step import TokenLogprobs
+    from twostroke.sample.rows import Rows
 
 KINDS = ("normal", "peaked", "flat", "ties", "equal", "holes", "nan", "infinite", "huge", "nothing")
 
@@ -87,11 +88,18 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
 def sample_native(
     library: ctypes.CDLL, requests: Sequence[Request], logits: NDArray[np.float32]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Draw one token for each row of `logits` (rows, vocab_size); they must come back as they were."""
+    """Draw one token for each row of `logits` (rows, vocab_size); they must not change."""
     table = RowTable()
     rows = table.rows(requests)
     results = np.zeros(len(requests), RESULT)
     before = logits.copy()
+    run_rows(library, rows, logits, results)
+    np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
+    return read_results(results, requests)
+
+
+def run_rows(library: ctypes.CDLL, rows: Rows, logits: NDArray[np.float32], results: Rows) -> None:
+    """Call the native sampler on arrays of `ROW`, of logits (rows, vocab_size) and of `RESULT`."""
     library.ts_sample_test(
         ctypes.c_void_p(rows.ctypes.data),
         ctypes.c_void_p(logits.ctypes.data),
@@ -99,5 +107,3 @@ def sample_native(
         ctypes.c_int64(logits.shape[1]),
         ctypes.c_void_p(results.ctypes.data),
     )
-    np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
-    return read_results(results, requests)

@@ -54,6 +54,9 @@ _POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
 )
 
 
+_overflow_is_infinite = np.errstate(over="ignore")  # as IEEE arithmetic, and C++, have it
+
+
 def draw(request: Request, logits: NDArray[np.float32]) -> tuple[int, TokenLogprobs | None]:
     """Draw the request's next token from `logits`, of shape (vocab_size,), left as they are.
 
@@ -61,18 +64,18 @@ def draw(request: Request, logits: NDArray[np.float32]) -> tuple[int, TokenLogpr
     request asked for them (None with `NO_TOKEN`).
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
-    with np.errstate(over="ignore", invalid="ignore"):
-        adjusted = adjust(request, logits)
-        if request.params.is_greedy:
-            token = _likeliest(adjusted)
-        else:
-            bits = random_bits(request.seed, request.num_output)
-            token = _drawn(request.params, adjusted, bits)
-        if token == NO_TOKEN or request.params.logprobs is None:
-            return token, None
-        return token, token_logprobs(logits, token, request.params.logprobs)
+    adjusted = adjust(request, logits)
+    if request.params.is_greedy:
+        token = _likeliest(adjusted)
+    else:
+        ids, weight = distribution(request.params, adjusted)
+        token = pick(ids, weight, random_bits(request.seed, request.num_output))
+    if token == NO_TOKEN or request.params.logprobs is None:
+        return token, None
+    return token, token_logprobs(logits, token, request.params.logprobs)
 
 
+@_overflow_is_infinite
 def adjust(request: Request, logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a copy of `logits` with bias, penalties and barred end tokens applied.
 
@@ -99,6 +102,7 @@ def adjust(request: Request, logits: NDArray[np.float32]) -> NDArray[np.float32]
     return logits
 
 
+@_overflow_is_infinite
 def weights(
     logits: NDArray[np.float32], top: np.float32, temperature: float
 ) -> NDArray[np.float32]:
@@ -114,7 +118,46 @@ def weights(
     for coefficient in _POWER_OF_TWO[1:]:
         p = p * fraction + coefficient
     p = p * fraction + np.float32(1)
-    return np.rint(np.ldexp(p, whole.astype(np.int32) + 40))
+    rounded: NDArray[np.float32] = np.rint(np.ldexp(p, whole.astype(np.int32) + 40))
+    return rounded
+
+
+def distribution(
+    params: SamplingParams, logits: NDArray[np.float32]
+) -> tuple[NDArray[np.intp], NDArray[np.uint64]]:
+    """Return the ids that may be drawn, ascending, and their integer weights.
+
+    `logits` are adjusted and free of NaN; the temperature is above 0. Top-k keeps the first k of
+    the order, min-p the weights of at least `min_p` times the largest, top-p the shortest prefix
+    of what is left that holds `top_p` of its weight. Both are empty if nothing may be drawn.
+    """
+    top = logits.max()
+    if np.isposinf(top):
+        logits = np.where(np.isposinf(logits), np.float32(0), np.float32(-np.inf))
+        top = np.float32(0)
+    order = _by_likelihood(logits)
+    order = order[: params.top_k or None]
+    order = order[logits[order] > -np.inf]
+    share = weights(logits[order], top, params.temperature)
+    share[share < params.min_p * UNIT] = 0
+    weight = share.astype(np.uint64)
+    if params.top_p < 1.0 and order.size:
+        running = np.cumsum(weight)
+        enough = max(1, math.ceil(params.top_p * float(running[-1])))
+        last = int(np.searchsorted(running, np.uint64(min(enough, int(running[-1])))))
+        order, weight = order[: last + 1], weight[: last + 1]
+    order, weight = order[weight > 0], weight[weight > 0]
+    by_id = np.argsort(order)
+    return order[by_id], weight[by_id]
+
+
+def pick(ids: NDArray[np.intp], weight: NDArray[np.uint64], bits: int) -> int:
+    """Return the id at which the running sum of weights passes `bits` / 2^64 of the whole."""
+    if not ids.size:
+        return NO_TOKEN
+    running = np.cumsum(weight)
+    target = bits * int(running[-1]) >> 64
+    return int(ids[np.searchsorted(running, np.uint64(target), side="right")])
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> TokenLogprobs:
@@ -139,29 +182,6 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_top: int) -> Tok
 def _likeliest(logits: NDArray[np.float32]) -> int:
     token = int(np.argmax(logits))
     return token if logits[token] > -np.inf else NO_TOKEN
-
-
-def _drawn(params: SamplingParams, logits: NDArray[np.float32], bits: int) -> int:
-    top = logits.max()
-    if np.isneginf(top):
-        return NO_TOKEN
-    if np.isposinf(top):
-        logits = np.where(np.isposinf(logits), np.float32(0), np.float32(-np.inf))
-        top = np.float32(0)
-    order = _by_likelihood(logits)
-    if params.top_k:
-        order = order[: params.top_k]
-    weight = weights(logits[order], top, params.temperature)
-    weight[weight < params.min_p * UNIT] = 0
-    if params.top_p < 1.0:
-        running = np.cumsum(weight.astype(np.uint64))
-        share = max(1, math.ceil(params.top_p * float(running[-1])))
-        last = int(np.searchsorted(running, np.uint64(min(share, int(running[-1])))))
-        order, weight = order[: last + 1], weight[: last + 1]
-    by_id = np.argsort(order)
-    running = np.cumsum(weight[by_id].astype(np.uint64))
-    target = bits * int(running[-1]) >> 64
-    return int(order[by_id[np.searchsorted(running, np.uint64(target), side="right")]])
 
 
 def _by_likelihood(logits: NDArray[np.float32]) -> NDArray[np.intp]:

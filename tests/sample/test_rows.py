@@ -1,0 +1,112 @@
+"""Rows for the native sampler: what a request becomes, and what a step changes of it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from support.sampling import make_request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import TokenLogprobs
+from twostroke.sample.rows import RESULT, RowTable, read_results
+
+
+def ints(row: np.void, pointer: str, length: str) -> list[int]:
+    if not row[length]:
+        return []
+    address = ctypes.cast(int(row[pointer]), ctypes.POINTER(ctypes.c_int32))
+    return address[: int(row[length])]
+
+
+def test_a_row_holds_the_requests_parameters():
+    params = SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.5,
+        frequency_penalty=0.25, presence_penalty=-0.5, logprobs=2,
+    )  # fmt: skip
+    row = RowTable().rows([make_request(params, [1, 2], [3], seed=-2)])[0]
+    expected = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5,
+        "frequency_penalty": 0.25, "presence_penalty": -0.5, "num_logprobs": 2,
+        "seed": 2**64 - 2, "counter": 1, "num_prompt": 2, "num_tokens": 3, "num_bias": 0,
+        "num_barred": 0,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    assert RowTable().rows([make_request(SamplingParams())])[0]["num_logprobs"] == -1
+
+
+def test_the_history_follows_the_request_as_it_grows():
+    request = make_request(SamplingParams(frequency_penalty=1.0), prompt=[5, 6])
+    table = RowTable()
+    for token in range(100):
+        row = table.rows([request])[0]
+        assert ints(row, "tokens", "num_tokens") == request.tokens
+        assert row["counter"] == token
+        request.tokens.append(token)
+    request.tokens.extend(range(500))
+    assert ints(table.rows([request])[0], "tokens", "num_tokens") == request.tokens
+
+
+def test_end_tokens_are_barred_until_min_tokens_are_out():
+    request = make_request(SamplingParams(min_tokens=2), prompt=[1], end_ids=[9, 4])
+    table = RowTable()
+    barred = []
+    for _ in range(4):
+        barred.append(ints(table.rows([request])[0], "barred_ids", "num_barred"))
+        request.tokens.append(1)
+    assert barred == [[4, 9], [4, 9], [], []]
+
+
+def test_bias_is_two_arrays_of_one_length():
+    request = make_request(SamplingParams(logit_bias={7: 1.5, 3: -2.0}))
+    table = RowTable()
+    row = table.rows([request])[0]
+    values = ctypes.cast(int(row["bias_values"]), ctypes.POINTER(ctypes.c_float))
+    assert ints(row, "bias_ids", "num_bias") == [7, 3]
+    assert values[:2] == [1.5, -2.0]
+
+
+def test_rows_come_in_the_order_asked_for_whoever_was_met_first():
+    requests = [make_request(SamplingParams(), seed=i) for i in range(200)]
+    table = RowTable()
+    table.rows(requests[::2])
+    assert table.rows(requests)["seed"].tolist() == list(range(200))
+    assert table.rows(requests[::-3])["seed"].tolist() == list(range(200))[::-3]
+
+
+def test_a_forgotten_requests_place_serves_another():
+    table = RowTable()
+    full = make_request(
+        SamplingParams(min_tokens=5, repetition_penalty=2.0, logit_bias={1: 1.0}, logprobs=3),
+        prompt=[1],
+        end_ids=[1],
+    )
+    plain = make_request(SamplingParams(), prompt=[1])
+    fresh = RowTable().rows([plain])[0]
+    for _ in range(1000):
+        table.rows([full])
+        table.forget(full)
+        row = table.rows([plain])[0]
+        table.forget(plain)
+    assert len(table) == 0
+    for name in ("num_barred", "num_bias", "repetition_penalty", "num_logprobs", "num_tokens"):
+        assert row[name] == fresh[name]
+
+
+def test_forgetting_a_stranger_is_no_error():
+    RowTable().forget(make_request(SamplingParams()))
+
+
+def test_no_requests_give_no_rows():
+    assert RowTable().rows([]).shape == (0,)
+
+
+def test_results_become_tokens_and_logprobs():
+    results = np.zeros(3, RESULT)
+    results["token"] = [4, 5, -1]
+    results[1]["logprob"], results[1]["count"] = -0.5, 2
+    results[1]["top_ids"][:2], results[1]["top_logprobs"][:2] = [5, 8], [-0.5, -2.0]
+    requests = [make_request(SamplingParams(logprobs=n)) for n in (None, 2, 2)]
+    tokens, logprobs = read_results(results, requests)
+    assert tokens == [4, 5, -1]
+    assert logprobs == [None, TokenLogprobs(-0.5, (5, 8), (-0.5, -2.0)), None]

@@ -1,0 +1,63 @@
+"""Does a sample come from a distribution? Pearson's test, told as a normal deviate."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from twostroke.core.sampling import SamplingParams
+
+AGREES = 4.5  # deviates of right samplers stay below: 3 in a million are above
+DIFFERS = 8.0  # planted faults must exceed it
+
+
+def deviate(tokens: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """How far the counts of `tokens` are from `probabilities`: a standard normal if they agree.
+
+    Cells that expect fewer than 5 are pooled; a token that must not occur gives infinity. Wilson
+    and Hilferty, "The distribution of chi-square" (1931), turn the statistic into a deviate.
+    """
+    counts = np.bincount(tokens, minlength=probabilities.size).astype(float)
+    if counts[probabilities == 0].any():
+        return math.inf
+    expected = probabilities * tokens.size
+    large = expected >= 5
+    if expected[~large].sum() >= 5:
+        counts = np.append(counts[large], counts[~large].sum())
+        expected = np.append(expected[large], expected[~large].sum())
+    else:
+        counts, expected = counts[large], expected[large]
+    freedom = counts.size - 1
+    if freedom == 0:
+        return 0.0
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    spread = 2 / (9 * freedom)
+    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
+
+
+def brute_force(params: SamplingParams, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The probability of each token (vocab_size,), from the definition in words, in float64.
+
+    For temperatures above 0 and finite logits; no bias, penalties or bars.
+    """
+    scaled = logits.astype(float) / params.temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = sorted(range(logits.size), key=lambda i: (-float(logits[i]), i))
+    if params.top_k:
+        order = order[: params.top_k]
+    order = [i for i in order if p[i] >= params.min_p * p.max()]
+    kept, mass = [], 0.0
+    for i in order:
+        if mass >= params.top_p * p[order].sum():
+            break
+        kept.append(i)
+        mass += p[i]
+    result = np.zeros_like(p)
+    result[kept] = p[kept] / p[kept].sum()
+    return result
