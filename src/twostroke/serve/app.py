@@ -1,0 +1,223 @@
+"""The routes: what the server answers to which request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
+from twostroke.engine.loop import Health
+from twostroke.serve import chat, completions, errors
+from twostroke.serve.boundary import Boundary
+from twostroke.serve.decode import BodyDecoder
+from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.job import Answers, check_choices
+from twostroke.serve.limits import read_json
+from twostroke.serve.metrics import Metrics
+from twostroke.serve.models import ModelBody, ModelList
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.stream import EventStream, while_connected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from twostroke.core.hardware import Hardware
+    from twostroke.engine.client import Client
+    from twostroke.serve.dialect import Dialect
+    from twostroke.serve.job import Job
+
+DIALECTS: Final[dict[str, Dialect[Any]]] = {
+    "/v1/chat/completions": chat.DIALECT,
+    "/v1/completions": completions.DIALECT,
+}
+
+# A body longer than this is decoded, rendered and tokenized beside the event loop, which would
+# otherwise keep other streams waiting; a shorter one is done sooner than handed over.
+_LARGE_BODY_BYTES = 16 * 1024
+
+_logger = logging.getLogger("twostroke.serve")
+
+
+class Api:
+    """Answers requests with one engine's model."""
+
+    def __init__(self, client: Client, options: ServeOptions, hardware: Hardware | None) -> None:
+        """Serve `client`'s model; `hardware` is what utilization is measured against."""
+        self.client = client
+        self.options = options
+        self.metrics = Metrics(client, hardware)
+        self.names = options.model_names or (client.card.name,)
+        self.is_draining = False
+        self._open: set[Answers] = set()
+
+    def routes(self) -> list[Route]:
+        """Return what is answered where."""
+        gets = {
+            "/": self.root,
+            "/health": self.health,
+            "/metrics": self.scrape,
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+        }
+        routes = [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
+        for path, dialect in DIALECTS.items():
+            routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
+        return routes
+
+    @property
+    def num_running(self) -> int:
+        """How many requests wait for the rest of their answers."""
+        return len(self._open)
+
+    def abort(self) -> None:
+        """Cut off every answer that still runs; its client gets an error."""
+        for answers in list(self._open):
+            answers.cancel()
+
+    async def root(self, _request: Request) -> Response:
+        """Say what this is."""
+        about = {
+            "name": "twostroke",
+            "version": _version(),
+            "model": self.names[0],
+            "endpoints": ["/v1/models", *DIALECTS, "/health", "/metrics"],
+        }
+        return _json(about)
+
+    async def health(self, _request: Request) -> Response:
+        """Say whether a request would be answered now."""
+        health = self.client.loop.health
+        if health is Health.READY and not self.is_draining:
+            return _json({"status": "ok", "model": self.names[0]})
+        status = "draining" if health is Health.READY else health.value
+        retry = {"retry-after": str(errors.RETRY_AFTER_S)}
+        return _json({"status": status, "model": self.names[0]}, 503, retry)
+
+    async def scrape(self, request: Request) -> Response:
+        """Return the metrics."""
+        body, content_type = self.metrics.expose(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def models(self, _request: Request) -> Response:
+        """List the model under each of its names."""
+        return _json(ModelList([self._model(name) for name in self.names]))
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model by one of its names."""
+        return _json(self._model(self._name(request.path_params["model"])))
+
+    def _generation(self, dialect: Dialect[Any]) -> Callable[[Request], Any]:
+        limits = self.options.limits
+        decoder = BodyDecoder(dialect.request, limits.max_json_depth)
+
+        def prepare(body: bytes) -> tuple[Job, list[list[int]], str]:
+            job = dialect.read(decoder.decode(body))
+            name = self._name(job.model)
+            check_choices(job, limits.max_choices)
+            return job, job.encode(self.client.card), name
+
+        async def generate(request: Request) -> Any:
+            body = await read_json(request, limits)
+            if len(body) > _LARGE_BODY_BYTES:
+                job, prompts, name = await asyncio.to_thread(prepare, body)
+            else:
+                job, prompts, name = prepare(body)
+            reply = Reply(
+                id=dialect.prefix + secrets.token_hex(16),
+                created_s=int(time.time()),
+                model=name,
+                job=job,
+                prompts=prompts,
+                tokenizer=self.client.card.tokenizer,
+            )
+            answers = Answers(self.client, job, prompts, self.metrics, self._open)
+            if job.stream:
+                return EventStream(answers, dialect.write(reply), self.options)
+            try:
+                whole = await while_connected(request.receive, answers.whole())
+            finally:
+                answers.cancel()
+            return _json(dialect.whole(reply, whole, answers.usage))
+
+        return generate
+
+    def _name(self, asked: str | None) -> str:
+        """Return the name that the response carries.
+
+        Raises:
+            ModelNotFoundError: the client wants another model.
+        """
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            message = f"The model '{asked}' does not exist.{nearest(asked, self.names)}"
+            raise ModelNotFoundError(f"{message} Served: {', '.join(self.names)}.", param="model")
+        return asked
+
+    def _model(self, name: str) -> ModelBody:
+        card = self.client.card
+        return ModelBody(id=name, created=card.created_s, max_model_len=card.context_length)
+
+
+def create_app(
+    client: Client, options: ServeOptions | None = None, hardware: Hardware | None = None
+) -> ASGIApp:
+    """Return the ASGI application that serves `client`'s model; it never starts or stops it."""
+    return build_app(Api(client, options or ServeOptions(), hardware))
+
+
+def build_app(api: Api) -> ASGIApp:
+    """Return the ASGI application of `api`."""
+    routes = api.routes()
+    paths = [route.path for route in routes]
+
+    async def known(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, TwostrokeError)
+        if error.http_status >= 500:
+            _logger.error("A request failed: %s", errors.one_line(error.message))
+        return Response(
+            errors.to_body(error),
+            error.http_status,
+            errors.headers(error),
+            media_type="application/json",
+        )
+
+    async def unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        method, path = request.method, request.url.path
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            fault = errors.MethodError(f"{path} does not take {method}; it takes {allowed}.")
+            response = await known(request, fault)
+            response.headers["allow"] = allowed
+            return response
+        hint = nearest(path, paths)
+        return await known(request, errors.UnknownPathError(f"There is no {path}.{hint}"))
+
+    handlers: dict[Any, Any] = {TwostrokeError: known, HTTPException: unrouted}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Boundary(app, api.metrics)
+
+
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(body), status, headers, media_type="application/json")
+
+
+def _version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"

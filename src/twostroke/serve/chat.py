@@ -1,0 +1,292 @@
+"""POST /v1/chat/completions: OpenAI's chat protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.core.errors import RequestError
+from twostroke.core.sampling import MAX_LOGPROBS
+from twostroke.serve.dialect import DONE, Dialect, Reply, event
+from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
+from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params
+from twostroke.serve.job import Conversation, Job
+from twostroke.serve.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.serve.usage import (
+    TimingsBody,
+    UsageBody,
+    finish_reason,
+    timings_body,
+    usage_body,
+)
+
+if TYPE_CHECKING:
+    from twostroke.engine.output import Completion, Output, Usage
+
+ROLES: Final = ("system", "developer", "user", "assistant")
+
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class TextPart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """A message's content may come in parts; only text is read."""
+
+    text: str
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message; beside role and content stands what SDKs echo of our own answers."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+
+
+class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    parallel_tool_calls: Any = None  # harmless without tools
+
+    # Refused unless neutral.
+    add_generation_prompt: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class AnswerMessage(msgspec.Struct):
+    """The message of an answer."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class Choice(msgspec.Struct):
+    """One whole answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    timings: TimingsBody | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """A response that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageBody
+
+
+class Delta(msgspec.Struct):
+    """What a chunk adds to the message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    timings: TimingsBody | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct):
+    """One event of a streamed response."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+
+
+class ChatWriter:
+    """Writes chunks: the role first, then pieces of text, then the finish reason alone."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`; one struct of each shape is filled again and again."""
+        self._reply = reply
+        usage = None if reply.job.include_usage else UNSET
+        self._choice = ChunkChoice(0, Delta())
+        self._chunk = Chunk(
+            reply.id,
+            "chat.completion.chunk",
+            reply.created_s,
+            reply.model,
+            [self._choice],
+            usage,
+        )
+        self._has_logprobs = reply.job.params.logprobs is not None
+        self._begun: set[int] = set()
+
+    def feed(self, output: Output) -> bytes:
+        """Return the events of an output."""
+        choice = self._choice
+        choice.index = output.index
+        events = b""
+        if output.index not in self._begun:
+            self._begun.add(output.index)
+            choice.delta = Delta("assistant", "")
+            events = event(self._chunk)
+        logprobs = chat_logprobs(self._reply.tokenizer, output) if self._has_logprobs else None
+        if output.text or (logprobs is not None and logprobs.content):
+            choice.delta = Delta(content=output.text)
+            choice.logprobs = logprobs
+            events += event(self._chunk)
+            choice.logprobs = None
+        return events + self._last(output) if output.finish_reason is not None else events
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the usage, where asked for, and the end."""
+        if not self._reply.job.include_usage:
+            return DONE
+        self._chunk.choices = []
+        self._chunk.usage = usage_body(usage)
+        return event(self._chunk) + DONE
+
+    def _last(self, output: Output) -> bytes:
+        assert output.finish_reason is not None
+        choice = self._choice
+        choice.delta = Delta()
+        choice.finish_reason = finish_reason(output.finish_reason)
+        if self._reply.job.timings:
+            assert output.usage is not None
+            assert output.timings is not None
+            choice.timings = timings_body(output.usage, output.timings)
+        last = event(self._chunk)
+        choice.finish_reason, choice.timings = None, UNSET
+        return last
+
+
+def read(asked: ChatRequest) -> Job:
+    """Translate a request.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; `param` names the field.
+    """
+    check_neutral(asked, _NEUTRAL)
+    options = asked.stream_options
+    own = {"logprobs": _top(asked)}
+    if asked.max_completion_tokens is not None:  # the newer name of the same limit
+        own["max_tokens"] = asked.max_completion_tokens
+    return Job(
+        model=asked.model,
+        prompts=(_conversation(asked.messages),),
+        params=to_params(asked, **own),
+        caller=to_caller(asked),
+        stream=bool(asked.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        timings=bool(asked.return_timings),
+    )
+
+
+def whole(reply: Reply, answers: list[Completion], usage: Usage) -> ChatCompletion:
+    """Return the response that is not streamed."""
+    has_logprobs = reply.job.params.logprobs is not None
+    choices = [
+        Choice(
+            answer.index,
+            AnswerMessage("assistant", answer.text),
+            chat_logprobs(reply.tokenizer, answer) if has_logprobs else None,
+            finish_reason(answer.finish_reason),
+            timings_body(answer.usage, answer.timings) if reply.job.timings else UNSET,
+        )
+        for answer in answers
+    ]
+    return ChatCompletion(
+        reply.id, "chat.completion", reply.created_s, reply.model, choices, usage_body(usage)
+    )
+
+
+def _top(asked: ChatRequest) -> int | None:
+    """How many alternatives to report; None for no log-probabilities."""
+    top = asked.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {top}."
+        raise RequestError(message, param="top_logprobs")
+    if top and not asked.logprobs:
+        message = "top_logprobs may only be set when logprobs is true."
+        raise RequestError(message, param="top_logprobs")
+    return (top or 0) if asked.logprobs else None
+
+
+def _conversation(messages: list[Message]) -> Conversation:
+    if not messages:
+        raise RequestError("messages must have at least one message.", param="messages")
+    return Conversation(tuple(_message(i, message) for i, message in enumerate(messages)))
+
+
+def _message(place: int, message: Message) -> dict[str, str]:
+    where = f"messages[{place}]"
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        if getattr(message, name):
+            param = f"{where}.{name}"
+            raise UnsupportedFieldError(f"{param} is not supported yet.", param=param)
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        error = f"{where}.role must be one of {known}, not '{message.role}'."
+        raise RequestError(error, param=f"{where}.role")
+    if message.content is None:
+        raise MissingFieldError(f"{where}.content is missing.", param=f"{where}.content")
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    said = {"role": role, "content": text}
+    return said if message.name is None else said | {"name": message.name}
+
+
+DIALECT: Final = Dialect("chat", "chatcmpl-", ChatRequest, read, ChatWriter, whole)

@@ -1,0 +1,67 @@
+"""One HTTP connection: uvicorn's, with a time limit on headers and a way to drop it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from twostroke.serve.stream import ABORT
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+
+class Connection(H11Protocol):
+    """Drops clients that begin a request and do not finish its headers in time."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        header_timeout_s: float,
+    ) -> None:
+        """Serve one client."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._header_timeout_s = header_timeout_s
+        self._header_timer: asyncio.TimerHandle | None = None
+        inner = self.app
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            scope["extensions"] = {ABORT: self.transport.abort}
+            await inner(scope, receive, send)
+
+        self.app = app
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first headers."""
+        super().connection_made(transport)
+        self._time_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in bytes; those of a next request's headers are timed again."""
+        super().data_received(data)
+        self._time_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the client."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _time_headers(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._header_timeout_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

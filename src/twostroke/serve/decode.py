@@ -1,0 +1,125 @@
+"""JSON bodies to checked structs; what is wrong with one is said in a sentence."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+from twostroke.core.errors import RequestError, nearest
+from twostroke.serve.errors import BodySyntaxError, MissingFieldError, UnknownFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
+_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
+
+# A string is consumed whole, also one without an end, so that the scan is linear.
+_BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class BodyDecoder(Generic[T]):
+    """Decodes the bodies of one kind of request."""
+
+    def __init__(self, kind: type[T], max_depth: int) -> None:
+        """Make a decoder of `kind`; bodies nested deeper than `max_depth` are refused."""
+        self._decoder = msgspec.json.Decoder(kind)
+        self._known = sorted(_field_names(msgspec.inspect.type_info(kind)))
+        self._max_depth = max_depth
+
+    def decode(self, body: bytes) -> T:
+        """Return the struct.
+
+        Raises:
+            RequestError: not JSON, too deep, or a field that is unknown, missing or of a wrong
+                type; `param` names the field.
+        """
+        if depth_exceeds(body, self._max_depth):
+            raise BodySyntaxError(
+                f"The body is nested deeper than {self._max_depth} lists and objects."
+            )
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise self._explain(str(error)) from None
+        except msgspec.DecodeError as error:
+            raise BodySyntaxError(f"The body is not valid JSON: {error}.") from None
+        except UnicodeDecodeError:
+            raise BodySyntaxError("The body is not valid UTF-8.") from None
+
+    def _explain(self, text: str) -> RequestError:
+        fault = _FAULT.fullmatch(text)
+        assert fault is not None
+        what, path = fault["what"], (fault["path"] or "").removeprefix(".")
+        if found := _UNKNOWN.fullmatch(what):
+            param = _join(path, found[1])
+            hint = nearest(found[1], self._known)
+            return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
+        if found := _MISSING.fullmatch(what):
+            param = _join(path, found[1])
+            return MissingFieldError(f"The field '{param}' is missing.", param=param)
+        name = path or "The body"
+        if found := _EXPECTED.fullmatch(what):
+            wanted = _in_words(found[1])
+            message = f"{name} must be {wanted}, not {_in_words(found[2])}."
+        elif found := _TAG.fullmatch(what):
+            message = f"{name} does not support '{found[1]}'."
+        else:
+            message = f"{name}: {what}."
+        return RequestError(message, param=path or None)
+
+
+def depth_exceeds(body: bytes, limit: int) -> bool:
+    """Return whether lists and objects in a JSON text are nested deeper than `limit`.
+
+    Takes time in proportion to the body, whatever it contains.
+    """
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for match in _BRACKET_OR_STRING.finditer(body):
+        first = match[0][:1]
+        if first in b"[{":
+            depth += 1
+            if depth > limit:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _in_words(types: str) -> str:
+    words = [_WORDS.get(word, word) for word in types.split(" | ") if word != "null"]
+    return " or ".join(words) or "null"
+
+
+def _field_names(kind: msgspec.inspect.Type) -> Iterator[str]:
+    """Yield the names of a struct's fields and of the structs' inside it."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        for field in kind.fields:
+            yield field.encode_name
+            yield from _field_names(field.type)
+    elif isinstance(kind, msgspec.inspect.UnionType):
+        for part in kind.types:
+            yield from _field_names(part)
+    elif isinstance(kind, msgspec.inspect.ListType):
+        yield from _field_names(kind.item_type)

@@ -1,0 +1,72 @@
+"""What a protocol is to the server: one translation in, two out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from twostroke.engine.output import Completion, Output, Usage
+    from twostroke.serve.job import Job
+    from twostroke.tokenize import Tokenizer
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+DONE = b"data: [DONE]\n\n"
+
+encode_json = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is the same in every piece of one response.
+
+    `prompts` are the jobs' token ids, in order. `created_s` is Unix time.
+    """
+
+    id: str
+    created_s: int
+    model: str
+    job: Job
+    prompts: Sequence[Sequence[int]]
+    tokenizer: Tokenizer
+
+
+class Writer(Protocol):
+    """Writes one streamed response as server-sent events."""
+
+    def feed(self, output: Output) -> bytes:
+        """Return the events that an output is worth; empty if none."""
+
+    def finish(self, usage: Usage) -> bytes:
+        """Return the events after the last output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[T]):
+    """One protocol: its request, and how to read and answer it.
+
+    Attributes:
+        name: the metrics' word for it.
+        prefix: what response ids begin with.
+        request: the struct that its bodies are.
+        read: a checked request to a job; raises RequestError.
+        write: a writer for a streamed response.
+        whole: the response that is not streamed.
+    """
+
+    name: str
+    prefix: str
+    request: type[T]
+    read: Callable[[T], Job]
+    write: Callable[[Reply], Writer]
+    whole: Callable[[Reply, list[Completion], Usage], Any]
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """Return one server-sent event."""
+    return b"data: %b\n\n" % encode_json(data)

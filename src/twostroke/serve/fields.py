@@ -1,0 +1,181 @@
+"""The fields that chat and completion requests have in common, and what they mean to the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from twostroke.core.errors import RequestError
+from twostroke.core.sampling import MAX_STOPS, SamplingParams
+from twostroke.engine.client import Caller
+from twostroke.serve.errors import UnsupportedFieldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_PRIORITY = 1000
+
+_SAME_NAME: Final = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "ignore_eos",
+)
+
+# What would change the answer and is not there yet is refused, unless its value asks for nothing.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1.0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's sampling fields, those that users of other engines send, and the harmless rest.
+
+    null is the same as leaving a field out. Bounds are `SamplingParams`'s.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    return_timings: bool | None = None
+
+    # Harmless: they change nothing about the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+
+    # Refused unless neutral.
+    add_special_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    best_of: int | None = None
+    cache_salt: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    length_penalty: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    skip_special_tokens: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+def check_neutral(
+    asked: CommonFields, neutral: Mapping[str, tuple[object, ...]] | None = None
+) -> None:
+    """Refuse fields that ask for what is not there; `neutral` has one protocol's own.
+
+    Raises:
+        UnsupportedFieldError: naming the field.
+    """
+    for name, values in (_NEUTRAL | dict(neutral or {})).items():
+        value = getattr(asked, name)
+        if value is not None and value not in values:
+            raise UnsupportedFieldError(f"{name} is not supported yet: leave it out.", param=name)
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        message = "best_of is not supported yet, unless it equals n."
+        raise UnsupportedFieldError(message, param="best_of")
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        message = "stream_options may only be set when stream is true."
+        raise RequestError(message, param="stream_options")
+    if options is not None and options.continuous_usage_stats:
+        message = "continuous_usage_stats is not supported yet: leave it out."
+        raise UnsupportedFieldError(message, param="stream_options.continuous_usage_stats")
+
+
+def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
+    """Return how tokens are to be chosen; `own` are values that one protocol names otherwise.
+
+    Raises:
+        RequestError: a value is out of its bounds.
+    """
+    values = {name: getattr(asked, name) for name in _SAME_NAME}
+    values["stop"] = _stops(asked.stop)
+    values["include_stop"] = asked.include_stop_str_in_output
+    values["logit_bias"] = asked.logit_bias
+    values["stop_token_ids"] = tuple(asked.stop_token_ids or ())
+    values |= own
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def to_caller(asked: CommonFields) -> Caller:
+    """Return on whose behalf the request runs."""
+    priority = asked.priority or 0
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
+        raise RequestError(message, param="priority")
+    return Caller(priority=priority)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    if len(stop) > MAX_STOPS:  # said here, before the list is copied
+        message = f"stop takes at most {MAX_STOPS} strings, not {len(stop)}."
+        raise RequestError(message, param="stop")
+    return tuple(stop)

@@ -1,0 +1,62 @@
+"""Reads request bodies within limits of size, time and kind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect
+
+from twostroke.serve.errors import (
+    BodySizeError,
+    BodyTimeoutError,
+    ClientGoneError,
+    ContentTypeError,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from twostroke.serve.options import Limits
+
+
+async def read_json(request: Request, limits: Limits) -> bytes:
+    """Return the request's body, which says that it is JSON.
+
+    The media type is asked for because a browser sends any page's form or plain text to any
+    server, this machine's included, but asks first before it sends JSON.
+
+    Raises:
+        ContentTypeError: the body is something else.
+        BodySizeError: it is too long; known at once where the length was announced.
+        BodyTimeoutError: it came too slowly.
+        ClientGoneError: the client left in the middle.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        said = f"not '{media_type}'" if media_type else "but there is none"
+        raise ContentTypeError(f"The Content-Type must be application/json, {said}.")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
+        raise _too_large(limits)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read(request, limits)
+    except TimeoutError:
+        message = f"The body took longer than {limits.body_timeout_s:g} s to arrive."
+        raise BodyTimeoutError(message) from None
+    except ClientDisconnect:
+        raise ClientGoneError("The client left before its request was complete.") from None
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limits.max_body_bytes:
+            raise _too_large(limits)
+    return bytes(body)
+
+
+def _too_large(limits: Limits) -> BodySizeError:
+    return BodySizeError(f"The body is larger than {limits.max_body_bytes} bytes.")

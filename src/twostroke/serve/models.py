@@ -1,0 +1,22 @@
+"""GET /v1/models: OpenAI's list of models."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """One model; `created` is when it was loaded, `max_model_len` its context in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "twostroke"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All models."""
+
+    data: list[ModelBody]
+    object: str = "list"

@@ -1,0 +1,52 @@
+"""How a server is to behave: where it listens, how long it waits, how much it accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may send, and how slowly it may send and read.
+
+    Attributes:
+        max_body_bytes: a longer request body is refused (413).
+        max_json_depth: lists and objects nested deeper are refused (400).
+        max_header_bytes: request line and headers together.
+        header_timeout_s: from the first byte of a request to the end of its headers.
+        body_timeout_s: from the headers to the end of the body (408).
+        reader_timeout_s: how long a stream may stay blocked because its client does not read.
+        max_unread: outputs that a stream may fall behind the engine.
+        max_choices: prompts times n of one request.
+    """
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_json_depth: int = 64
+    max_header_bytes: int = 32 * 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    reader_timeout_s: float = 30.0
+    max_unread: int = 4096
+    max_choices: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """A server's address and manners.
+
+    Attributes:
+        host, port: the address; port 0 takes a free one.
+        model_names: what clients may call the model; the first is the one that is listed. Empty
+            for the model's own name.
+        keep_alive_s: a silent stream gets a comment this often, so that nothing between the
+            client and the server takes it for dead.
+        drain_s: how long a stopping server lets running requests finish.
+        limits: what one client may do.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_names: tuple[str, ...] = ()
+    keep_alive_s: float = 15.0
+    drain_s: float = 30.0
+    limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,202 @@
+"""Runs the server: binds, serves, drains, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from twostroke.core.errors import PortInUseError
+from twostroke.serve.app import Api, build_app
+from twostroke.serve.connection import Connection
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.core.hardware import Hardware
+    from twostroke.engine.client import Client
+
+_BACKLOG = 2048
+_GRACE_S = 5  # for responses to be written after the last answer was cut off
+_logger = logging.getLogger("twostroke.serve")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket, so that a taken address is known before anything else is done.
+
+    Clients that connect before `run_server` wait for it. Port 0 takes a free one.
+
+    Raises:
+        PortInUseError: the address is taken, not this machine's, or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, OverflowError, UnicodeError):
+        raise PortInUseError(f"'{host}' is no address of this machine: check --host.") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise PortInUseError(_why(error, host, port)) from None
+    listener.settimeout(0)
+    return listener
+
+
+def run_server(
+    client: Client,
+    options: ServeOptions | None = None,
+    *,
+    listener: socket.socket | None = None,
+    hardware: Hardware | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM, and return the process's exit code.
+
+    The first signal stops accepting and lets running requests finish for `options.drain_s`
+    seconds; then, or at a second signal, the rest is cut off with an error. 0 means that every
+    request was finished, 1 that some were cut off. The engine itself is left running: whoever
+    built it closes it.
+
+    Args:
+        client: the engine to serve.
+        options: address and manners.
+        listener: from `bind`, where that was done earlier; else it is done now.
+        hardware: the limits that `/metrics` measures utilization against.
+        on_ready: called with the server's URL once it answers.
+        on_stop: called with the number of running requests when a signal came.
+
+    Raises:
+        PortInUseError: the address cannot be bound.
+    """
+    options = options or ServeOptions()
+    listener = listener or bind(options.host, options.port)
+    api = Api(client, options, hardware)
+    return asyncio.run(_serve(api, listener, on_ready, on_stop))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to us and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config, on_up: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_up = on_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_up()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Shutdown:
+    """What happens between the first signal and the end."""
+
+    def __init__(
+        self, server: uvicorn.Server, api: Api, on_stop: Callable[[int], None] | None
+    ) -> None:
+        self._server = server
+        self._api = api
+        self._on_stop = on_stop
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_cut = 0
+
+    def on_signal(self) -> None:
+        """Drain at the first signal, cut off at the second."""
+        if self._server.should_exit:
+            self._cut()
+            return
+        self._server.should_exit = True
+        self._api.is_draining = True
+        drain_s = self._api.options.drain_s
+        self._timer = asyncio.get_running_loop().call_later(drain_s, self._cut)
+        if self._on_stop is not None:
+            self._on_stop(self._api.num_running)
+
+    def close(self) -> None:
+        """Forget the limit: it is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _cut(self) -> None:
+        num_running = self._api.num_running
+        if num_running:
+            _logger.warning("Cut off %d running requests.", num_running)
+        self.num_cut += num_running
+        self._api.abort()
+
+
+async def _serve(
+    api: Api,
+    listener: socket.socket,
+    on_ready: Callable[[str], None] | None,
+    on_stop: Callable[[int], None] | None,
+) -> int:
+    url = _url(listener)
+    server = _Server(_config(api), lambda: on_ready(url) if on_ready is not None else None)
+    shutdown = _Shutdown(server, api, on_stop)
+    loop = asyncio.get_running_loop()
+    is_main = threading.current_thread() is threading.main_thread()  # only it hears of signals
+    signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
+    for number in signals:
+        loop.add_signal_handler(number, shutdown.on_signal)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        shutdown.close()
+        for number in signals:
+            loop.remove_signal_handler(number)
+    return 1 if shutdown.num_cut else 0
+
+
+def _config(api: Api) -> uvicorn.Config:
+    limits = api.options.limits
+    connection: Any = partial(Connection, header_timeout_s=limits.header_timeout_s)
+    return uvicorn.Config(
+        build_app(api),
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        timeout_graceful_shutdown=int(api.options.drain_s) + _GRACE_S,
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if listener.family == socket.AF_INET6:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
+
+
+def _why(error: Exception, host: str, port: int) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code == errno.EADDRINUSE:
+        return f"Port {port} on {host} is already in use: stop what uses it, or choose --port."
+    if code == errno.EACCES:
+        return f"Port {port} on {host} is not allowed for this user: choose --port above 1023."
+    if code == errno.EADDRNOTAVAIL:
+        return f"'{host}' is no address of this machine: check --host."
+    if isinstance(error, OverflowError):
+        return f"{port} is no port: choose --port from 0 to 65535."
+    return f"Port {port} on {host} cannot be bound: {error}."

@@ -1,0 +1,145 @@
+"""Sends answers while they come, and notices at once when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.serve.dialect import DONE
+from twostroke.serve.errors import ClientGoneError, to_body
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from starlette.types import Receive, Scope, Send
+
+    from twostroke.serve.dialect import Writer
+    from twostroke.serve.job import Answers
+    from twostroke.serve.options import ServeOptions
+
+T = TypeVar("T")
+
+ABORT: Final = "twostroke.abort"  # the ASGI extension that drops a connection, unsent data and all
+
+_COMMENT = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
+]
+_logger = logging.getLogger("twostroke.serve")
+
+
+class EventStream:
+    """A response of server-sent events.
+
+    The headers wait for the first event, so that a request which fails before it has an ordinary
+    status; they go out with a comment when that takes long. Whatever ends the stream early (the
+    client left, or does not read, or the server fails) cancels the job in the engine.
+    """
+
+    def __init__(self, answers: Answers, writer: Writer, options: ServeOptions) -> None:
+        """Stream `answers` as `writer` writes them."""
+        self._answers = answers
+        self._writer = writer
+        self._options = options
+        self._has_begun = False
+        self._sending_since_s: float | None = None
+        self._last_sent_s = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond. Raises what happened, if it happened before the first byte."""
+        pump = asyncio.create_task(self._pump(send))
+        gone = asyncio.create_task(_until_gone(receive))
+        limits = self._options.limits
+        tick_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
+        try:
+            while not pump.done() and not gone.done():
+                await asyncio.wait(
+                    (pump, gone), timeout=tick_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._is_stuck():
+                    await _drop(scope)
+                    break
+                if self._is_silent():
+                    await self._send(send, _COMMENT)
+            if pump.done():
+                await pump
+        finally:
+            self._answers.cancel()
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+
+    async def _pump(self, send: Send) -> None:
+        """Pass on every event, then the end."""
+        writer = self._writer
+        try:
+            async for output in self._answers:
+                if events := writer.feed(output):
+                    await self._send(send, events)
+            last = writer.finish(self._answers.usage)
+        except TwostrokeError as error:
+            if not self._has_begun:
+                raise
+            last = b"data: %b\n\n" % to_body(error) + DONE
+            _logger.warning("A stream failed: %s", error.message)
+        await self._send(send, last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sending_since_s = time.monotonic()
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since_s = None
+        self._last_sent_s = time.monotonic()
+
+    def _is_stuck(self) -> bool:
+        """Whether the client reads too slowly to be waited for."""
+        since, limits = self._sending_since_s, self._options.limits
+        if since is None:
+            return False
+        waited_s = time.monotonic() - since
+        return waited_s > limits.reader_timeout_s or self._answers.num_unread > limits.max_unread
+
+    def _is_silent(self) -> bool:
+        if self._sending_since_s is not None:
+            return False
+        return time.monotonic() - self._last_sent_s >= self._options.keep_alive_s
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """Return what `work` returns, unless the client leaves first.
+
+    Raises:
+        ClientGoneError: it left; `work` was cancelled.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return await working
+        raise ClientGoneError("The client left before its answer was ready.")
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _drop(scope: Scope) -> None:
+    """Cut the connection; what was written and not read goes with it."""
+    abort = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort()
+        await asyncio.sleep(0)  # the server hears of it in the loop's next round

@@ -1,0 +1,80 @@
+"""Real engines on a tiny random model, put together so that a test can reach every part."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.config import BatchOptions
+from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.loop import EngineLoop
+from twostroke.engine.meter import Meter
+from twostroke.models import build_program
+from twostroke.program.cost import CostModel
+from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+from twostroke.tokenize import from_gguf
+from twostroke.tokenize.templates import ChatTemplate
+from twostroke.weights import GgufTokenizer, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from twostroke.core.step import StepPlan, StepResult
+
+PAGE_SIZE = 16
+
+
+class Backend(ReferenceBackend):
+    """The reference backend with a gate before each step, which a test may close or break."""
+
+    gate: threading.Event
+    failure: Exception | None = None
+    num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        self.gate.wait(timeout=30)
+        if self.failure is not None:
+            raise self.failure
+        return super().run(plan)
+
+
+@contextmanager
+def tiny_client(
+    folder: Path, tiny: Tiny | None = None, num_pages: int = 256, **limits: int
+) -> Iterator[tuple[Client, Backend]]:
+    """Yield a client of a running engine, and its backend; `limits` are `SchedulerConfig`'s."""
+    loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny)))
+    assert isinstance(loaded.tokenizer_source, GgufTokenizer)
+    program = build_program(loaded.spec)
+    backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)
+    backend.gate = threading.Event()
+    backend.gate.set()
+    tokenizer = from_gguf(loaded.tokenizer_source.metadata)
+    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    card = ModelCard(
+        name="tiny",
+        architecture="llama",
+        format="F32",
+        context_length=loaded.spec.context_length,
+        file_bytes=loaded.file_bytes,
+        created_s=1_700_000_000,
+        licence=loaded.licence,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(loaded.chat_template or "", tokenizer),
+        cost=CostModel(program, sizes),
+    )
+    pool = PagePool(num_pages, PAGE_SIZE)
+    config = SchedulerConfig(context_length=card.context_length, **limits)
+    scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
+    loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
+    try:
+        yield Client(card, loop), backend
+    finally:
+        backend.gate.set()
+        loop.close()
