@@ -84,6 +84,13 @@ class Unchained(PrefixIndex):
         return PageAloneChain(self._pool.page_size, salt)
 
 
+class LeavesNoToken(PrefixIndex):
+    """A prompt that is wholly cached is not computed at all, and has no logits."""
+
+    def match(self, chain, tokens, num_prompt):
+        return super().match(chain, [*tokens, 0], num_prompt + 1)
+
+
 class GivesBackInFlight(Scheduler):
     """The pages of a request that ends during a step are free at once."""
 
@@ -93,19 +100,6 @@ class GivesBackInFlight(Scheduler):
             return super().finish(request, reason)
         finally:
             self._flight = flight
-
-
-class ReusesInFlight(Scheduler):
-    """As above, and the request does not even notice that its pages belong to others."""
-
-    def finish(self, request, reason):
-        ticket = self._tickets.get(request.id)
-        is_flying = ticket is not None and ticket.is_running and self._flight is not None
-        ended = super().finish(request, reason)
-        if is_flying:
-            self._pool.release(request.pages)
-            self._pool.allocate(len(request.pages))
-        return ended
 
 
 class CountsTooEarly(Scheduler):
@@ -154,8 +148,8 @@ FAULTS = {
     RemembersTheEvicted: "index_class",
     Unsalted: "index_class",
     Unchained: "index_class",
+    LeavesNoToken: "index_class",
     GivesBackInFlight: "scheduler_class",
-    ReusesInFlight: "scheduler_class",
     CountsTooEarly: "scheduler_class",
     LosesTheVictim: "scheduler_class",
     StarvesTheFirst: "scheduler_class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,7 +23,7 @@ SETTINGS = settings(
 @pytest.mark.slow
 def test_any_order_of_operations_keeps_pages_tokens_and_progress():
     class Machine(SchedulerMachine):
-        counts = Counter()
+        counts: ClassVar[Counter[str]] = Counter()
 
     while Machine.counts["operations"] < NUM_OPERATIONS:
         run_state_machine_as_test(Machine, settings=SETTINGS)

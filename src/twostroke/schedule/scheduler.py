@@ -132,8 +132,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step, or None if there is nothing to compute now.
 
-        First come the running requests with one pending token, then those with more, then those
-        who wait, each by rank. Allocates the pages that the step writes to.
+        First come the running requests with one pending token, then, by rank, those with more
+        and those who wait. Allocates the pages that the step writes to.
         """
         assert self._flight is None, "the step in flight must be committed first"
         self._waiting.call(len(self._running))
@@ -151,10 +151,10 @@ class Scheduler:
                 owners.append(ticket)
         draft.budget -= len(slices)
         for ticket in behind:
+            self._admit(draft, ticket)
             if ticket.is_running and draft.budget:
                 self._give_slice(ticket, draft)
-        if self._waiting.ready and draft.budget:
-            self._admit(draft)
+        self._admit(draft, None)
         if not slices:
             assert not self._running, "running requests, and no progress"
             return None
@@ -257,12 +257,17 @@ class Scheduler:
             room += num_pages * page_size
         return min(room, wanted)
 
-    def _admit(self, draft: Draft) -> None:
-        """Start ready requests by rank, until one does not fit or the budget is spent."""
+    def _admit(self, draft: Draft, before: Ticket | None) -> None:
+        """Start the ready requests that rank before one, until the budget is spent.
+
+        One that does not fit lets nobody pass.
+        """
         at = 0
         ready = self._waiting.ready
         while at < len(ready) and draft.budget:
             ticket = ready[at]
+            if before is not None and before.rank < ticket.rank:
+                return
             pages = self._prefixes.match(ticket)
             if pages is None:
                 at += 1

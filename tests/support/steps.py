@@ -1,0 +1,63 @@
+"""A scheduler with its pool and a model that costs nothing, stepped by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from support.fake_model import FakeModel
+from support.requests import make_request
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+
+
+class Steps:
+    """Runs a continuous scheduler over pages of 4 tokens and checks it after every step."""
+
+    def __init__(self, num_pages: int = 64, *, cache: bool = True, **limits: int) -> None:
+        limits = {"context_length": 64, "max_running": 8, "token_budget": 64, **limits}
+        self.pool = PagePool(num_pages, 4)
+        self.index = PrefixIndex(self.pool) if cache else None
+        self.model = FakeModel(num_pages, 4)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**limits), self.pool, self.index, Continuous(), lambda: 0.0
+        )
+
+    def add(self, request_id: str, prompt: list[int] | int = 5, **options: Any) -> Request:
+        request = make_request(request_id, prompt, **options)
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        assert plan is not None
+        self.scheduler.check()
+        return plan
+
+    def land(self, plan: StepPlan, token: int | None = None) -> list[Request]:
+        """Run and commit a plan, drawing `token` if given; return who got a token."""
+        result = self.model.run(plan)
+        if token is not None:
+            result.tokens[:] = [token] * len(result.tokens)
+        deltas = self.scheduler.commit(plan, result)
+        self.scheduler.check()
+        return [delta.request for delta in deltas]
+
+    def step(self, token: int | None = None) -> dict[str, int]:
+        """Do a step; return how many tokens each request computed, in the plan's order."""
+        plan = self.plan()
+        self.land(plan, token)
+        return {piece.request.id: piece.count for piece in plan.slices}
+
+    def finish(self, max_steps: int = 1000) -> None:
+        """Step until all have ended, and see that they gave back what they held."""
+        while self.scheduler.has_work:
+            self.step()
+            max_steps -= 1
+            assert max_steps, "no end in sight"
+        self.pool.check([])
