@@ -20,7 +20,8 @@ from support.sampling import (
     sample_native,
 )
 from twostroke.core.sampling import SamplingParams
-from twostroke.sample.reference import NO_TOKEN, draw, weights
+from twostroke.core.step import NO_TOKEN
+from twostroke.sample.reference import draw, weights
 from twostroke.sample.rows import RESULT, ROW, RowTable
 
 if TYPE_CHECKING:

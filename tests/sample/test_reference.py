@@ -9,9 +9,9 @@ import pytest
 
 from support.sampling import make_request, random_logits
 from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import NO_TOKEN
 from twostroke.sample.reference import (
     LEAST_LOGPROB,
-    NO_TOKEN,
     UNIT,
     adjust,
     distribution,

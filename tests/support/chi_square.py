@@ -58,6 +58,6 @@ def brute_force(params: SamplingParams, logits: NDArray[np.float32]) -> NDArray[
             break
         kept.append(i)
         mass += p[i]
-    result = np.zeros_like(p)
+    result = np.zeros(p.size)
     result[kept] = p[kept] / p[kept].sum()
     return result

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.step import TokenLogprobs
+from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.sample.philox import random_bits
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.sampling import SamplingParams
 
-NO_TOKEN = -1
 UNIT = 2**40  # the weight of the likeliest token
 LEAST_LOGPROB = -9999.0  # JSON knows no infinity
 LEAST_PENALTY = float(np.finfo(np.float32).tiny)

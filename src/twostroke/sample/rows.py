@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.core.sampling import MAX_LOGPROBS
-from twostroke.core.step import TokenLogprobs
+from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.sample.reference import LEAST_PENALTY
 
 if TYPE_CHECKING:
@@ -169,7 +169,9 @@ def read_results(
     """Return what a `StepResult` holds, from an array of `RESULT` in the requests' order."""
     tokens: list[int] = results["token"].tolist()
     logprobs = [
-        None if request.params.logprobs is None or token < 0 else _token_logprobs(results[i])
+        None
+        if request.params.logprobs is None or token == NO_TOKEN
+        else _token_logprobs(results[i])
         for i, (request, token) in enumerate(zip(requests, tokens, strict=True))
     ]
     return tokens, logprobs
