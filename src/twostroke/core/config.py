@@ -58,11 +58,12 @@ class BatchOptions:
 
     `policy` is "continuous" (join at any step), "dynamic" (a batch starts when `batch_size`
     requests wait or `max_wait_s` passed) or "static" (a batch starts when `batch_size` wait).
-    `token_budget` is the most tokens that a step computes, `max_running` the most requests.
+    `token_budget` is the most tokens that a step computes, `max_running` the most requests that
+    run at once: each gets at least one token a step, so None is 256 or the budget if that is less.
     """
 
     policy: str = "continuous"
-    max_running: int = 256
+    max_running: int | None = None
     token_budget: int = 512
     batch_size: int = 16
     max_wait_s: float = 0.05
@@ -81,7 +82,7 @@ class BatchOptions:
             ("max_waiting_tokens", 1),
         ):
             value = getattr(self, name)
-            if not value >= low:
+            if value is not None and not value >= low:
                 raise UsageError(f"{name} must be at least {low}, not {value}.")
 
 

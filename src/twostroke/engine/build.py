@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
+_MAX_RUNNING = 256
 _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
@@ -141,7 +142,7 @@ def _build_scheduler(
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(
         context_length=size.context_length,
-        max_running=batch.max_running,
+        max_running=batch.max_running or min(_MAX_RUNNING, batch.token_budget),
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,

@@ -1,0 +1,134 @@
+"""Random schedules on a real backend: the same requests, however they are batched."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.schedule import Continuous, Dynamic, Policy, Scheduler, SchedulerConfig, Static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.backends import Backend
+    from twostroke.core.step import TokenLogprobs
+
+    Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a batch of requests is run."""
+
+    num_pages: int
+    token_budget: int
+    max_running: int
+    prefix_cache: bool
+    policy: Policy
+
+    @classmethod
+    def chosen_by(cls, chance: random.Random, fewest_pages: int, most_pages: int) -> Setting:
+        """Draw a setting; small pools preempt, small budgets cut prompts into chunks."""
+        max_running = chance.choice((1, 2, 5, 32))
+        policies: tuple[Policy, ...] = (
+            Continuous(),
+            Continuous(),
+            Dynamic(min(4, max_running), 0.0),
+            Static(min(3, max_running)),
+        )
+        return cls(
+            num_pages=chance.randint(fewest_pages, most_pages),
+            token_budget=max(max_running, chance.choice((1, 7, 16, 33, 100, 1000))),
+            max_running=max_running,
+            prefix_cache=chance.random() < 0.7,
+            policy=chance.choice(policies),
+        )
+
+    def alone(self, num_pages: int) -> Setting:
+        """The plainest setting: one request at a time, whole prompts, nothing cached."""
+        return replace(
+            self,
+            num_pages=num_pages,
+            token_budget=100_000,
+            max_running=1,
+            prefix_cache=False,
+            policy=Continuous(),
+        )
+
+
+def random_requests(
+    chance: random.Random, count: int, vocab_size: int, longest: int, most_output: int
+) -> list[Request]:
+    """Return requests with shared prefixes, of several lengths, greedy and sampled."""
+    prefixes = [
+        [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest // 2))]
+        for _ in range(3)
+    ]
+    requests = []
+    for number in range(count):
+        prefix = chance.choice([[], *prefixes])
+        more = chance.randint(1, longest - len(prefix))
+        tokens = prefix + [chance.randrange(vocab_size) for _ in range(more)]
+        params = SamplingParams(
+            max_tokens=chance.randint(1, most_output),
+            temperature=chance.choice((0.0, 0.0, 0.8, 1.5)),
+            top_k=chance.choice((0, 5)),
+            top_p=chance.choice((1.0, 0.9)),
+            repetition_penalty=chance.choice((1.0, 1.2)),
+            logprobs=2,
+        )
+        requests.append(
+            Request(
+                f"q{number}",
+                tokens,
+                len(tokens),
+                params,
+                seed=chance.getrandbits(64),
+                priority=chance.choice((0, 0, 0, 1, -1)),
+            )
+        )
+    return requests
+
+
+def fresh(request: Request) -> Request:
+    """Return the request as it was before it ran."""
+    return Request(
+        request.id,
+        request.prompt,
+        request.num_prompt,
+        request.params,
+        request.seed,
+        priority=request.priority,
+    )
+
+
+def run_schedule(
+    backend: Backend, setting: Setting, requests: Sequence[Request], context_length: int
+) -> tuple[dict[str, Answer], int]:
+    """Run requests to their end; return their tokens and log-probabilities, and preemptions."""
+    pool = PagePool(setting.num_pages, backend.facts.page_size)
+    index = PrefixIndex(pool) if setting.prefix_cache else None
+    config = SchedulerConfig(
+        context_length, max_running=setting.max_running, token_budget=setting.token_budget
+    )
+    scheduler = Scheduler(config, pool, index, setting.policy)
+    logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
+    for request in requests:
+        scheduler.add(request)
+    scheduler.flush()
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        if plan is None:
+            scheduler.flush()
+            continue
+        for delta in scheduler.commit(plan, backend.run(plan)):
+            logprobs[delta.request.id] += delta.logprobs
+    scheduler.check()
+    for request in requests:
+        backend.forget(request)
+    answers = {r.id: (tuple(r.output), tuple(logprobs[r.id])) for r in requests}
+    return answers, sum(r.num_preemptions for r in requests)
