@@ -1,0 +1,99 @@
+// The C face of the executor: what src/twostroke/backends/cpu/library.py loads.
+#include <cstdio>
+#include <new>
+
+#include "executor/plan.h"
+#include "linear/linear.h"
+
+#define TS_EXPORT extern "C" __attribute__((visibility("default")))
+
+using ts::Plan;
+using ts::Pool;
+using ts::WeightType;
+
+namespace {
+
+// Raised whenever a struct or a function that crosses this interface changes.
+constexpr int32_t kInterfaceVersion = 1;
+
+}  // namespace
+
+TS_EXPORT int32_t ts_interface_version() { return kInterfaceVersion; }
+
+TS_EXPORT const char* ts_level() { return ts::level_name(); }
+
+/// Whether prompt rows and generated rows are computed alike, bit for bit.
+TS_EXPORT int32_t ts_one_arithmetic() { return TS_LEVEL == 3 ? 0 : 1; }
+
+/// Sizes of the records, so that the other side of the interface can be checked against them.
+TS_EXPORT int64_t ts_record_size(int32_t index) {
+  constexpr int64_t sizes[] = {
+      sizeof(ts::OpRecord),     sizeof(ts::RopeRecord),  sizeof(ts::LayerRecord),
+      sizeof(ts::PlanRecord),   sizeof(ts::SliceRecord), sizeof(ts::StepRecord),
+      sizeof(ts::PackedWeight), sizeof(ts::SampleRow),   sizeof(ts::SampleResult)};
+  constexpr int32_t count = sizeof sizes / sizeof sizes[0];
+  return index >= 0 && index < count ? sizes[index] : -1;
+}
+
+TS_EXPORT void* ts_map_memory(int64_t num_bytes) { return ts::map_memory(num_bytes); }
+
+TS_EXPORT void ts_unmap_memory(void* memory, int64_t num_bytes) {
+  ts::unmap_memory(memory, num_bytes);
+}
+
+/// Null if the threads cannot be made.
+TS_EXPORT Pool* ts_pool_create(int32_t num_threads) {
+  ts::request_tiles();
+  try {
+    return new Pool(num_threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+TS_EXPORT void ts_pool_destroy(Pool* pool) {
+  if (pool->is_ours()) delete pool;
+}
+
+/// Packs a whole matrix with all threads; `source` as in its file, `packed` aligned to 64 bytes.
+TS_EXPORT void ts_pack(Pool* pool, int32_t type, int64_t num_outputs, int64_t num_inputs,
+                       const void* source, void* packed) {
+  const auto weight_type = static_cast<WeightType>(type);
+  constexpr int64_t kGrain = 8;
+  ts::parallel_for(*pool, ts::num_groups(num_outputs), kGrain, [&](int64_t group) {
+    ts::pack_groups(weight_type, num_outputs, num_inputs, source, packed, group, group + 1);
+  });
+}
+
+/// Null if there is not enough memory.
+TS_EXPORT Plan* ts_plan_create(Pool* pool, const ts::PlanRecord* record) {
+  try {
+    return new Plan(*pool, *record);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+/// Before its pool is destroyed.
+TS_EXPORT void ts_plan_destroy(Plan* plan) { delete plan; }
+
+/// 0, or 1 if there is not enough memory for a step of this size.
+TS_EXPORT int32_t ts_step(Plan* plan, ts::StepRecord* step) {
+  try {
+    ts::run_step(*plan, *step);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+/// Seconds of the calling thread by kind of operation: (elapsed, of it waiting) pairs, and a new
+/// start from zero. Returns how many kinds there are.
+TS_EXPORT int32_t ts_plan_times(Plan* plan, double* pairs) {
+  for (size_t i = 0; i < ts::kNumOpKinds; ++i) {
+    pairs[2 * i] = plan->times.elapsed_s[i];
+    pairs[2 * i + 1] = plan->times.waiting_s[i];
+  }
+  plan->times = ts::OpTimes();
+  return ts::kNumOpKinds;
+}

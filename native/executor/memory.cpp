@@ -1,0 +1,59 @@
+// Mapped and aligned memory.
+#include "executor/memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+namespace ts {
+
+namespace {
+
+constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+
+size_t whole_pages(int64_t num_bytes) {
+  constexpr size_t kPage = 65536;  // no platform's pages are larger
+  return (static_cast<size_t>(num_bytes) + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace
+
+void* map_memory(int64_t num_bytes) {
+  const size_t size = whole_pages(num_bytes);
+  void* mapped = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  // Keep the part that starts on a huge page, give the rest back.
+  const auto begin = reinterpret_cast<uintptr_t>(mapped);
+  const uintptr_t aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  if (aligned > begin) munmap(mapped, aligned - begin);
+  const uintptr_t rest = begin + kHugePage - aligned;
+  auto* memory = reinterpret_cast<uint8_t*>(aligned);
+  if (rest > 0) munmap(memory + size, rest);
+#ifdef MADV_HUGEPAGE
+  madvise(memory, size, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
+
+void unmap_memory(void* memory, int64_t num_bytes) { munmap(memory, whole_pages(num_bytes)); }
+
+Block::~Block() { std::free(data_); }
+
+Block::Block(Block&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+void Block::fit(int64_t num_bytes) {
+  if (num_bytes <= size_) return;
+  std::free(data_);
+  data_ = nullptr;
+  size_ = 0;
+  const int64_t size = (num_bytes + 4095) / 4096 * 4096;
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(size)));
+  if (data_ == nullptr) throw std::bad_alloc();
+  size_ = size;
+}
+
+}  // namespace ts

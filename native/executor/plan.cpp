@@ -1,0 +1,91 @@
+// Builds a plan from its record: facts of products, pages, buffers.
+#include "executor/plan.h"
+
+#include <algorithm>
+#include <new>
+
+namespace ts {
+
+namespace {
+
+bool is_product(const OpRecord& op) {
+  return op.kind == OpKind::Linear || op.kind == OpKind::Gated || op.kind == OpKind::Logits;
+}
+
+ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
+  ProductFacts facts;
+  for (int i = 0; i < op.num_outputs; ++i) {
+    const OutputRecord& output = op.outputs[i];
+    const WeightType type = plan.weights[static_cast<size_t>(output.weight)].type;
+    int index = 0;
+    while (index < facts.num_preparations && !same_preparation(facts.prepared_for[index], type))
+      ++index;
+    if (index == facts.num_preparations) facts.prepared_for[facts.num_preparations++] = type;
+    facts.preparation_of[i] = index;
+    if (output.rope != kNone) {
+      const int64_t unit = plan.ropes[static_cast<size_t>(output.rope)].unit();
+      facts.slot_groups = std::max(facts.slot_groups, unit / kGroupSize);
+    }
+  }
+  for (int i = 0; i < op.num_outputs; ++i) {
+    const int64_t groups = num_groups(op.outputs[i].width);
+    const int64_t slots = (groups + facts.slot_groups - 1) / facts.slot_groups;
+    // The second product of a gate goes with the first.
+    const bool counts = op.kind != OpKind::Gated || i == 0;
+    facts.first_slot[i + 1] = facts.first_slot[i] + (counts ? slots : 0);
+  }
+  return facts;
+}
+
+}  // namespace
+
+Plan::Plan(Pool& team, const PlanRecord& record)
+    : pool(team),
+      ops(record.ops, record.ops + record.num_ops),
+      weights(record.weights, record.weights + record.num_weights),
+      vectors(record.vectors, record.vectors + record.num_vectors),
+      buffer_widths(record.buffer_widths, record.buffer_widths + record.num_buffers),
+      buffers(static_cast<size_t>(record.num_buffers)),
+      threads(static_cast<size_t>(team.num_threads())) {
+  for (int32_t i = 0; i < record.num_ropes; ++i) {
+    const RopeRecord& rope = record.ropes[i];
+    ropes.emplace_back(rope.inverse_frequencies, rope.num_pairs, rope.is_interleaved != 0,
+                       rope.magnitude, rope.head_dim);
+  }
+  for (const OpRecord& op : ops) {
+    facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
+  }
+  for (int32_t i = 0; i < record.num_layers; ++i) {
+    const LayerRecord& layer = record.layers[i];
+    layers.push_back({nullptr, 0, record.page_size, layer.num_kv_heads, layer.head_dim});
+    page_halves += 2 * record.page_size * layer.num_kv_heads * layer.head_dim;
+  }
+  for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
+  cache_bytes = page_bytes() * record.num_pages;
+  if (cache_bytes == 0) return;
+  cache = map_memory(cache_bytes);
+  if (cache == nullptr) throw std::bad_alloc();
+  auto* data = static_cast<uint16_t*>(cache);
+  for (LayerPages& layer : layers) {
+    layer.data = data;
+    layer.page_stride = page_halves;
+    data += 2 * layer.page_size * layer.num_kv_heads * layer.head_dim;
+  }
+}
+
+int32_t Plan::schedule_for(const OpRecord& op) {
+  if (op.kind != OpKind::Attention) return kNone;
+  const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
+  const int64_t group = op.num_heads / pages.num_kv_heads;
+  for (size_t i = 0; i < schedules.size(); ++i) {
+    if (schedules[i].fits(group, pages)) return static_cast<int32_t>(i);
+  }
+  schedules.emplace_back(group, pages);
+  return static_cast<int32_t>(schedules.size() - 1);
+}
+
+Plan::~Plan() {
+  if (cache != nullptr) unmap_memory(cache, cache_bytes);
+}
+
+}  // namespace ts

@@ -1,0 +1,78 @@
+// A lowered Program with everything that it needs between steps: weights, pages, buffers, tables.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "executor/memory.h"
+#include "executor/records.h"
+#include "executor/schedule.h"
+#include "kernels/attention.h"
+#include "kernels/rope.h"
+#include "pool.h"
+
+namespace ts {
+
+constexpr int kNumOpKinds = 9;
+
+/// What is derived from an operation once: how its inputs are prepared and its outputs are cut.
+struct ProductFacts {
+  int num_preparations = 0;
+  WeightType prepared_for[kMaxOutputs] = {};
+  int preparation_of[kMaxOutputs] = {};  // for each output
+  int64_t slot_groups = 1;               // groups of outputs that stay together
+  int64_t first_slot[kMaxOutputs + 1] = {};
+};
+
+/// Working memory of one thread.
+struct ThreadMemory {
+  Block prepared;
+  Block rows;
+  Block gated;
+  AttentionScratch attention;
+  Scratch sampler;
+};
+
+/// Seconds that the calling thread spent, by kind of operation, since the plan was made.
+struct OpTimes {
+  std::array<double, kNumOpKinds> elapsed_s{};
+  std::array<double, kNumOpKinds> waiting_s{};
+};
+
+struct Plan {
+  /// `record` must be consistent: Python's lowering is its only author.
+  Plan(Pool& pool, const PlanRecord& record);
+  ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  int64_t page_bytes() const { return page_halves * 2; }
+
+  Pool& pool;
+  std::vector<OpRecord> ops;
+  std::vector<ProductFacts> facts;  // one an operation
+  std::vector<PackedWeight> weights;
+  std::vector<const float*> vectors;
+  std::vector<RopeTable> ropes;
+  std::vector<int64_t> buffer_widths;
+  std::vector<Block> buffers;
+  std::vector<LayerPages> layers;
+  std::vector<int32_t> schedule_of;          // for each operation: index into schedules, or kNone
+  std::vector<AttentionSchedule> schedules;  // one for each shape of attention
+  int64_t page_halves = 0;
+  int64_t cache_bytes = 0;
+  void* cache = nullptr;
+  Block prepared;  // shared by the threads
+  Block logits;
+  std::vector<ThreadMemory> threads;
+  OpTimes times;
+
+ private:
+  int32_t schedule_for(const OpRecord& op);
+};
+
+/// Computes one step; throws std::bad_alloc.
+void run_step(Plan& plan, StepRecord& record);
+
+}  // namespace ts

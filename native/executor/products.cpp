@@ -1,0 +1,298 @@
+// Operations made of matrix products: inputs prepared once, outputs shared out in groups of 16.
+#include <algorithm>
+
+#include "executor/worker.h"
+#include "kernels/rows.h"
+#include "linear/layout.h"
+
+namespace ts {
+
+namespace {
+
+constexpr int64_t kRowTile = 16;   // rows that are prepared together: at most
+constexpr int64_t kSmallTile = 4;  // where there are few rows
+constexpr int64_t kFewRows = 64;
+// Up to so many values, each thread prepares all rows for itself: cheaper than a barrier.
+constexpr int64_t kFewValues = 3200;
+constexpr int64_t kPreparedBytes = 512 << 10;  // of a panel: a part of the second-level cache
+constexpr int64_t kChunksPerThread = 4;
+constexpr int64_t kGatedFloats = 32 << 10;  // of one product in a thread's scratch
+
+/// Rows of one kind, in the order in which an operation sees them.
+struct Run {
+  RowKind kind;
+  int64_t begin;
+  int64_t count;
+};
+
+/// Where an operation's input rows come from.
+struct Input {
+  const OpRecord& op;
+  const ProductFacts& facts;
+  const int32_t* rows;  // rows of the step, or null: 0, 1, ...
+  Run runs[2];
+};
+
+/// Rows of one kind that are multiplied at once.
+struct Panel {
+  int run;
+  int64_t begin;  // within the run
+  int64_t count;
+};
+
+/// The prepared rows of an operation: for each preparation, for each run.
+struct Prepared {
+  uint8_t* data[kMaxOutputs][2];
+};
+
+int64_t place(const Input& input, uint8_t* memory, Prepared* prepared) {
+  int64_t offset = 0;
+  for (int i = 0; i < input.facts.num_preparations; ++i) {
+    for (int run = 0; run < 2; ++run) {
+      if (prepared != nullptr) prepared->data[i][run] = memory + offset;
+      if (input.runs[run].count == 0) continue;
+      offset += prepared_bytes(input.facts.prepared_for[i], input.runs[run].kind, input.op.width,
+                               input.runs[run].count);
+    }
+  }
+  return offset;
+}
+
+/// Normalizes or gathers up to 16 rows if need be, and prepares them.
+void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t begin, int64_t end,
+                  const Prepared& prepared) {
+  const OpRecord& op = input.op;
+  const Run& run = input.runs[run_index];
+  const float* x = worker.buffer(op.x);
+  int64_t stride = worker.stride(op.x);
+  const float* first = x + run.begin * stride;
+  if (op.norm != kNone || input.rows != nullptr) {
+    worker.memory.rows.fit(kRowTile * op.width * static_cast<int64_t>(sizeof(float)));
+    float* rows = worker.memory.rows.floats();
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = input.rows == nullptr ? run.begin + i : input.rows[run.begin + i];
+      float* out = rows + (i - begin) * op.width;
+      if (op.norm != kNone) {
+        rms_norm(x + row * stride, worker.vector(op.norm), op.width, op.epsilon, out);
+      } else {
+        std::copy_n(x + row * stride, op.width, out);
+      }
+    }
+    stride = op.width;
+    first = rows - begin * stride;
+  }
+  for (int i = 0; i < input.facts.num_preparations; ++i) {
+    prepare_rows(input.facts.prepared_for[i], run.kind, first, stride, op.width, begin, end,
+                 prepared.data[i][run_index]);
+  }
+}
+
+Prepared prepare(Worker& worker, const Input& input) {
+  const int64_t num_rows = input.runs[0].count + input.runs[1].count;
+  const bool alone = num_rows * input.op.width <= kFewValues || worker.num_threads == 1;
+  Prepared prepared;
+  if (alone) {
+    worker.memory.prepared.fit(place(input, nullptr, nullptr));
+    place(input, worker.memory.prepared.bytes(), &prepared);
+  } else {
+    place(input, worker.plan.prepared.bytes(), &prepared);
+  }
+  const int64_t tile = num_rows <= kFewRows ? kSmallTile : kRowTile;
+  const int64_t first_tiles = round_up(input.runs[0].count, tile) / tile;
+  const int64_t tiles = first_tiles + round_up(input.runs[1].count, tile) / tile;
+  const int64_t tile_begin = alone ? 0 : worker.part_begin(tiles);
+  const int64_t tile_end = alone ? tiles : worker.part_end(tiles);
+  for (int64_t index = tile_begin; index < tile_end; ++index) {
+    const int run = index < first_tiles ? 0 : 1;
+    const int64_t begin = (run == 0 ? index : index - first_tiles) * tile;
+    const int64_t end = std::min(begin + tile, input.runs[run].count);
+    prepare_tile(worker, input, run, begin, end, prepared);
+  }
+  if (!alone) worker.meet();
+  return prepared;
+}
+
+int64_t panel_rows(int64_t width) {
+  const int64_t rows = kPreparedBytes / (width * 5 / 2);
+  return std::clamp<int64_t>(rows / kRowTile * kRowTile, 32, 256);
+}
+
+/// Calls `body(panel, slot_begin, slot_end)` for this thread's share of (rows x output slots).
+template <class Body>
+void share_products(Worker& worker, const Input& input, int64_t num_slots, Body body) {
+  const int64_t rows = panel_rows(input.op.width);
+  const int64_t panels[2] = {round_up(input.runs[0].count, rows) / rows,
+                             round_up(input.runs[1].count, rows) / rows};
+  const auto panel_at = [&](int64_t index) {
+    const int run = index < panels[0] ? 0 : 1;
+    const int64_t begin = (run == 0 ? index : index - panels[0]) * rows;
+    return Panel{run, begin, std::min(rows, input.runs[run].count - begin)};
+  };
+  const int64_t num_panels = panels[0] + panels[1];
+  if (input.runs[0].count + input.runs[1].count <= kFewRows) {
+    // The weights are what costs: each thread streams through its own equal part of them.
+    const int64_t begin = worker.part_begin(num_slots);
+    const int64_t end = worker.part_end(num_slots);
+    for (int64_t i = 0; i < num_panels && begin < end; ++i) body(panel_at(i), begin, end);
+    return;
+  }
+  const int64_t chunks = std::min(num_slots, kChunksPerThread * worker.num_threads);
+  worker.share_out(num_panels * chunks, [&](int64_t ticket) {
+    const int64_t chunk = ticket % chunks;
+    body(panel_at(ticket / chunks), num_slots * chunk / chunks, num_slots * (chunk + 1) / chunks);
+  });
+}
+
+void multiply_panel(Worker& worker, const Input& input, const Prepared& prepared,
+                    const Panel& panel, int output, int64_t group_begin, int64_t group_end,
+                    float* out, int64_t stride, bool accumulate) {
+  const int preparation = input.facts.preparation_of[output];
+  const RowKind kind = input.runs[panel.run].kind;
+  const int64_t offset = panel.begin == 0 ? 0
+                                          : prepared_bytes(input.facts.prepared_for[preparation],
+                                                           kind, input.op.width, panel.begin);
+  const PackedWeight& weight =
+      worker.plan.weights[static_cast<size_t>(input.op.outputs[output].weight)];
+  multiply(weight, kind, prepared.data[preparation][panel.run] + offset, panel.count, group_begin,
+           group_end, out, stride, accumulate);
+}
+
+/// Bias, rotation and storing of outputs [begin, end) of the step's rows [row, row + num_rows).
+void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& output, int64_t row,
+                    int64_t num_rows, int64_t begin, int64_t end) {
+  if (output.bias == kNone && output.rope == kNone && output.store == Store::Nothing) return;
+  for (int64_t i = row; i < row + num_rows; ++i) {
+    float* values = worker.buffer(output.buffer) + i * worker.stride(output.buffer);
+    if (output.bias != kNone) {
+      add_rows(values + begin, worker.vector(output.bias) + begin, end - begin, values + begin);
+    }
+    if (output.rope == kNone && output.store == Store::Nothing) continue;
+    const SliceRecord& slice = worker.slice_of(i);
+    const int64_t position = Worker::position(slice, i);
+    if (output.rope != kNone) {
+      worker.plan.ropes[static_cast<size_t>(output.rope)].rotate(position, values, begin, end);
+    }
+    if (output.store == Store::Nothing) continue;
+    const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
+    const auto store = output.store == Store::Keys ? store_keys : store_values;
+    store(pages, worker.page_table(slice), position, values, begin, end);
+  }
+}
+
+Input all_rows(const Worker& worker, size_t index) {
+  const StepRecord& record = worker.step.record;
+  const int64_t num_generated = kOneArithmetic ? record.num_rows : record.num_generated;
+  return {worker.plan.ops[index],
+          worker.plan.facts[index],
+          nullptr,
+          {{RowKind::Generated, 0, num_generated},
+           {RowKind::Prompt, num_generated, record.num_rows - num_generated}}};
+}
+
+}  // namespace
+
+int64_t shared_prepared_bytes(const Plan& plan, int64_t num_generated, int64_t num_prompt) {
+  int64_t most = 0;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    const Input input{
+        plan.ops[i],
+        plan.facts[i],
+        nullptr,
+        {{RowKind::Generated, 0, num_generated}, {RowKind::Prompt, num_generated, num_prompt}}};
+    most = std::max(most, place(input, nullptr, nullptr));
+  }
+  return most;
+}
+
+void run_linear(Worker& worker, size_t index) {
+  const Input input = all_rows(worker, index);
+  const Prepared prepared = prepare(worker, input);
+  const ProductFacts& facts = input.facts;
+  const int num_outputs = input.op.num_outputs;
+  const auto body = [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
+    for (int i = 0; i < num_outputs; ++i) {
+      const int64_t first = facts.first_slot[i];
+      const int64_t begin = std::max(slot_begin, first) - first;
+      const int64_t end = std::min(slot_end, facts.first_slot[i + 1]) - first;
+      if (begin >= end) continue;
+      const OutputRecord& output = input.op.outputs[i];
+      const int64_t groups = num_groups(output.width);
+      const int64_t group_end = std::min(groups, end * facts.slot_groups);
+      const int64_t row = input.runs[panel.run].begin + panel.begin;
+      const int64_t stride = worker.stride(output.buffer);
+      multiply_panel(worker, input, prepared, panel, i, begin * facts.slot_groups, group_end,
+                     worker.buffer(output.buffer) + row * stride, stride, input.op.accumulate != 0);
+      finish_outputs(worker, input.op, output, row, panel.count,
+                     begin * facts.slot_groups * kGroupSize,
+                     std::min<int64_t>(group_end * kGroupSize, output.width));
+    }
+  };
+  share_products(worker, input, facts.first_slot[num_outputs], body);
+  worker.meet();
+}
+
+void run_gated(Worker& worker, size_t index) {
+  const Input input = all_rows(worker, index);
+  const Prepared prepared = prepare(worker, input);
+  const OutputRecord& output = input.op.outputs[0];
+  const auto body = [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
+    const int64_t step = std::max<int64_t>(1, kGatedFloats / (panel.count * kGroupSize));
+    for (int64_t begin = slot_begin; begin < slot_end; begin += step) {
+      const int64_t end = std::min(begin + step, slot_end);
+      const int64_t first = begin * kGroupSize;
+      const int64_t width = std::min<int64_t>(end * kGroupSize, output.width) - first;
+      const int64_t floats = panel.count * width;
+      worker.memory.gated.fit(2 * floats * static_cast<int64_t>(sizeof(float)));
+      float* gate = worker.memory.gated.floats();
+      float* up = gate + floats;
+      multiply_panel(worker, input, prepared, panel, 0, begin, end, gate - first, width, false);
+      multiply_panel(worker, input, prepared, panel, 1, begin, end, up - first, width, false);
+      const int64_t row = input.runs[panel.run].begin + panel.begin;
+      float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer) + first;
+      for (int64_t i = 0; i < panel.count; ++i) {
+        gate_activation(gate + i * width, up + i * width, width,
+                        out + i * worker.stride(output.buffer));
+      }
+    }
+  };
+  share_products(worker, input, input.facts.first_slot[1], body);
+  worker.meet();
+}
+
+void run_logits(Worker& worker, size_t index) {
+  const StepRecord& record = worker.step.record;
+  const OpRecord& op = worker.plan.ops[index];
+  const int64_t vocab_size = op.outputs[0].width;
+  const int32_t* rows = record.sampled_rows;
+  const int32_t* rows_end = rows + record.num_sampled;
+  const int64_t num_generated = kOneArithmetic
+                                    ? record.num_sampled
+                                    : std::lower_bound(rows, rows_end, record.num_generated) - rows;
+  for (int64_t begin = 0; begin < record.num_sampled; begin += kLogitRows) {
+    const int64_t end = std::min<int64_t>(begin + kLogitRows, record.num_sampled);
+    const int64_t middle = std::clamp(num_generated, begin, end);
+    const Input input{
+        op,
+        worker.plan.facts[index],
+        rows,
+        {{RowKind::Generated, begin, middle - begin}, {RowKind::Prompt, middle, end - middle}}};
+    const Prepared prepared = prepare(worker, input);
+    float* logits =
+        record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * vocab_size;
+    share_products(worker, input, input.facts.first_slot[1],
+                   [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
+                     const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
+                     multiply_panel(worker, input, prepared, panel, 0, slot_begin, slot_end,
+                                    logits + row * vocab_size, vocab_size, false);
+                   });
+    worker.meet();
+    if (record.samples == nullptr) continue;
+    worker.share_out(end - begin, [&](int64_t i) {
+      sample_row(record.samples[begin + i], logits + i * vocab_size, vocab_size,
+                 worker.memory.sampler, record.results + begin + i);
+    });
+    worker.meet();
+  }
+}
+
+}  // namespace ts

@@ -1,0 +1,117 @@
+// What crosses the C interface: the lowered Program, and one step's work. Plain data only;
+// src/twostroke/backends/cpu/records.py mirrors each layout.
+#pragma once
+
+#include <cstdint>
+
+#include "linear/linear.h"
+#include "sample/sample.h"
+
+namespace ts {
+
+constexpr int32_t kNone = -1;
+constexpr int kMaxOutputs = 4;
+
+enum class OpKind : int32_t {
+  Embed = 0,       // outputs[0] = rows of its weight
+  Norm = 1,        // outputs[0] = norm of x, in `num_groups` pieces
+  Linear = 2,      // outputs = products with x (normed first if `norm`), rotated or stored after
+  Gated = 3,       // outputs[0] = silu(product 0) * product 1 of x (normed first if `norm`)
+  Rope = 4,        // outputs[0] = rotated x
+  Attention = 5,   // outputs[0] = attention of x over the pages of `layer`
+  Activation = 6,  // outputs[0] = silu(x) * y
+  Add = 7,         // outputs[0] = x + y
+  Logits = 8,      // logits of the sampled rows of x (normed first if `norm`)
+};
+
+/// What becomes of a product once it is computed.
+enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
+
+/// One matrix product of an operation, or its only output.
+struct OutputRecord {
+  int32_t weight;  // index into weights, or kNone
+  int32_t bias;    // index into vectors, or kNone
+  int32_t buffer;  // where it goes
+  int32_t width;
+  int32_t rope;  // index into ropes, or kNone
+  Store store;
+};
+
+/// One fused operation. `x`, `y` and `z` are buffers. A field that a kind does not name is ignored.
+struct OpRecord {
+  OpKind kind;
+  int32_t x;
+  int32_t y;
+  int32_t z;
+  int32_t width;  // of x
+  int32_t norm;   // index into vectors, or kNone
+  float epsilon;
+  int32_t num_groups;
+  int32_t accumulate;  // products are added to what the buffers hold
+  int32_t layer;       // for Attention and for products that are stored
+  int32_t num_heads;
+  float scale;
+  int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
+  int32_t num_outputs;
+  OutputRecord outputs[kMaxOutputs];
+};
+
+struct RopeRecord {
+  const double* inverse_frequencies;
+  double magnitude;
+  int32_t num_pairs;
+  int32_t is_interleaved;
+  int32_t head_dim;
+  int32_t reserved;
+};
+
+struct LayerRecord {
+  int32_t num_kv_heads;
+  int32_t head_dim;
+};
+
+/// The Program, lowered. Arrays are copied, except what weights and vectors point to.
+struct PlanRecord {
+  const OpRecord* ops;
+  const PackedWeight* weights;
+  const float* const* vectors;
+  const RopeRecord* ropes;
+  const LayerRecord* layers;
+  const int32_t* buffer_widths;
+  int32_t num_ops;
+  int32_t num_weights;
+  int32_t num_vectors;
+  int32_t num_ropes;
+  int32_t num_layers;
+  int32_t num_buffers;
+  int64_t num_pages;
+  int64_t page_size;
+};
+
+/// Consecutive rows of one request, all prompt or all generated.
+struct SliceRecord {
+  int32_t row;  // its first row in the step
+  int32_t num_rows;
+  int32_t position;
+  int32_t table;  // which page table
+};
+
+/// One step. Rows [0, num_generated) are generated, the others prompt.
+struct StepRecord {
+  const int32_t* tokens;  // (num_rows)
+  const SliceRecord* slices;
+  const int32_t* page_tables;   // (tables, table_stride)
+  const int32_t* sampled_rows;  // ascending
+  const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
+  SampleResult* results;
+  float* logits;  // (num_sampled, vocab_size), or null
+  int64_t table_stride;
+  int32_t num_rows;
+  int32_t num_generated;
+  int32_t num_slices;
+  int32_t num_sampled;
+  double elapsed_s;  // out: the whole step
+  double kernel_s;   // out: of it, not spent waiting for each other (mean of the threads)
+};
+
+}  // namespace ts

@@ -1,0 +1,80 @@
+// Cuts a step's attention into tasks.
+#include "executor/schedule.h"
+
+#include <algorithm>
+
+namespace ts {
+
+namespace {
+
+constexpr int64_t kQueriesPerTask = 96;  // enough to pay for converting a piece to float32
+constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kSmallestSplit = 2;  // pieces
+
+}  // namespace
+
+void AttentionSchedule::make(const StepRecord& step, int num_threads) {
+  tasks_.clear();
+  splits_.clear();
+  share_floats_ = 0;
+  double total = 0;
+  for (int32_t i = 0; i < step.num_slices; ++i) {
+    const SliceRecord& slice = step.slices[i];
+    total += static_cast<double>(slice.num_rows) *
+             static_cast<double>(num_pieces(slice.position + slice.num_rows / 2 + 1));
+  }
+  const double target = num_threads == 1 ? total + 1
+                                         : total * static_cast<double>(num_kv_heads_) /
+                                               static_cast<double>(num_threads * kTasksPerThread);
+  for (int32_t i = 0; i < step.num_slices; ++i) cut_slice(step, i, target);
+  std::sort(tasks_.begin(), tasks_.end(),
+            [](const AttentionTask& a, const AttentionTask& b) { return a.cost() > b.cost(); });
+  reserve_shares();
+}
+
+void AttentionSchedule::cut_slice(const StepRecord& step, int32_t index, double target_cost) {
+  const SliceRecord& slice = step.slices[index];
+  const auto most_rows = static_cast<int32_t>(std::max<int64_t>(1, kQueriesPerTask / group_));
+  for (int32_t row = 0; row < slice.num_rows; row += most_rows) {
+    const int32_t num_rows = std::min(most_rows, slice.num_rows - row);
+    const auto pieces = static_cast<int32_t>(num_pieces(slice.position + row + num_rows));
+    AttentionTask task{index, row, num_rows, 0, pieces, kNone};
+    const auto wanted = static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
+    const auto parts = static_cast<int32_t>(std::min(wanted + 1, pieces / kSmallestSplit));
+    if (parts < 2) {
+      tasks_.push_back(task);
+      continue;
+    }
+    task.split = static_cast<int32_t>(splits_.size());
+    const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
+    splits_.push_back({parts, share_floats_, floats});
+    share_floats_ += floats * num_kv_heads_;
+    for (int32_t part = 0; part < parts; ++part) {
+      task.piece_begin = pieces * part / parts;
+      task.piece_end = pieces * (part + 1) / parts;
+      tasks_.push_back(task);
+    }
+  }
+}
+
+void AttentionSchedule::reserve_shares() {
+  memory_.fit(share_floats_ * static_cast<int64_t>(sizeof(float)));
+  const size_t size = splits_.size() * static_cast<size_t>(num_kv_heads_);
+  if (size > num_left_size_) {
+    num_left_ = std::make_unique<std::atomic<int32_t>[]>(size);
+    num_left_size_ = size;
+  }
+  for (size_t i = 0; i < size; ++i) {
+    num_left_[i].store(splits_[i / static_cast<size_t>(num_kv_heads_)].num_tasks);
+  }
+}
+
+bool AttentionSchedule::finish(const AttentionTask& task, int64_t head) {
+  std::atomic<int32_t>& left = num_left_[static_cast<size_t>(task.split * num_kv_heads_ + head)];
+  if (left.fetch_sub(1, std::memory_order_acq_rel) > 1) return false;
+  // The next layer starts from the full count again; a barrier lies in between.
+  left.store(splits_[static_cast<size_t>(task.split)].num_tasks, std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace ts

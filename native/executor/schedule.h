@@ -1,0 +1,71 @@
+// Who attends to what: a step's attention cut into tasks of similar size.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "executor/memory.h"
+#include "executor/records.h"
+#include "kernels/attention.h"
+
+namespace ts {
+
+/// Some rows of one slice and the pieces of their context; done once for each key-value head.
+struct AttentionTask {
+  int32_t slice;
+  int32_t first_row;  // within the slice
+  int32_t num_rows;
+  int32_t piece_begin;
+  int32_t piece_end;
+  int32_t split;  // index into splits, or kNone if the task covers the whole context
+
+  int64_t cost() const { return int64_t{num_rows} * (piece_end - piece_begin); }
+};
+
+/// Rows whose context is shared out among several tasks: the one that ends last merges.
+struct AttentionSplit {
+  int32_t num_tasks;
+  int64_t share_offset;  // floats, of the first head
+  int64_t share_floats;  // of one head
+};
+
+/// The tasks of one step, largest first. Results do not depend on how the cut is made.
+class AttentionSchedule {
+ public:
+  /// `group` is how many query heads read one key-value head.
+  AttentionSchedule(int64_t group, const LayerPages& pages)
+      : group_(group), num_kv_heads_(pages.num_kv_heads), head_dim_(pages.head_dim) {}
+
+  bool fits(int64_t group, const LayerPages& pages) const {
+    return group == group_ && pages.num_kv_heads == num_kv_heads_ && pages.head_dim == head_dim_;
+  }
+
+  void make(const StepRecord& step, int num_threads);
+
+  const std::vector<AttentionTask>& tasks() const { return tasks_; }
+
+  PieceShares shares(const AttentionTask& task, int64_t head) const {
+    const AttentionSplit& split = splits_[static_cast<size_t>(task.split)];
+    return {memory_.floats() + split.share_offset + head * split.share_floats};
+  }
+
+  /// Says that a task of a split is done for `head`; true if it was the last one.
+  bool finish(const AttentionTask& task, int64_t head);
+
+ private:
+  void cut_slice(const StepRecord& step, int32_t index, double target_cost);
+  void reserve_shares();
+
+  int64_t group_;
+  int64_t num_kv_heads_;
+  int64_t head_dim_;
+  std::vector<AttentionTask> tasks_;
+  std::vector<AttentionSplit> splits_;
+  std::unique_ptr<std::atomic<int32_t>[]> num_left_;  // (splits, heads)
+  size_t num_left_size_ = 0;
+  Block memory_;
+  int64_t share_floats_ = 0;
+};
+
+}  // namespace ts

@@ -1,0 +1,197 @@
+// Runs a step: every thread walks through the operations and meets the others between them.
+#include <algorithm>
+
+#include "executor/worker.h"
+#include "kernels/rows.h"
+#include "linear/linear.h"
+
+namespace ts {
+
+namespace {
+
+void run_embed(Worker& worker, const OpRecord& op) {
+  const OutputRecord& output = op.outputs[0];
+  const PackedWeight& table = worker.plan.weights[static_cast<size_t>(output.weight)];
+  const int64_t num_rows = worker.step.record.num_rows;
+  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+    unpack_row(table, worker.step.record.tokens[row],
+               worker.buffer(output.buffer) + row * worker.stride(output.buffer));
+  }
+  worker.meet();
+}
+
+/// Calls `body(x row, output row, row)` for this thread's rows.
+template <class Body>
+void for_rows(Worker& worker, const OpRecord& op, Body body) {
+  const int32_t out = op.outputs[0].buffer;
+  const int64_t num_rows = worker.step.record.num_rows;
+  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+    body(worker.buffer(op.x) + row * worker.stride(op.x),
+         worker.buffer(out) + row * worker.stride(out), row);
+  }
+  worker.meet();
+}
+
+void run_norm(Worker& worker, const OpRecord& op) {
+  const int64_t width = op.width / op.num_groups;
+  for_rows(worker, op, [&](const float* x, float* out, int64_t) {
+    for (int64_t i = 0; i < op.width; i += width) {
+      rms_norm(x + i, worker.vector(op.norm), width, op.epsilon, out + i);
+    }
+  });
+}
+
+void run_rope(Worker& worker, const OpRecord& op) {
+  const RopeTable& rope = worker.plan.ropes[static_cast<size_t>(op.outputs[0].rope)];
+  for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
+    if (x != out) std::copy_n(x, op.width, out);
+    rope.rotate(Worker::position(worker.slice_of(row), row), out, 0, op.width);
+  });
+}
+
+/// For Activation and Add: two rows in, one out.
+template <class Kernel>
+void run_pair(Worker& worker, const OpRecord& op, Kernel kernel) {
+  for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
+    kernel(x, worker.buffer(op.y) + row * worker.stride(op.y), op.width, out);
+  });
+}
+
+void store_rows(Worker& worker, const OpRecord& op) {
+  const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
+  const int64_t width = pages.num_kv_heads * pages.head_dim;
+  const int64_t num_rows = worker.step.record.num_rows;
+  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+    const SliceRecord& slice = worker.slice_of(row);
+    const int64_t position = Worker::position(slice, row);
+    const int32_t* table = worker.page_table(slice);
+    store_keys(pages, table, position, worker.buffer(op.y) + row * worker.stride(op.y), 0, width);
+    store_values(pages, table, position, worker.buffer(op.z) + row * worker.stride(op.z), 0, width);
+  }
+  worker.meet();
+}
+
+void run_attention(Worker& worker, size_t index) {
+  const OpRecord& op = worker.plan.ops[index];
+  AttentionSchedule& schedule =
+      worker.plan.schedules[static_cast<size_t>(worker.plan.schedule_of[index])];
+  if (op.is_stored == 0) store_rows(worker, op);
+  const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
+  const int64_t group = op.num_heads / pages.num_kv_heads;
+  const int64_t head_width = group * pages.head_dim;
+  const int32_t out = op.outputs[0].buffer;
+  const auto count = static_cast<int64_t>(schedule.tasks().size()) * pages.num_kv_heads;
+  worker.share_out(count, [&](int64_t ticket) {
+    const AttentionTask& task = schedule.tasks()[static_cast<size_t>(ticket / pages.num_kv_heads)];
+    const int64_t head = ticket % pages.num_kv_heads;
+    const SliceRecord& slice = worker.step.record.slices[task.slice];
+    const int64_t row = slice.row + task.first_row;
+    const AttentionRows rows{worker.buffer(op.x) + row * worker.stride(op.x) + head * head_width,
+                             worker.stride(op.x),
+                             worker.buffer(out) + row * worker.stride(out) + head * head_width,
+                             worker.stride(out),
+                             task.num_rows,
+                             slice.position + task.first_row,
+                             worker.page_table(slice),
+                             group,
+                             head,
+                             op.scale};
+    if (task.split == kNone) {
+      attend(rows, pages, worker.memory.attention);
+      return;
+    }
+    const PieceShares shares = schedule.shares(task, head);
+    attend_pieces(rows, pages, task.piece_begin, task.piece_end, worker.memory.attention, shares);
+    if (schedule.finish(task, head)) {
+      merge_pieces(rows, pages.head_dim, worker.memory.attention, shares);
+    }
+  });
+  worker.meet();
+}
+
+void run_op(Worker& worker, size_t index) {
+  const OpRecord& op = worker.plan.ops[index];
+  switch (op.kind) {
+    case OpKind::Embed:
+      return run_embed(worker, op);
+    case OpKind::Norm:
+      return run_norm(worker, op);
+    case OpKind::Linear:
+      return run_linear(worker, index);
+    case OpKind::Gated:
+      return run_gated(worker, index);
+    case OpKind::Rope:
+      return run_rope(worker, op);
+    case OpKind::Attention:
+      return run_attention(worker, index);
+    case OpKind::Activation:
+      return run_pair(worker, op, gate_activation);
+    case OpKind::Add:
+      return run_pair(worker, op, add_rows);
+    case OpKind::Logits:
+      return run_logits(worker, index);
+  }
+}
+
+void run_thread(void* context, int thread, int num_threads) {
+  auto& step = *static_cast<StepState*>(context);
+  Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
+                thread, num_threads, 0,
+                0,      Clock::now()};
+  OpTimes& times = step.plan.times;
+  for (size_t i = 0; i < step.plan.ops.size(); ++i) {
+    const Clock::time_point begin = worker.now;
+    const double waited = worker.waiting_s;
+    run_op(worker, i);
+    if (thread != 0) continue;
+    const auto kind = static_cast<size_t>(step.plan.ops[i].kind);
+    times.elapsed_s[kind] += seconds_between(begin, worker.now);
+    times.waiting_s[kind] += worker.waiting_s - waited;
+  }
+  step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
+}
+
+/// Makes room and tables before the threads start, so that none of them has to allocate together.
+void get_ready(StepState& step) {
+  Plan& plan = step.plan;
+  const StepRecord& record = step.record;
+  const int64_t num_generated = kOneArithmetic ? record.num_rows : record.num_generated;
+  const auto float_bytes = static_cast<int64_t>(sizeof(float));
+  for (size_t i = 0; i < plan.buffers.size(); ++i) {
+    plan.buffers[i].fit(record.num_rows * plan.buffer_widths[i] * float_bytes);
+  }
+  plan.prepared.fit(shared_prepared_bytes(plan, num_generated, record.num_rows - num_generated));
+  step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
+  int64_t num_positions = 0;
+  for (int32_t i = 0; i < record.num_slices; ++i) {
+    const SliceRecord& slice = record.slices[i];
+    std::fill_n(step.slice_of_row.begin() + slice.row, slice.num_rows, i);
+    num_positions = std::max<int64_t>(num_positions, slice.position + slice.num_rows);
+  }
+  for (RopeTable& rope : plan.ropes) rope.cover(num_positions);
+  for (const OpRecord& op : plan.ops) {
+    if (op.kind == OpKind::Logits && record.logits == nullptr) {
+      const int64_t rows = std::min<int64_t>(record.num_sampled, kLogitRows);
+      plan.logits.fit(rows * op.outputs[0].width * float_bytes);
+    }
+  }
+  for (AttentionSchedule& schedule : plan.schedules) {
+    schedule.make(record, plan.pool.num_threads());
+  }
+}
+
+}  // namespace
+
+void run_step(Plan& plan, StepRecord& record) {
+  const Clock::time_point begin = Clock::now();
+  StepState step{plan, record, {}, {}};
+  step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);
+  get_ready(step);
+  plan.pool.run(run_thread, &step);
+  record.elapsed_s = seconds_between(begin, Clock::now());
+  double waiting_s = 0;
+  for (const double wait_s : step.waiting_s) waiting_s += wait_s;
+  record.kernel_s = record.elapsed_s - waiting_s / static_cast<double>(step.waiting_s.size());
+}
+
+}  // namespace ts

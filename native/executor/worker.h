@@ -1,0 +1,93 @@
+// One thread's view of the step that is running.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "executor/plan.h"
+
+namespace ts {
+
+#if TS_LEVEL == 3
+constexpr bool kOneArithmetic = false;  // prompt rows use bfloat16 tiles
+#else
+constexpr bool kOneArithmetic = true;
+#endif
+
+constexpr int64_t kLogitRows = 32;  // whose logits are held at once
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_between(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
+}
+
+/// What the threads of one step share.
+struct StepState {
+  Plan& plan;
+  StepRecord& record;
+  std::vector<int32_t> slice_of_row;
+  std::vector<double> waiting_s;  // of each thread
+  alignas(64) std::atomic<int64_t> next_ticket{0};
+};
+
+struct Worker {
+  StepState& step;
+  Plan& plan;
+  ThreadMemory& memory;
+  const int thread;
+  const int num_threads;
+  int64_t ticket_base = 0;
+  double waiting_s = 0;
+  Clock::time_point now;  // when the last barrier was left
+
+  /// Waits for the others.
+  void meet() {
+    const Clock::time_point arrived = Clock::now();
+    plan.pool.barrier().meet(num_threads);
+    now = Clock::now();
+    waiting_s += seconds_between(arrived, now);
+  }
+
+  /// Calls body(i) for the tickets 0 to count - 1 that this thread draws. All threads must pass
+  /// here, and meet before they pass again: each draws exactly one ticket too many.
+  template <class Body>
+  void share_out(int64_t count, Body body) {
+    for (;;) {
+      const int64_t ticket = step.next_ticket.fetch_add(1, std::memory_order_relaxed) - ticket_base;
+      if (ticket >= count) break;
+      body(ticket);
+    }
+    ticket_base += count + num_threads;
+  }
+
+  /// This thread's equal part of `count` things: [begin, end).
+  int64_t part_begin(int64_t count) const { return count * thread / num_threads; }
+  int64_t part_end(int64_t count) const { return count * (thread + 1) / num_threads; }
+
+  float* buffer(int32_t index) const { return plan.buffers[static_cast<size_t>(index)].floats(); }
+  int64_t stride(int32_t index) const { return plan.buffer_widths[static_cast<size_t>(index)]; }
+  const float* vector(int32_t index) const { return plan.vectors[static_cast<size_t>(index)]; }
+
+  const SliceRecord& slice_of(int64_t row) const {
+    return step.record.slices[step.slice_of_row[static_cast<size_t>(row)]];
+  }
+  const int32_t* page_table(const SliceRecord& slice) const {
+    return step.record.page_tables + slice.table * step.record.table_stride;
+  }
+  static int64_t position(const SliceRecord& slice, int64_t row) {
+    return slice.position + row - slice.row;
+  }
+};
+
+/// Operations made of matrix products; `index` is the operation's place in the plan.
+void run_linear(Worker& worker, size_t index);
+void run_gated(Worker& worker, size_t index);
+void run_logits(Worker& worker, size_t index);
+
+/// Bytes of shared memory that the products of the plan need for so many rows of each kind.
+int64_t shared_prepared_bytes(const Plan& plan, int64_t num_generated, int64_t num_prompt);
+
+}  // namespace ts

@@ -1,0 +1,257 @@
+// Attention over pieces of 64 keys: scores, softmax within the piece, weighted values, merge.
+#include "kernels/attention.h"
+
+#include <algorithm>
+
+#include "kernels/attention_tile.h"
+
+namespace ts {
+
+namespace {
+
+constexpr int64_t kBlocksPerPiece = kPieceTokens / kBlockTokens;
+constexpr float kMinusInfinity = -__builtin_inff();
+
+/// A piece's share of a few queries.
+struct TileShare {
+  float peak[kTileQueries];
+  float sum[kTileQueries];
+  float* out;  // (queries, head_dim)
+};
+
+/// The keys and values of one piece, as float16 in the pages or as float32 in the scratch.
+template <class T>
+struct Piece {
+  int64_t begin;  // position of its first key
+  const T* keys[kBlocksPerPiece];
+  const T* values[kBlocksPerPiece];
+};
+
+/// Turns a row of scores into shares 2^(score - peak); the keys from `count` on get 0.
+void soften(float* scores, int64_t count, int64_t num_blocks, float* peak, float* sum) {
+  Lanes largest = broadcast(kMinusInfinity);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const auto valid = static_cast<int>(std::clamp<int64_t>(count - b * kLanes, 0, kLanes));
+    const Lanes masked = first_or(load_lanes(scores + b * kLanes), valid, kMinusInfinity);
+    store_lanes(scores + b * kLanes, masked);
+    largest = larger(largest, masked);
+  }
+  *peak = largest_across(largest);
+  Lanes total = zero_lanes();
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const Lanes share = exp2(subtract(load_lanes(scores + b * kLanes), broadcast(*peak)));
+    store_lanes(scores + b * kLanes, share);
+    total = add(total, share);
+  }
+  *sum = sum_across(total);
+}
+
+/// Computes the shares of `num_queries` (at most kTileQueries) queries from index `first`.
+template <class T>
+void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece, const float* q,
+                 int64_t first, int64_t num_queries, TileShare& share) {
+  alignas(64) float scores[kTileQueries * kPieceTokens];
+  const auto count_of = [&](int64_t query) {
+    const int64_t position = rows.position + query / rows.group;
+    return std::min(position - piece.begin + 1, kPieceTokens);
+  };
+  const int64_t num_tokens = count_of(first + num_queries - 1);
+  const int64_t num_blocks = round_up(num_tokens, kLanes) / kLanes;
+  with_constant<kTileQueries>(num_queries, [&](auto constant_q) {
+    constexpr int Q = decltype(constant_q)::value;
+    for (int64_t b = 0; b < num_blocks; b += kTileVectors) {
+      with_constant<kTileVectors>(num_blocks - b, [&](auto constant_b) {
+        constexpr int B = decltype(constant_b)::value;
+        score_tile<Q, B>(q, piece.keys + b, head_dim, scores + b * kLanes, kPieceTokens);
+      });
+    }
+    for (int i = 0; i < Q; ++i) {
+      soften(scores + i * kPieceTokens, count_of(first + i), num_blocks, &share.peak[i],
+             &share.sum[i]);
+    }
+    for (int64_t d = 0; d < head_dim; d += kTileVectors * kLanes) {
+      with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
+        constexpr int B = decltype(constant_b)::value;
+        const T* values[kBlocksPerPiece];
+        for (int64_t b = 0; b < num_blocks; ++b) values[b] = piece.values[b] + d;
+        value_tile<Q, B>(scores, kPieceTokens, values, head_dim, num_tokens, share.out + d);
+      });
+    }
+  });
+}
+
+/// Adds a share to what was merged so far; peak minus infinity says that nothing was.
+void merge(const float* share_peak, const float* share_sum, const float* share_out, int64_t count,
+           int64_t head_dim, float* peak, float* sum, float* out) {
+  const int n = static_cast<int>(count);
+  const Lanes before = load_first(peak, n);
+  const Lanes piece = load_first(share_peak, n);
+  const Lanes both = larger(before, piece);
+  float keep[kLanes];
+  float take[kLanes];
+  const Lanes keep_lanes = exp2(subtract(before, both));
+  const Lanes take_lanes = exp2(subtract(piece, both));
+  store_lanes(keep, keep_lanes);
+  store_lanes(take, take_lanes);
+  const Lanes taken = multiply(load_first(share_sum, n), take_lanes);
+  store_first(sum, multiply_add(load_first(sum, n), keep_lanes, taken), n);
+  store_first(peak, both, n);
+  for (int i = 0; i < n; ++i) {
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      float* merged = out + i * head_dim + d;
+      const Lanes added = multiply(load_lanes(share_out + i * head_dim + d), broadcast(take[i]));
+      store_lanes(merged, multiply_add(load_lanes(merged), broadcast(keep[i]), added));
+    }
+  }
+}
+
+void gather_queries(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
+  scratch.fit(rows.num_queries(), head_dim);
+  // Shares are powers of two, so log2(e) joins the scale.
+  const Lanes factor = broadcast(rows.scale * 1.44269504088896341F);
+  float* q = scratch.q.data();
+  for (int64_t row = 0; row < rows.num_rows; ++row) {
+    const float* source = rows.q + row * rows.q_stride;
+    for (int64_t i = 0; i < rows.group * head_dim; i += kLanes, q += kLanes) {
+      store_lanes(q, multiply(load_lanes(source + i), factor));
+    }
+  }
+}
+
+void start_merging(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
+  std::fill_n(scratch.out.data(), rows.num_queries() * head_dim, 0.0F);
+  std::fill_n(scratch.peak.data(), rows.num_queries(), kMinusInfinity);
+  std::fill_n(scratch.sum.data(), rows.num_queries(), 0.0F);
+}
+
+void write_rows(const AttentionRows& rows, int64_t head_dim, const AttentionScratch& scratch) {
+  for (int64_t query = 0; query < rows.num_queries(); ++query) {
+    const Lanes factor = broadcast(1.0F / scratch.sum[static_cast<size_t>(query)]);
+    const float* source = scratch.out.data() + query * head_dim;
+    float* out = rows.out + query / rows.group * rows.out_stride + query % rows.group * head_dim;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store_lanes(out + d, multiply(load_lanes(source + d), factor));
+    }
+  }
+}
+
+template <class T>
+Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
+                    AttentionScratch& scratch) {
+  Piece<T> piece{index * kPieceTokens, {}, {}};
+  const int64_t end = rows.position + rows.num_rows;  // keys from here on do not exist
+  const int64_t block_values = kBlockTokens * pages.head_dim;
+  for (int64_t b = 0; b < kBlocksPerPiece; ++b) {
+    const int64_t position = piece.begin + b * kBlockTokens;
+    if (position >= end) break;
+    const uint16_t* block = pages.block(rows.page_table, rows.head, position);
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      piece.keys[b] = block;
+      piece.values[b] = block + block_values;
+    } else {
+      float* keys = scratch.keys.data() + b * block_values;
+      float* values = scratch.values.data() + b * block_values;
+      for (int64_t i = 0; i < block_values; i += kLanes) {
+        store_lanes(keys + i, load_halves(block + i));
+        store_lanes(values + i, load_halves(block + block_values + i));
+      }
+      piece.keys[b] = keys;
+      piece.values[b] = values;
+    }
+  }
+  return piece;
+}
+
+/// Calls `take(share, first, count)` for each tile of queries and each piece in [begin, end).
+template <class T, class Take>
+void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+                AttentionScratch& scratch, Take take) {
+  const int64_t head_dim = pages.head_dim;
+  alignas(64) float out[kTileQueries * 512];
+  for (int64_t index = begin; index < end; ++index) {
+    const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
+    const int64_t first_row = std::max<int64_t>(0, piece.begin - rows.position);
+    for (int64_t i = first_row * rows.group; i < rows.num_queries(); i += kTileQueries) {
+      const int64_t count = std::min<int64_t>(kTileQueries, rows.num_queries() - i);
+      TileShare share;
+      share.out = out;
+      attend_tile(rows, head_dim, piece, scratch.q.data() + i * head_dim, i, count, share);
+      take(index, share, i, count);
+    }
+  }
+}
+
+template <class Take>
+void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+                AttentionScratch& scratch, Take take) {
+  // Few queries read each key once or twice: converting it first would cost more than it saves.
+  if (rows.num_queries() <= 2 * kTileQueries) {
+    for_shares<uint16_t>(rows, pages, begin, end, scratch, take);
+  } else {
+    for_shares<float>(rows, pages, begin, end, scratch, take);
+  }
+}
+
+}  // namespace
+
+void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
+  const auto values = static_cast<size_t>(num_queries * head_dim);
+  const auto piece = static_cast<size_t>(kPieceTokens * head_dim);
+  const auto grow = [](std::vector<float>& memory, size_t size) {
+    if (memory.size() < size) memory.resize(size);
+  };
+  grow(q, values);
+  grow(out, values);
+  grow(peak, static_cast<size_t>(num_queries));
+  grow(sum, static_cast<size_t>(num_queries));
+  grow(keys, piece);
+  grow(this->values, piece);
+}
+
+void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
+  const int64_t head_dim = pages.head_dim;
+  gather_queries(rows, head_dim, scratch);
+  start_merging(rows, head_dim, scratch);
+  const auto take = [&](int64_t, const TileShare& share, int64_t first, int64_t count) {
+    merge(share.peak, share.sum, share.out, count, head_dim, scratch.peak.data() + first,
+          scratch.sum.data() + first, scratch.out.data() + first * head_dim);
+  };
+  for_shares(rows, pages, 0, num_pieces(rows.position + rows.num_rows), scratch, take);
+  write_rows(rows, head_dim, scratch);
+}
+
+void attend_pieces(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
+                   AttentionScratch& scratch, const PieceShares& shares) {
+  const int64_t head_dim = pages.head_dim;
+  const int64_t num_queries = rows.num_queries();
+  gather_queries(rows, head_dim, scratch);
+  for_shares(rows, pages, begin, end, scratch,
+             [&](int64_t piece, const TileShare& share, int64_t first, int64_t count) {
+               float* out = shares.data + piece * PieceShares::num_floats(num_queries, head_dim);
+               float* peak = out + num_queries * head_dim;
+               std::copy_n(share.out, count * head_dim, out + first * head_dim);
+               std::copy_n(share.peak, count, peak + first);
+               std::copy_n(share.sum, count, peak + num_queries + first);
+             });
+}
+
+void merge_pieces(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch,
+                  const PieceShares& shares) {
+  const int64_t num_queries = rows.num_queries();
+  scratch.fit(num_queries, head_dim);
+  start_merging(rows, head_dim, scratch);
+  const int64_t end = num_pieces(rows.position + rows.num_rows);
+  for (int64_t piece = 0; piece < end; ++piece) {
+    const float* out = shares.data + piece * PieceShares::num_floats(num_queries, head_dim);
+    const float* peak = out + num_queries * head_dim;
+    const int64_t first_row = std::max<int64_t>(0, piece * kPieceTokens - rows.position);
+    for (int64_t i = first_row * rows.group; i < num_queries; i += kTileQueries) {
+      const int64_t count = std::min<int64_t>(kTileQueries, num_queries - i);
+      merge(peak + i, peak + num_queries + i, out + i * head_dim, count, head_dim,
+            scratch.peak.data() + i, scratch.sum.data() + i, scratch.out.data() + i * head_dim);
+    }
+  }
+  write_rows(rows, head_dim, scratch);
+}
+
+}  // namespace ts

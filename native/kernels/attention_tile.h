@@ -1,0 +1,87 @@
+// The two products of attention for a few queries at once, blocked for the level's registers.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/kv.h"
+#include "kernels/lane_math.h"
+
+namespace ts {
+
+#if TS_LEVEL >= 2
+constexpr int kTileQueries = 6;
+constexpr int kTileVectors = 4;
+#elif TS_LEVEL == 1
+constexpr int kTileQueries = 3;
+constexpr int kTileVectors = 2;
+#else
+constexpr int kTileQueries = 2;
+constexpr int kTileVectors = 1;
+#endif
+
+inline Lanes load_sixteen(const float* p) { return load_lanes(p); }
+inline Lanes load_sixteen(const uint16_t* p) { return load_halves(p); }
+
+/// scores[query][block * 16 + token] = q[query] . key; sums run over the dimensions in order.
+/// `T` is uint16_t (float16, as in the pages) or float; converting is exact, so both agree.
+template <int Q, int B, class T>
+void score_tile(const float* q, const T* const* blocks, int64_t head_dim, float* scores,
+                int64_t score_stride) {
+  Lanes sums[Q][B];
+  TS_UNROLL for (int i = 0; i < Q; ++i) {
+    TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
+  }
+  for (int64_t d = 0; d < head_dim; ++d) {
+    Lanes keys[B];
+    TS_UNROLL for (int b = 0; b < B; ++b) keys[b] = load_sixteen(blocks[b] + d * kLanes);
+    TS_UNROLL for (int i = 0; i < Q; ++i) {
+      const Lanes value = broadcast(q[i * head_dim + d]);
+      TS_UNROLL for (int b = 0; b < B; ++b) {
+        sums[i][b] = multiply_add(value, keys[b], sums[i][b]);
+      }
+    }
+  }
+  TS_UNROLL for (int i = 0; i < Q; ++i) {
+    TS_UNROLL for (int b = 0; b < B; ++b) {
+      store_lanes(scores + i * score_stride + b * kLanes, sums[i][b]);
+    }
+  }
+}
+
+/// sums[query][b] += share[query][token] * value[token][b]; tokens in order.
+template <int Q, int B, class T>
+void value_tile(const float* shares, int64_t share_stride, const T* const* blocks, int64_t head_dim,
+                int64_t num_tokens, float* out) {
+  Lanes sums[Q][B];
+  TS_UNROLL for (int i = 0; i < Q; ++i) {
+    TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
+  }
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const T* row = blocks[token / kBlockTokens] + token % kBlockTokens * head_dim;
+    Lanes values[B];
+    TS_UNROLL for (int b = 0; b < B; ++b) values[b] = load_sixteen(row + b * kLanes);
+    TS_UNROLL for (int i = 0; i < Q; ++i) {
+      const Lanes share = broadcast(shares[i * share_stride + token]);
+      TS_UNROLL for (int b = 0; b < B; ++b) {
+        sums[i][b] = multiply_add(share, values[b], sums[i][b]);
+      }
+    }
+  }
+  TS_UNROLL for (int i = 0; i < Q; ++i) {
+    TS_UNROLL for (int b = 0; b < B; ++b) {
+      store_lanes(out + i * head_dim + b * kLanes, sums[i][b]);
+    }
+  }
+}
+
+/// Calls `body` with the integral constant from 1 to Max that equals `n` (Max if `n` is larger).
+template <int Max, class Body>
+void with_constant(int64_t n, Body body) {
+  if constexpr (Max > 1) {
+    if (n < Max) return with_constant<Max - 1>(n, body);
+  }
+  body(std::integral_constant<int, Max>());
+}
+
+}  // namespace ts

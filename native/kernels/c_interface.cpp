@@ -1,0 +1,100 @@
+// The C face of single kernels, for their tests; its names start with ts_kernel_.
+#include <algorithm>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/kv.h"
+#include "kernels/lane_math.h"
+#include "kernels/rope.h"
+#include "kernels/rows.h"
+
+#define TS_EXPORT extern "C" __attribute__((visibility("default")))
+
+TS_EXPORT void ts_kernel_exp2(const float* x, float* out, int64_t count) {
+  for (int64_t i = 0; i + ts::kLanes <= count; i += ts::kLanes) {
+    ts::store_lanes(out + i, ts::exp2(ts::load_lanes(x + i)));
+  }
+}
+
+/// There and back: float32 to float16 (saturated, as in the pages) to float32; 16 at a time.
+TS_EXPORT void ts_kernel_halves(const float* x, uint16_t* out, int64_t count) {
+  for (int64_t i = 0; i + ts::kLanes <= count; i += ts::kLanes) {
+    ts::store_halves(out + i, ts::load_lanes(x + i));
+  }
+}
+
+TS_EXPORT void ts_kernel_rms_norm(const float* x, const float* weight, int64_t width, float epsilon,
+                                  float* out) {
+  ts::rms_norm(x, weight, width, epsilon, out);
+}
+
+TS_EXPORT void ts_kernel_gate(const float* gate, const float* up, int64_t width, float* out) {
+  ts::gate_activation(gate, up, width, out);
+}
+
+TS_EXPORT void ts_kernel_rope(const double* inverse_frequencies, int32_t num_pairs,
+                              int32_t is_interleaved, double magnitude, int32_t head_dim,
+                              int64_t position, float* row, int64_t width) {
+  ts::RopeTable table(inverse_frequencies, num_pairs, is_interleaved != 0, magnitude, head_dim);
+  table.cover(position + 1);
+  table.rotate(position, row, 0, width);
+}
+
+/// Attention of `num_rows` rows at `position` and on, one key-value head after the other, over
+/// `pages` that ts_kernel_store has filled. With `split` pieces above 0, tasks of so many pieces
+/// are computed apart and merged.
+struct TsAttention {
+  uint16_t* pages;
+  const int32_t* page_table;
+  int64_t page_size;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t group;
+  int64_t position;
+  int64_t num_rows;
+  int64_t split;
+  float scale;
+};
+
+namespace {
+
+ts::LayerPages layer_pages(const TsAttention& a) {
+  const int64_t stride = 2 * a.page_size * a.num_kv_heads * a.head_dim;
+  return {a.pages, stride, a.page_size, a.num_kv_heads, a.head_dim};
+}
+
+}  // namespace
+
+/// Stores rows of keys and of values (num_rows, kv_heads * head_dim).
+TS_EXPORT void ts_kernel_store(const TsAttention* a, const float* keys, const float* values) {
+  const int64_t width = a->num_kv_heads * a->head_dim;
+  for (int64_t row = 0; row < a->num_rows; ++row) {
+    const int64_t position = a->position + row;
+    ts::store_keys(layer_pages(*a), a->page_table, position, keys + row * width, 0, width);
+    ts::store_values(layer_pages(*a), a->page_table, position, values + row * width, 0, width);
+  }
+}
+
+TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* out) {
+  const ts::LayerPages pages = layer_pages(*a);
+  const int64_t stride = a->num_kv_heads * a->group * a->head_dim;
+  const int64_t end = ts::num_pieces(a->position + a->num_rows);
+  ts::AttentionScratch scratch;
+  std::vector<float> memory;
+  for (int64_t head = 0; head < a->num_kv_heads; ++head) {
+    const int64_t first = head * a->group * a->head_dim;
+    const ts::AttentionRows rows{q + first,   stride,        out + first, stride, a->num_rows,
+                                 a->position, a->page_table, a->group,    head,   a->scale};
+    if (a->split == 0) {
+      ts::attend(rows, pages, scratch);
+      continue;
+    }
+    memory.resize(
+        static_cast<size_t>(end * ts::PieceShares::num_floats(rows.num_queries(), a->head_dim)));
+    const ts::PieceShares shares{memory.data()};
+    for (int64_t piece = 0; piece < end; piece += a->split) {
+      ts::attend_pieces(rows, pages, piece, std::min(piece + a->split, end), scratch, shares);
+    }
+    ts::merge_pieces(rows, a->head_dim, scratch, shares);
+  }
+}

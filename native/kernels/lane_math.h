@@ -1,0 +1,224 @@
+// What the kernels need of sixteen lanes beyond products: order, sums across, exponentials.
+#pragma once
+
+#include <cstdint>
+
+#include "linear/lanes.h"
+
+namespace ts {
+
+constexpr int kLanes = 16;
+
+#if TS_LEVEL >= 2
+
+inline Lanes subtract(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Lanes divide(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+/// The larger of each lane; `b` where either is NaN.
+inline Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+/// The smaller of each lane; `b` where either is NaN.
+inline Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+/// `a` in the first `count` lanes, `value` in the others.
+inline Lanes first_or(Lanes a, int count, float value) {
+  const auto mask = static_cast<__mmask16>((1U << count) - 1);
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(value), mask, a.v)};
+}
+/// `a` where it is not below `limit` (so also where it is NaN), 0 elsewhere; tested on `x`.
+inline Lanes zero_below(Lanes a, Lanes x, float limit) {
+  const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ);
+  return {_mm512_maskz_mov_ps(keep, a.v)};
+}
+/// Lanes (1, 0, 3, 2, ...).
+inline Lanes swap_pairs(Lanes a) { return {_mm512_permute_ps(a.v, 0xB1)}; }
+/// a * 2^n for n given as the float n + 1.5 * 2^23, n from -126 to 127.
+inline Lanes scale_by_power(Lanes a, Lanes shifted) {
+  const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+  const __m512i one = _mm512_set1_epi32(0x3f800000);
+  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(_mm512_add_epi32(power, one)))};
+}
+inline void store_halves(uint16_t* p, Lanes a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Lanes load_halves(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline __m256 upper_half(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
+inline __m256 lower_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
+
+#elif TS_LEVEL == 1
+
+inline Lanes subtract(Lanes a, Lanes b) {
+  return {{_mm256_sub_ps(a.v[0], b.v[0]), _mm256_sub_ps(a.v[1], b.v[1])}};
+}
+inline Lanes divide(Lanes a, Lanes b) {
+  return {{_mm256_div_ps(a.v[0], b.v[0]), _mm256_div_ps(a.v[1], b.v[1])}};
+}
+inline Lanes larger(Lanes a, Lanes b) {
+  return {{_mm256_max_ps(a.v[0], b.v[0]), _mm256_max_ps(a.v[1], b.v[1])}};
+}
+inline Lanes smaller(Lanes a, Lanes b) {
+  return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}};
+}
+inline __m256 first_or(__m256 a, int begin, int count, float value) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(count - begin), lane);
+  return _mm256_blendv_ps(_mm256_set1_ps(value), a, _mm256_castsi256_ps(keep));
+}
+inline Lanes first_or(Lanes a, int count, float value) {
+  return {{first_or(a.v[0], 0, count, value), first_or(a.v[1], 8, count, value)}};
+}
+inline Lanes zero_below(Lanes a, Lanes x, float limit) {
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    const __m256 keep = _mm256_cmp_ps(x.v[half], _mm256_set1_ps(limit), _CMP_NLT_UQ);
+    result.v[half] = _mm256_and_ps(keep, a.v[half]);
+  }
+  return result;
+}
+inline Lanes swap_pairs(Lanes a) {
+  return {{_mm256_permute_ps(a.v[0], 0xB1), _mm256_permute_ps(a.v[1], 0xB1)}};
+}
+inline Lanes scale_by_power(Lanes a, Lanes shifted) {
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    const __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted.v[half]), 23);
+    const __m256i bits = _mm256_add_epi32(power, _mm256_set1_epi32(0x3f800000));
+    result.v[half] = _mm256_mul_ps(a.v[half], _mm256_castsi256_ps(bits));
+  }
+  return result;
+}
+inline void store_halves(uint16_t* p, Lanes a) {
+  for (int half = 0; half < 2; ++half) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p) + half,
+                     _mm256_cvtps_ph(a.v[half], _MM_FROUND_TO_NEAREST_INT));
+  }
+}
+inline Lanes load_halves(const uint16_t* p) {
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return {{_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))}};
+}
+inline __m256 upper_half(Lanes a) { return a.v[1]; }
+inline __m256 lower_half(Lanes a) { return a.v[0]; }
+
+#else
+
+inline Lanes subtract(Lanes a, Lanes b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] -= b.v[i];
+  return a;
+}
+inline Lanes divide(Lanes a, Lanes b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] /= b.v[i];
+  return a;
+}
+inline Lanes larger(Lanes a, Lanes b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline Lanes smaller(Lanes a, Lanes b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline Lanes first_or(Lanes a, int count, float value) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = i < count ? a.v[i] : value;
+  return a;
+}
+inline Lanes zero_below(Lanes a, Lanes x, float limit) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = x.v[i] < limit ? 0.0F : a.v[i];
+  return a;
+}
+inline Lanes swap_pairs(Lanes a) {
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result.v[i] = a.v[i ^ 1];
+  return result;
+}
+inline Lanes scale_by_power(Lanes a, Lanes shifted) {
+  for (int i = 0; i < kLanes; ++i) {
+    a.v[i] *= float_from_bits((bits_from_float(shifted.v[i]) << 23) + 0x3f800000U);
+  }
+  return a;
+}
+inline uint16_t half_from_float(float value) {
+  const uint32_t sign = (bits_from_float(value) >> 16) & 0x8000;
+  const uint32_t bits = bits_from_float(value) & 0x7fffffff;
+  if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+  if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+  if (bits < 0x38800000) {  // subnormal: the sum's last bit is worth 2^-24
+    const float sum = float_from_bits(bits) + 0.5F;
+    return static_cast<uint16_t>(sign | (bits_from_float(sum) - 0x3f000000));
+  }
+  const uint32_t rounded = bits + 0xfff + ((bits >> 13) & 1);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
+}
+inline void store_halves(uint16_t* p, Lanes a) {
+  for (int i = 0; i < kLanes; ++i) p[i] = half_from_float(a.v[i]);
+}
+inline Lanes load_halves(const uint16_t* p) {
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result.v[i] = float_from_half(p[i]);
+  return result;
+}
+
+#endif
+
+inline Lanes load_first(const float* p, int count) {
+  float lanes[kLanes] = {};
+  std::memcpy(lanes, p, sizeof(float) * static_cast<size_t>(count));
+  return load_lanes(lanes);
+}
+
+inline void store_first(float* p, Lanes a, int count) {
+  float lanes[kLanes];
+  store_lanes(lanes, a);
+  std::memcpy(p, lanes, sizeof(float) * static_cast<size_t>(count));
+}
+
+#if TS_LEVEL >= 1
+
+inline float sum_across(Lanes a) {
+  const __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline float largest_across(Lanes a) {
+  const __m256 eight = _mm256_max_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+#else
+
+inline float sum_across(Lanes a) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  }
+  return a.v[0];
+}
+
+inline float largest_across(Lanes a) {
+  float largest = a.v[0];
+  for (int i = 1; i < kLanes; ++i) largest = largest > a.v[i] ? largest : a.v[i];
+  return largest;
+}
+
+#endif
+
+/// 2^x to 1e-7 relative; 0 below -126, 2^127 above 127, exactly 1 at 0.
+inline Lanes exp2(Lanes x) {
+  const Lanes magic = broadcast(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer
+  const Lanes clamped = larger(broadcast(-126.0F), smaller(broadcast(127.0F), x));
+  const Lanes shifted = add(clamped, magic);
+  const Lanes f = subtract(clamped, subtract(shifted, magic));  // -0.5 to 0.5
+  Lanes p = broadcast(0.00015461447463365068F);  // (2^f - 1) / f, fitted at Chebyshev nodes
+  p = multiply_add(p, f, broadcast(0.001339086735133181F));
+  p = multiply_add(p, f, broadcast(0.009618056669885529F));
+  p = multiply_add(p, f, broadcast(0.05550357104253126F));
+  p = multiply_add(p, f, broadcast(0.2402265092234275F));
+  p = multiply_add(p, f, broadcast(0.6931471880293425F));
+  p = multiply_add(p, f, broadcast(1.0F));
+  return zero_below(scale_by_power(p, shifted), x, -126.0F);
+}
+
+}  // namespace ts

@@ -1,0 +1,100 @@
+// The native code's own threads: the calling one works too, the others spin briefly, then sleep.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ts {
+
+/// A number that threads wait on: they spin for some 60 microseconds, then sleep. Two cores must
+/// not be starved by spinning while others have work (KERNELS.md, traps).
+class Signal {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+  /// Returns once the value is no longer `old`.
+  void wait_beyond(uint32_t old);
+
+  /// Sets the value and wakes who sleeps.
+  void set(uint32_t value);
+
+ private:
+  alignas(64) std::atomic<uint32_t> value_{0};
+  std::atomic<int32_t> num_sleepers_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+/// Where all threads of a team meet.
+class Barrier {
+ public:
+  /// Returns once `num_threads` threads have called it.
+  void meet(int num_threads);
+
+ private:
+  alignas(64) std::atomic<int32_t> num_arrived_{0};
+  Signal round_;
+};
+
+/// A team of threads. One call of `run` at a time, from any thread.
+class Pool {
+ public:
+  explicit Pool(int num_threads);
+  /// Only in the process that made it: elsewhere the threads to wait for do not exist.
+  ~Pool();
+  bool is_ours() const;
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int num_threads() const { return num_threads_; }
+
+  using Task = void (*)(void* context, int thread, int num_threads);
+
+  /// Calls `task` on every thread at once, the caller being thread 0; returns when all are done.
+  /// In a forked child, where the other threads do not exist, the caller is the only one.
+  void run(Task task, void* context);
+
+  Barrier& barrier() { return barrier_; }
+
+ private:
+  void work(int thread);
+
+  const int num_threads_;
+  const pid_t owner_;
+  std::vector<std::thread> threads_;
+  Signal start_;
+  Barrier barrier_;
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  bool stopping_ = false;
+};
+
+/// Calls body(index) for 0 to count - 1, the threads taking `grain` indices at a time.
+template <class Body>
+void parallel_for(Pool& pool, int64_t count, int64_t grain, const Body& body) {
+  struct Context {
+    const Body& body;
+    int64_t count;
+    int64_t grain;
+    std::atomic<int64_t> next{0};
+  } context{body, count, grain};
+  pool.run(
+      [](void* data, int, int) {
+        auto& shared = *static_cast<Context*>(data);
+        for (;;) {
+          const int64_t begin = shared.next.fetch_add(shared.grain);
+          if (begin >= shared.count) return;
+          const int64_t end = begin + shared.grain;
+          for (int64_t i = begin; i < shared.count && i < end; ++i) shared.body(i);
+        }
+      },
+      &context);
+}
+
+}  // namespace ts

@@ -1,0 +1,70 @@
+// What this machine can run: the processor's flags and the operating system's consent.
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#define TS_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Bits of the answer, one a level above portable; library.py knows them by the same order.
+constexpr int32_t kAvx2 = 1;
+constexpr int32_t kAvx512 = 2;
+constexpr int32_t kAmx = 4;
+
+#if defined(__x86_64__)
+
+struct Registers {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers query(uint32_t leaf, uint32_t subleaf) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+bool has(uint32_t word, int bit) { return (word >> bit & 1) != 0; }
+
+/// Which register states the operating system saves (Intel SDM, volume 1, chapter 13).
+uint64_t saved_states() {
+  uint32_t low = 0;
+  uint32_t high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t{high} << 32 | low;
+}
+
+int32_t probe() {
+  const Registers basic = query(1, 0);
+  constexpr int kOsxsave = 27;
+  if (!has(basic.ecx, kOsxsave)) return 0;
+  const uint64_t states = saved_states();
+  constexpr uint64_t kYmm = 0x6;
+  constexpr uint64_t kZmm = 0xe6;
+  constexpr uint64_t kTiles = 0x60000;
+  const Registers extended = query(7, 0);
+  const Registers more = query(7, 1);
+  const bool fma = has(basic.ecx, 12);
+  const bool f16c = has(basic.ecx, 29);
+  const bool avx2 = (states & kYmm) == kYmm && fma && f16c && has(extended.ebx, 5);
+  const bool avx512 = avx2 && (states & kZmm) == kZmm && has(extended.ebx, 16) &&  // F
+                      has(extended.ebx, 17) && has(extended.ebx, 30) &&            // DQ, BW
+                      has(extended.ebx, 31) && has(extended.ecx, 11);              // VL, VNNI
+  const bool amx = avx512 && (states & kTiles) == kTiles && has(more.eax, 5) &&    // AVX512_BF16
+                   has(extended.edx, 22) && has(extended.edx, 24) &&               // BF16, TILE
+                   has(extended.edx, 25);                                          // INT8
+  return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0);
+}
+
+#else
+
+int32_t probe() { return 0; }
+
+#endif
+
+}  // namespace
+
+/// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked).
+TS_EXPORT int32_t ts_probe() { return probe(); }

@@ -1,0 +1,191 @@
+"""The cpu backend: packed weights, a native plan, and one native call a step."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.backends import BackendFacts
+from twostroke.backends.cpu.library import choose_level, load_library
+from twostroke.backends.cpu.lower import lower
+from twostroke.backends.cpu.plan import NativePlan
+from twostroke.backends.cpu.records import StepRecord
+from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.cpu.weights import PackedWeights
+from twostroke.core.errors import BackendError, UsageError
+from twostroke.core.step import StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+_PAGE_UNIT = 16  # tokens
+_SCORE_ROWS = 512
+
+
+class CpuBackend:
+    """Runs a Program on this machine's processor."""
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, QuantTensor],
+        num_pages: int,
+        page_size: int,
+        num_threads: int,
+        *,
+        level: str | None = None,
+        release: Callable[[QuantTensor], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Pack the weights and reserve the pages, which take memory only once they are used.
+
+        `level` None means the best one. `release(tensor)` is called for each tensor that will
+        not be read again, `progress(done, total)` with bytes of weights as they are packed.
+
+        Raises:
+            BackendError: the level cannot be used, or the Program cannot be run.
+            MemoryLimitError: weights or pages do not fit.
+            UsageError: a page size that is not a multiple of 16, or fewer than one thread.
+        """
+        if page_size < 1 or page_size % _PAGE_UNIT:
+            message = f"page_size must be a multiple of {_PAGE_UNIT}, not {page_size}."
+            raise UsageError(message, param="page_size")
+        if num_threads < 1:
+            message = f"num_threads must be at least 1, not {num_threads}."
+            raise UsageError(message, param="num_threads")
+        choice = choose_level(level)
+        self._program, self._lowered = program, lower(program)
+        self._library = load_library(choice.level)
+        self._weights: PackedWeights | None = None
+        self._plan: NativePlan | None = None
+        self._pool: int | None = self._library.ts_pool_create(num_threads)
+        if self._pool is None:
+            message = f"The operating system refuses {num_threads} threads; ask for fewer."
+            raise BackendError(message)
+        try:
+            self._prepare(tensors, (num_pages, page_size), release, progress)
+        except BaseException:
+            self.close()  # whatever stopped the loading, Ctrl-C included: its memory is large
+            raise
+        one_arithmetic = bool(self._library.ts_one_arithmetic())
+        pages_for_context = -(-program.context_length // page_size)
+        self._steps = StepArrays(min(num_pages, pages_for_context), one_arithmetic=one_arithmetic)
+        self.facts = BackendFacts(
+            name="cpu",
+            detail=f"{choice.level}, {num_threads} threads",
+            level=choice.level,
+            num_threads=num_threads,
+            num_pages=num_pages,
+            page_size=page_size,
+            one_arithmetic=one_arithmetic,
+            weight_bytes=self._loaded[1].num_bytes,
+            cache_bytes=num_pages * page_size * program.cache_bytes_per_token(2),
+        )
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and draw one token for each slice that samples."""
+        started = time.perf_counter()
+        requests = self._steps.fill(plan)
+        step = self._steps.record
+        self._loaded[2].run(step)
+        tokens, logprobs = self._steps.results(plan, requests)
+        return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s)
+
+    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits (len(tokens), vocab_size) of a sequence as prompt, on pages of its own.
+
+        For evaluation; must not be called while requests are running.
+        """
+        pool, weights, _ = self._loaded
+        page_size = self.facts.page_size
+        num_pages = -(-len(tokens) // page_size)
+        logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
+        plan = NativePlan(
+            self._library,
+            pool,
+            self._lowered,
+            weights,
+            self._program.cache_layers,
+            (num_pages, page_size),
+        )
+        try:
+            table = np.arange(num_pages, dtype=np.int32)
+            for start in range(0, len(tokens), _SCORE_ROWS):
+                part = np.array(tokens[start : start + _SCORE_ROWS], np.int32)
+                _score_rows(plan, part, start, table, logits[start:])
+        finally:
+            plan.close()
+        return logits
+
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Return seconds by kind of operation since the last call: (elapsed, of it waiting)."""
+        return self._loaded[2].times()
+
+    def forget(self, request: Request) -> None:
+        """Drop whatever is kept for a request that has finished."""
+        self._steps.forget(request)
+
+    def close(self) -> None:
+        """Give back memory and threads; closing twice does no harm."""
+        if self._plan is not None:
+            self._plan.close()
+        if self._weights is not None:
+            self._weights.close()
+        if self._pool is not None:
+            self._library.ts_pool_destroy(self._pool)
+        self._plan, self._weights, self._pool = None, None, None
+
+    @property
+    def _loaded(self) -> tuple[int, PackedWeights, NativePlan]:
+        """The pool, the weights and the plan, which are there until `close`."""
+        if self._pool is None or self._weights is None or self._plan is None:
+            raise BackendError("The cpu backend was closed.")
+        return self._pool, self._weights, self._plan
+
+    def _prepare(
+        self,
+        tensors: Mapping[str, QuantTensor],
+        pages: tuple[int, int],
+        release: Callable[[QuantTensor], None] | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        assert self._pool is not None
+        lowered = self._lowered
+        self._weights = PackedWeights(self._library, tensors, lowered.matrices, lowered.vectors)
+        layers = self._program.cache_layers
+        self._plan = NativePlan(self._library, self._pool, lowered, self._weights, layers, pages)
+        self._weights.pack(self._pool, release, progress)
+
+
+def _score_rows(
+    plan: NativePlan,
+    tokens: NDArray[np.int32],
+    position: int,
+    table: NDArray[np.int32],
+    logits: NDArray[np.float32],
+) -> None:
+    """Compute prompt rows from `position` on and write all their logits."""
+    rows = np.arange(len(tokens), dtype=np.int32)
+    slices = np.array([0, len(tokens), position, 0], np.int32)
+    plan.run(
+        StepRecord(
+            tokens=tokens.ctypes.data,
+            slices=slices.ctypes.data,
+            page_tables=table.ctypes.data,
+            sampled_rows=rows.ctypes.data,
+            logits=logits.ctypes.data,
+            table_stride=len(table),
+            num_rows=len(tokens),
+            num_slices=1,
+            num_sampled=len(tokens),
+        )
+    )

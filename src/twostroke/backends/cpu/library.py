@@ -1,0 +1,142 @@
+"""The native libraries: which instruction-set level runs here and why, and their C interface."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from twostroke.backends.cpu.records import RECORD_SIZES, PlanRecord, StepRecord
+from twostroke.core import env
+from twostroke.core.errors import BackendError, nearest
+
+_INTERFACE_VERSION = 1  # as in native/c_interface.cpp
+
+# Best first; each with its bit in `ts_probe` and what it needs of the processor.
+_LEVELS = {
+    "amx": (4, "AMX tiles (int8, bf16) with AVX-512"),
+    "avx512": (2, "AVX-512 F, BW, DQ, VL and VNNI"),
+    "avx2": (1, "AVX2, FMA and F16C"),
+    "portable": (0, "nothing"),
+}
+# Chosen only by name: the AMX level on emulated tiles, for tests on machines without them.
+_EMULATED = {"amx_emulated": (2, "AVX-512 F, BW, DQ, VL and VNNI")}
+
+_SIGNATURES = {
+    "ts_interface_version": (c_int32, ()),
+    "ts_level": (c_char_p, ()),
+    "ts_one_arithmetic": (c_int32, ()),
+    "ts_record_size": (c_int64, (c_int32,)),
+    "ts_probe": (c_int32, ()),
+    "ts_linear_request_tiles": (c_int32, ()),
+    "ts_linear_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "ts_map_memory": (c_void_p, (c_int64,)),
+    "ts_unmap_memory": (None, (c_void_p, c_int64)),
+    "ts_pool_create": (c_void_p, (c_int32,)),
+    "ts_pool_destroy": (None, (c_void_p,)),
+    "ts_pack": (None, (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p)),
+    "ts_plan_create": (c_void_p, (c_void_p, POINTER(PlanRecord))),
+    "ts_plan_destroy": (None, (c_void_p,)),
+    "ts_step": (c_int32, (c_void_p, POINTER(StepRecord))),
+    "ts_plan_times": (c_int32, (c_void_p, POINTER(c_double))),
+    "ts_measure_bandwidth": (c_double, (c_void_p, c_int64)),
+    "ts_measure_peak": (c_double, (c_void_p,)),
+    "ts_peak_kind": (c_char_p, ()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChoice:
+    """An instruction-set level, and why it is this one."""
+
+    level: str
+    reason: str
+
+
+def choose_level(requested: str | None) -> LevelChoice:
+    """Return the level to use: as requested, else as the environment says, else the best.
+
+    Raises:
+        BackendError: that level is unknown, is not built, or cannot run on this machine.
+    """
+    wanted, knob = requested, "the level asked for"
+    if wanted is None:
+        wanted, knob = env.cpu_level(), "TWOSTROKE_CPU_LEVEL"
+    if wanted is None:
+        level = next(name for name in _LEVELS if _obstacle(name) is None)
+        better = [f"{name}: {_obstacle(name)}" for name in _LEVELS if _bit(name) > _bit(level)]
+        return LevelChoice(level, "; ".join(["the best that runs here", *better]))
+    known = _LEVELS | _EMULATED
+    usable = ", ".join(name for name in known if _obstacle(name) is None)
+    if wanted not in known:
+        hint = nearest(wanted, known)
+        message = f"There is no instruction-set level '{wanted}'; here run: {usable}.{hint}"
+        raise BackendError(message)
+    if obstacle := _obstacle(wanted):
+        message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}; here run: {usable}."
+        raise BackendError(message)
+    return LevelChoice(wanted, knob)
+
+
+def level_reports() -> dict[str, str]:
+    """Return, for each level, whether it runs here, and if not, why."""
+    return {name: _obstacle(name) or f"runs (needs {need})" for name, (_, need) in _LEVELS.items()}
+
+
+@cache
+def load_library(level: str) -> ctypes.CDLL:
+    """Return a level's library with its functions typed.
+
+    Raises:
+        BackendError: it is not there, cannot be opened, or belongs to another version.
+    """
+    path = _find(level)
+    if path is None:
+        places = ", ".join(str(folder) for folder in _folders())
+        message = f"The native library of level '{level}' is in none of: {places}."
+        raise BackendError(f"{message} Run `make build`, or reinstall twostroke.")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        message = f"{path} cannot be used: {error}. Run `make build`, or reinstall twostroke."
+        raise BackendError(message) from None
+    sizes = tuple(library.ts_record_size(i) for i in range(len(RECORD_SIZES)))
+    if library.ts_interface_version() != _INTERFACE_VERSION or sizes != RECORD_SIZES:
+        message = f"{path} was built for another version of twostroke. Run `make build`."
+        raise BackendError(message)
+    return library
+
+
+@cache
+def _obstacle(level: str) -> str | None:
+    """Return why a level cannot be used here, or None if it can."""
+    bit, need = (_LEVELS | _EMULATED)[level]
+    if _find(level) is None:
+        return "not built"
+    if bit and not load_library("portable").ts_probe() & bit:
+        return f"the processor or the operating system lacks {need}"
+    if level == "amx" and not load_library(level).ts_linear_request_tiles():
+        return "the operating system refuses the use of tiles"
+    return None
+
+
+def _bit(level: str) -> int:
+    return _LEVELS[level][0]
+
+
+def _find(level: str) -> Path | None:
+    paths = (folder / f"libtwostroke_{level}.so" for folder in _folders())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _folders() -> list[Path]:
+    """Return where libraries may lie: as forced, in the package, in the source tree's build."""
+    if (forced := env.native_dir()) is not None:
+        return [forced]
+    here = Path(__file__).resolve().parent
+    return [here / "lib", here.parents[3] / "build" / "native"]

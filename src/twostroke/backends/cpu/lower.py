@@ -1,0 +1,288 @@
+"""Lowers a Program to the flat list of operations that the native executor walks through."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu.records import MAX_OUTPUTS, NONE, OpKind, OpRecord, OutputRecord, Store
+from twostroke.core.errors import BackendError
+from twostroke.program import (
+    Add,
+    Attention,
+    Embed,
+    GatedActivation,
+    Linear,
+    Logits,
+    RMSNorm,
+    Rope,
+)
+from twostroke.program.fuse import Kind, fuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.program import Op, Program
+    from twostroke.program.fuse import Fused
+
+_HEAD_UNIT = 16  # values of a head that the kernels handle at once
+_MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A Program for the native executor.
+
+    Records name weights, vectors, ropes and buffers by their place in these tuples;
+    `buffer_widths` are values a row.
+    """
+
+    ops: tuple[OpRecord, ...]
+    matrices: tuple[str, ...]
+    vectors: tuple[str, ...]
+    ropes: tuple[Rope, ...]
+    buffer_widths: tuple[int, ...]
+
+
+def lower(program: Program) -> Lowered:
+    """Lower a Program.
+
+    Raises:
+        BackendError: a shape that the kernels cannot run.
+    """
+    _check(program)
+    return _Lowering(program).lower()
+
+
+def _check(program: Program) -> None:
+    for op in program.ops:
+        if isinstance(op, Attention | Rope) and (
+            op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
+        ):
+            message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
+            raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
+
+
+@dataclass(slots=True)
+class _Table:
+    """Names in the order in which they were first met."""
+
+    places: dict[str, int] = field(default_factory=dict)
+
+    def place(self, name: str | None) -> int:
+        return NONE if name is None else self.places.setdefault(name, len(self.places))
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Which buffer holds which value: one is used again once its value was read for the last time.
+
+    Buffers of one width only, so that rows stay dense.
+    """
+
+    reads_left: Counter[str]
+    widths: list[int] = field(default_factory=list)
+    free: dict[int, list[int]] = field(default_factory=dict)
+    of_value: dict[str, int] = field(default_factory=dict)
+
+    def write(self, name: str, width: int) -> int:
+        """Give a new value a buffer."""
+        pool = self.free.setdefault(width, [])
+        if not pool:
+            self.widths.append(width)
+            pool.append(len(self.widths) - 1)
+        self.of_value[name] = pool.pop()
+        return self.of_value[name]
+
+    def take_over(self, name: str, earlier: str) -> int:
+        """Let a new value replace an earlier one in its buffer."""
+        self.of_value[name] = self.of_value.pop(earlier)
+        return self.of_value[name]
+
+    def done(self, names: Iterable[str]) -> None:
+        """Count reads; a value without further ones gives its buffer back."""
+        for name in names:
+            self.reads_left[name] -= 1
+            if self.reads_left[name] <= 0 and name in self.of_value:
+                buffer = self.of_value.pop(name)
+                self.free[self.widths[buffer]].append(buffer)
+
+
+class _Lowering:
+    """One pass over the fused Program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._readers: dict[str, list[Op]] = {}
+        for op in program.ops:
+            for name in op.inputs:
+                self._readers.setdefault(name, []).append(op)
+        self._buffers = _Buffers(Counter({n: len(ops) for n, ops in self._readers.items()}))
+        self._matrices, self._vectors = _Table(), _Table()
+        self._ropes: dict[Rope, int] = {}
+        self._absorbed: set[str] = set()  # outputs of rotations done behind their product
+        self._stored: set[str] = set()  # keys and values that go to the pages behind their product
+        self._ops: list[OpRecord] = []
+
+    def lower(self) -> Lowered:
+        for run in fuse(self._program):
+            self._lower_run(run)
+        return Lowered(
+            tuple(self._ops),
+            tuple(self._matrices.places),
+            tuple(self._vectors.places),
+            tuple(self._ropes),
+            tuple(self._buffers.widths),
+        )
+
+    def _lower_run(self, run: Fused) -> None:
+        norm = run.parts[0] if isinstance(run.parts[0], RMSNorm) else None
+        match run.kind, run.parts:
+            case Kind.NORM_LINEAR, (_, *linears):
+                self._linears(norm, [op for op in linears if isinstance(op, Linear)])
+            case Kind.NORM_GATED, (_, Linear() as gate, Linear() as up, GatedActivation() as act):
+                self._gated(norm, gate, up, act)
+            case Kind.NORM_LOGITS, (_, Logits() as logits):
+                self._logits(norm, logits)
+            case Kind.LINEAR_ADD, (Linear() as linear, Add() as add):
+                self._linear_add(linear, add)
+            case _:
+                for op in run.parts:
+                    self._single(op)
+
+    def _single(self, op: Op) -> None:
+        match op:
+            case Linear():
+                self._linears(None, [op])
+            case Logits():
+                self._logits(None, op)
+            case Rope() if op.output in self._absorbed:
+                pass
+            case Attention():
+                self._attention(op)
+            case Embed():
+                self._emit(OpKind.EMBED, op, weight=self._matrices.place(op.table))
+            case RMSNorm():
+                self._emit(OpKind.NORM, op, norm=op)
+            case Rope():
+                self._emit(OpKind.ROPE, op, rope=self._rope(op))
+            case GatedActivation():
+                self._emit(OpKind.ACTIVATION, op)
+            case Add():
+                self._emit(OpKind.ADD, op)
+
+    def _emit(
+        self,
+        kind: OpKind,
+        op: Op,
+        norm: RMSNorm | None = None,
+        weight: int = NONE,
+        rope: int = NONE,
+    ) -> None:
+        """Append a record with up to two inputs and one output."""
+        record = self._record(kind, op.inputs[0] if op.inputs else None, norm)
+        if len(op.inputs) > 1:
+            record.y = self._buffers.of_value[op.inputs[1]]
+        record.width = op.width
+        buffer = self._buffers.write(op.output, op.width)
+        self._add_output(record, OutputRecord(weight, NONE, buffer, op.width, rope, Store.NOTHING))
+        self._append(record, op.inputs)
+
+    def _linears(self, norm: RMSNorm | None, linears: list[Linear]) -> None:
+        """Append products of one input, with what can be done to them while they are at hand."""
+        x = linears[0].x if norm is None else norm.x
+        for start in range(0, len(linears), MAX_OUTPUTS):
+            record = self._record(OpKind.LINEAR, x, norm)
+            record.width = linears[0].in_width
+            for op in linears[start : start + MAX_OUTPUTS]:
+                self._add_output(record, self._product(record, op))
+            self._ops.append(record)
+        self._buffers.done([x])
+
+    def _product(self, record: OpRecord, op: Linear) -> OutputRecord:
+        name, rope, store = op.output, NONE, Store.NOTHING
+        reader = self._only_reader(name)
+        if isinstance(reader, Rope):
+            name, rope = reader.output, self._rope(reader)
+            self._absorbed.add(name)
+            reader = self._only_reader(name)
+        if isinstance(reader, Attention) and name in (reader.k, reader.v):
+            # Without a key-value layer of its own yet, the record takes this one.
+            if record.layer in (NONE, reader.layer):
+                record.layer = reader.layer
+                store = Store.KEYS if name == reader.k else Store.VALUES
+                self._stored.add(name)
+        buffer = self._buffers.write(name, op.width)
+        weight, bias = self._matrices.place(op.weight), self._vectors.place(op.bias)
+        return OutputRecord(weight, bias, buffer, op.width, rope, store)
+
+    def _gated(self, norm: RMSNorm | None, gate: Linear, up: Linear, act: GatedActivation) -> None:
+        assert norm is not None
+        record = self._record(OpKind.GATED, norm.x, norm)
+        record.width = gate.in_width
+        buffer = self._buffers.write(act.output, act.width)
+        for op in (gate, up):
+            weight = self._matrices.place(op.weight)
+            output = OutputRecord(weight, NONE, buffer, act.width, NONE, Store.NOTHING)
+            self._add_output(record, output)
+        self._append(record, [norm.x])
+
+    def _linear_add(self, linear: Linear, add: Add) -> None:
+        if self._buffers.reads_left[add.a] > 1:
+            self._linears(None, [linear])
+            self._single(add)
+            return
+        record = self._record(OpKind.LINEAR, linear.x, None)
+        record.width = linear.in_width
+        record.accumulate = 1
+        buffer = self._buffers.take_over(add.output, add.a)
+        weight = self._matrices.place(linear.weight)
+        output = OutputRecord(weight, NONE, buffer, linear.width, NONE, Store.NOTHING)
+        self._add_output(record, output)
+        self._append(record, [linear.x, add.a])
+
+    def _logits(self, norm: RMSNorm | None, op: Logits) -> None:
+        x = op.x if norm is None else norm.x
+        record = self._record(OpKind.LOGITS, x, norm)
+        record.width = op.in_width
+        weight = self._matrices.place(op.weight)
+        self._add_output(record, OutputRecord(weight, NONE, NONE, op.width, NONE, Store.NOTHING))
+        self._append(record, [x])
+
+    def _attention(self, op: Attention) -> None:
+        record = self._record(OpKind.ATTENTION, op.q, None)
+        record.y, record.z = self._buffers.of_value[op.k], self._buffers.of_value[op.v]
+        record.layer, record.num_heads, record.scale = op.layer, op.num_heads, op.scale
+        stored = [name in self._stored for name in (op.k, op.v)]
+        # Storing the one that is in the pages already a second time does no harm.
+        record.is_stored = int(all(stored))
+        buffer = self._buffers.write(op.output, op.width)
+        self._add_output(record, OutputRecord(NONE, NONE, buffer, op.width, NONE, Store.NOTHING))
+        self._append(record, op.inputs)
+
+    def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
+        record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
+        record.x = NONE if x is None else self._buffers.of_value[x]
+        if norm is not None:
+            record.norm = self._vectors.place(norm.weight)
+            record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
+        return record
+
+    def _append(self, record: OpRecord, inputs: Iterable[str]) -> None:
+        self._ops.append(record)
+        self._buffers.done(inputs)
+
+    @staticmethod
+    def _add_output(record: OpRecord, output: OutputRecord) -> None:
+        record.outputs[record.num_outputs] = output
+        record.num_outputs += 1
+
+    def _rope(self, op: Rope) -> int:
+        """Return the place of a rotation; equal ones share their angles."""
+        angles = Rope("", "", 1, op.head_dim, op.inverse_frequencies, op.interleaved, op.magnitude)
+        return self._ropes.setdefault(angles, len(self._ropes))
+
+    def _only_reader(self, name: str) -> Op | None:
+        readers = self._readers.get(name, [])
+        return readers[0] if len(readers) == 1 else None

@@ -1,0 +1,95 @@
+"""A lowered Program with its pages, as the native executor holds it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_double, c_int32, c_void_p
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu.records import (
+    LayerRecord,
+    OpKind,
+    OpRecord,
+    PlanRecord,
+    RopeRecord,
+    StepRecord,
+)
+from twostroke.core.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from twostroke.backends.cpu.lower import Lowered
+    from twostroke.backends.cpu.weights import PackedWeights
+    from twostroke.program import CacheLayer, Rope
+
+
+class NativePlan:
+    """Runs steps of a Program over `num_pages` pages of its own."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        pool: int,
+        lowered: Lowered,
+        weights: PackedWeights,
+        layers: tuple[CacheLayer, ...],
+        pages: tuple[int, int],
+    ) -> None:
+        """`pages` is (num_pages, page_size); `pool` and `weights` must outlive the plan.
+
+        Raises:
+            MemoryLimitError: there is no room for the pages.
+        """
+        self._library = library
+        num_pages, page_size = pages
+        vectors = [vector.ctypes.data for vector in weights.vectors]
+        ropes = [_rope_record(rope) for rope in lowered.ropes]
+        record = PlanRecord(
+            (OpRecord * len(lowered.ops))(*lowered.ops),
+            weights.records,
+            (c_void_p * len(vectors))(*vectors),
+            (RopeRecord * len(ropes))(*ropes),
+            (LayerRecord * len(layers))(*((la.num_kv_heads, la.head_dim) for la in layers)),
+            (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
+            len(lowered.ops),
+            len(weights.records),
+            len(vectors),
+            len(ropes),
+            len(layers),
+            len(lowered.buffer_widths),
+            num_pages,
+            page_size,
+        )
+        self._plan: int | None = library.ts_plan_create(pool, byref(record))
+        if self._plan is None:
+            message = f"No memory for {num_pages} key-value pages of {page_size} tokens"
+            raise MemoryLimitError(f"{message}; ask for a smaller context or cache.")
+
+    def run(self, step: StepRecord) -> None:
+        """Compute one step.
+
+        Raises:
+            MemoryLimitError: there is no room for a step of so many rows.
+        """
+        if self._library.ts_step(self._plan, byref(step)):
+            message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
+            raise MemoryLimitError(message)
+
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Return seconds by kind of operation since the last call: (elapsed, of it waiting)."""
+        pairs = (c_double * (2 * len(OpKind)))()
+        self._library.ts_plan_times(self._plan, pairs)
+        return {kind.name.lower(): (pairs[2 * kind], pairs[2 * kind + 1]) for kind in OpKind}
+
+    def close(self) -> None:
+        """Give back the pages and buffers."""
+        if self._plan is not None:
+            self._library.ts_plan_destroy(self._plan)
+            self._plan = None
+
+
+def _rope_record(rope: Rope) -> RopeRecord:
+    num_pairs = len(rope.inverse_frequencies)
+    frequencies = (c_double * num_pairs)(*rope.inverse_frequencies)
+    return RopeRecord(
+        frequencies, rope.magnitude, num_pairs, int(rope.interleaved), rope.head_dim, 0
+    )

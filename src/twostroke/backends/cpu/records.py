@@ -1,0 +1,171 @@
+"""The structs that cross the C interface, field for field as in native/executor/records.h."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+from twostroke.sample.rows import RESULT, ROW
+
+NONE = -1
+MAX_OUTPUTS = 4
+
+
+class OpKind(IntEnum):
+    """What an operation record does."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    GATED = 3
+    ROPE = 4
+    ATTENTION = 5
+    ACTIVATION = 6
+    ADD = 7
+    LOGITS = 8
+
+
+class Store(IntEnum):
+    """What becomes of a product once it is computed."""
+
+    NOTHING = 0
+    KEYS = 1
+    VALUES = 2
+
+
+class OutputRecord(ctypes.Structure):
+    """One matrix product of an operation, or its only output."""
+
+    _fields_ = (
+        ("weight", c_int32),
+        ("bias", c_int32),
+        ("buffer", c_int32),
+        ("width", c_int32),
+        ("rope", c_int32),
+        ("store", c_int32),
+    )
+
+
+class OpRecord(ctypes.Structure):
+    """One fused operation."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("x", c_int32),
+        ("y", c_int32),
+        ("z", c_int32),
+        ("width", c_int32),
+        ("norm", c_int32),
+        ("epsilon", c_float),
+        ("num_groups", c_int32),
+        ("accumulate", c_int32),
+        ("layer", c_int32),
+        ("num_heads", c_int32),
+        ("scale", c_float),
+        ("is_stored", c_int32),
+        ("num_outputs", c_int32),
+        ("outputs", OutputRecord * MAX_OUTPUTS),
+    )
+
+
+class RopeRecord(ctypes.Structure):
+    """The angles of one kind of rotation."""
+
+    _fields_ = (
+        ("inverse_frequencies", POINTER(c_double)),
+        ("magnitude", c_double),
+        ("num_pairs", c_int32),
+        ("is_interleaved", c_int32),
+        ("head_dim", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class LayerRecord(ctypes.Structure):
+    """What one attention layer stores."""
+
+    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32))
+
+
+class WeightRecord(ctypes.Structure):
+    """A packed matrix (`PackedWeight`)."""
+
+    _fields_ = (
+        ("type", c_int32),
+        ("num_outputs", c_int64),
+        ("num_inputs", c_int64),
+        ("data", c_void_p),
+    )
+
+
+class PlanRecord(ctypes.Structure):
+    """The Program, lowered."""
+
+    _fields_ = (
+        ("ops", POINTER(OpRecord)),
+        ("weights", POINTER(WeightRecord)),
+        ("vectors", POINTER(c_void_p)),
+        ("ropes", POINTER(RopeRecord)),
+        ("layers", POINTER(LayerRecord)),
+        ("buffer_widths", POINTER(c_int32)),
+        ("num_ops", c_int32),
+        ("num_weights", c_int32),
+        ("num_vectors", c_int32),
+        ("num_ropes", c_int32),
+        ("num_layers", c_int32),
+        ("num_buffers", c_int32),
+        ("num_pages", c_int64),
+        ("page_size", c_int64),
+    )
+
+
+class SliceRecord(ctypes.Structure):
+    """Consecutive rows of one request, all prompt or all generated."""
+
+    _fields_ = (
+        ("row", c_int32),
+        ("num_rows", c_int32),
+        ("position", c_int32),
+        ("table", c_int32),
+    )
+
+
+class StepRecord(ctypes.Structure):
+    """One step's work; addresses of arrays that the caller keeps alive."""
+
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("slices", c_void_p),
+        ("page_tables", c_void_p),
+        ("sampled_rows", c_void_p),
+        ("samples", c_void_p),
+        ("results", c_void_p),
+        ("logits", c_void_p),
+        ("table_stride", c_int64),
+        ("num_rows", c_int32),
+        ("num_generated", c_int32),
+        ("num_slices", c_int32),
+        ("num_sampled", c_int32),
+        ("elapsed_s", c_double),
+        ("kernel_s", c_double),
+    )
+
+
+# In the order of `ts_record_size`.
+RECORD_SIZES = (
+    *(
+        ctypes.sizeof(record)
+        for record in (
+            OpRecord,
+            RopeRecord,
+            LayerRecord,
+            PlanRecord,
+            SliceRecord,
+            StepRecord,
+            WeightRecord,
+        )
+    ),
+    ROW.itemsize,
+    RESULT.itemsize,
+)

@@ -1,0 +1,109 @@
+"""Weights in the form that the kernels read: packed once at load, straight from the file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.backends.cpu.records import WeightRecord
+from twostroke.core.errors import BackendError, MemoryLimitError
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.quant import QuantTensor
+
+    Progress = Callable[[int, int], None]
+    Release = Callable[[QuantTensor], None]
+
+_LINE = 64  # bytes; packed matrices start on one
+
+
+class PackedWeights:
+    """Matrices packed for one level, in one piece of memory, and vectors as float32.
+
+    `num_bytes` is what both take. `records` and `vectors` are in the order of the names given.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        tensors: Mapping[str, QuantTensor],
+        matrices: Sequence[str],
+        vectors: Sequence[str],
+    ) -> None:
+        """Reserve the memory; nothing is read yet.
+
+        Raises:
+            BackendError: a format that the kernels do not know.
+            MemoryLimitError: there is not enough address space.
+        """
+        self._library = library
+        self._tensors = {name: tensors[name] for name in matrices}
+        self.vectors = [tensors[name].dequantize().reshape(-1) for name in vectors]
+        sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
+        self._size = sum(sizes)
+        self._memory: int | None = library.ts_map_memory(self._size)
+        if self._memory is None:
+            message = f"No memory for {self._size / 1e9:.1f} GB of weights; use a smaller model."
+            raise MemoryLimitError(message)
+        starts = np.cumsum([0, *sizes[:-1]])
+        self.records = (WeightRecord * len(sizes))(
+            *(
+                WeightRecord(t.format.gguf_id, *_matrix_shape(t), self._memory + int(start))
+                for t, start in zip(self._tensors.values(), starts, strict=True)
+            )
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed matrices and of the vectors."""
+        return self._size + sum(vector.nbytes for vector in self.vectors)
+
+    def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
+        """Pack all matrices with the pool's threads.
+
+        `release(tensor)` is called when a tensor will not be read again, `progress(done, total)`
+        with bytes of tensors after each of them.
+        """
+        total = sum(tensor.num_bytes for tensor in self._tensors.values())
+        done = 0
+        for tensor, record in zip(self._tensors.values(), self.records, strict=True):
+            source: NDArray[np.uint8] = np.ascontiguousarray(tensor.data)
+            self._library.ts_pack(
+                pool,
+                record.type,
+                record.num_outputs,
+                record.num_inputs,
+                source.ctypes.data,
+                record.data,
+            )
+            if release is not None:
+                release(tensor)
+            done += tensor.num_bytes
+            if progress is not None:
+                progress(done, total)
+        self._tensors = {}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._library.ts_unmap_memory(self._memory, self._size)
+            self._memory = None
+
+
+def _matrix_shape(tensor: QuantTensor) -> tuple[int, int]:
+    return tensor.num_rows, tensor.shape[-1]
+
+
+def _packed_bytes(library: ctypes.CDLL, name: str, tensor: QuantTensor) -> int:
+    size: int = library.ts_linear_packed_bytes(tensor.format.gguf_id, *_matrix_shape(tensor))
+    if size < 0:
+        message = f"{name}: the cpu backend has no kernel for {tensor.format.name} {tensor.shape}"
+        raise BackendError(f"{message}; `--backend reference` runs it, slowly.")
+    assert size % _LINE == 0
+    return size
