@@ -10,6 +10,7 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import BatchOptions
+from twostroke.core.step import StepResult
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
@@ -24,23 +25,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.core.step import StepPlan
 
 PAGE_SIZE = 16
 
 
 class Backend(ReferenceBackend):
-    """The reference backend with a gate before each step, which a test may close or break."""
+    """The reference backend with a gate before each step, which a test may close, and faults.
+
+    A step in which any request has the token `poison` fails; `is_broken` breaks the loop itself.
+    """
 
     gate: threading.Event
-    failure: Exception | None = None
+    poison: int | None = None
+    is_broken = False
     num_steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
         self.gate.wait(timeout=30)
-        if self.failure is not None:
-            raise self.failure
+        if any(self.poison in part.request.tokens for part in plan.slices):
+            raise ValueError("bad kernel at 0x7f00 in /secret/path.py")
+        if self.is_broken:
+            return StepResult([], [None])
         return super().run(plan)
 
 

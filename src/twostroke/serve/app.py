@@ -187,12 +187,7 @@ def build_app(api: Api) -> ASGIApp:
         assert isinstance(error, TwostrokeError)
         if error.http_status >= 500:
             _logger.error("A request failed: %s", errors.one_line(error.message))
-        return Response(
-            errors.to_body(error),
-            error.http_status,
-            errors.headers(error),
-            media_type="application/json",
-        )
+        return errors.to_response(error)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -209,7 +204,7 @@ def build_app(api: Api) -> ASGIApp:
     handlers: dict[Any, Any] = {TwostrokeError: known, HTTPException: unrouted}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Boundary(app, api.metrics)
+    return Boundary(app, api.metrics, api.options.limits)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,15 +7,15 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from starlette.responses import Response
-
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.errors import one_line, to_body
+from twostroke.serve.errors import HeaderSizeError, one_line, to_response
+from twostroke.serve.limits import check_headers
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from twostroke.serve.metrics import Metrics
+    from twostroke.serve.options import Limits
 
 _ID_HEADER: Final = b"x-request-id"
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
@@ -29,9 +29,10 @@ class Boundary:
     people and logs; nothing is looked up by it, so two requests may carry the same.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, limits: Limits) -> None:
         """Wrap `app` and count its responses."""
         self._app = app
+        self._limits = limits
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,11 +53,14 @@ class Boundary:
             await send(message)
 
         try:
+            check_headers(scope, self._limits)
             await self._app(scope, receive, send_with_id)
+        except HeaderSizeError as error:
+            await to_response(error)(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
             self._log(request_id, error)
             if not status:
-                fault = Response(to_body(TwostrokeError("")), 500, media_type="application/json")
+                fault = to_response(TwostrokeError("An unforeseen failure."))
                 await fault(scope, receive, send_with_id)
 
     def _log(self, request_id: bytes, error: Exception) -> None:

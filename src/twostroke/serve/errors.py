@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 
@@ -53,6 +54,13 @@ class BodySizeError(TwostrokeError):
 
     http_status = 413
     code = "request_too_large"
+
+
+class HeaderSizeError(TwostrokeError):
+    """Request line and headers over the limit."""
+
+    http_status = 431
+    code = "headers_too_large"
 
 
 class BodyTimeoutError(TwostrokeError):
@@ -107,13 +115,14 @@ def to_body(error: TwostrokeError) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def headers(error: TwostrokeError) -> dict[str, str]:
-    """Return what an error adds to the response's headers."""
+def to_response(error: TwostrokeError) -> Response:
+    """Return the response that tells of an error."""
+    headers = {}
     if error.http_status in {429, 503}:
-        return {"retry-after": str(RETRY_AFTER_S)}
-    if error.http_status in {408, 413}:  # the rest of the body is not worth waiting for
-        return {"connection": "close"}
-    return {}
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.http_status in {408, 413, 431}:  # what may still come is not worth waiting for
+        headers["connection"] = "close"
+    return Response(to_body(error), error.http_status, headers, media_type="application/json")
 
 
 def one_line(text: str) -> str:

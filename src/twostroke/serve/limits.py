@@ -12,12 +12,29 @@ from twostroke.serve.errors import (
     BodyTimeoutError,
     ClientGoneError,
     ContentTypeError,
+    HeaderSizeError,
 )
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from twostroke.serve.options import Limits
+
+
+def check_headers(scope: Scope, limits: Limits) -> None:
+    """Refuse a request whose path and headers are too long.
+
+    The HTTP parser refuses them only where they do not come in one piece.
+
+    Raises:
+        HeaderSizeError: over the limit.
+    """
+    size = len(scope["path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > limits.max_header_bytes:
+        message = f"Path and headers are larger than {limits.max_header_bytes} bytes."
+        raise HeaderSizeError(message)
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:

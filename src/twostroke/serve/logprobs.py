@@ -75,12 +75,15 @@ class Offsets:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Begin at the beginning."""
         self._decoder = _UTF8("replace")
+        self._untold = tokenizer.special_ids  # which the text leaves out
         self._strip_space = tokenizer.strip_space
         self._offset = 0
 
-    def place(self, data: bytes) -> int:
+    def place(self, token: int, data: bytes) -> int:
         """Return the offset of the next token, whose bytes are `data`."""
         offset = self._offset
+        if token in self._untold:
+            return offset
         text = self._decoder.decode(data)
         if self._strip_space and text:
             text = text.removeprefix(" ")
@@ -101,7 +104,7 @@ def completion_logprobs(
         body.tokens.append(name)
         body.token_logprobs.append(found.logprob)
         body.top_logprobs.append(top | {name: found.logprob})
-        body.text_offset.append(offsets.place(data))
+        body.text_offset.append(offsets.place(token, data))
     return body
 
 

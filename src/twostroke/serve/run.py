@@ -38,9 +38,11 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         PortInUseError: the address is taken, not this machine's, or not allowed.
     """
+    if not 0 <= port <= 65535:
+        raise PortInUseError(f"{port} is no port: choose --port from 0 to 65535.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError, UnicodeError):
+    except (OSError, ValueError):
         raise PortInUseError(f"'{host}' is no address of this machine: check --host.") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
@@ -48,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise PortInUseError(_why(error, host, port)) from None
     listener.settimeout(0)
@@ -189,14 +191,12 @@ def _url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def _why(error: Exception, host: str, port: int) -> str:
-    code = error.errno if isinstance(error, OSError) else None
+def _why(error: OSError, host: str, port: int) -> str:
+    code = error.errno
     if code == errno.EADDRINUSE:
         return f"Port {port} on {host} is already in use: stop what uses it, or choose --port."
     if code == errno.EACCES:
         return f"Port {port} on {host} is not allowed for this user: choose --port above 1023."
     if code == errno.EADDRNOTAVAIL:
         return f"'{host}' is no address of this machine: check --host."
-    if isinstance(error, OverflowError):
-        return f"{port} is no port: choose --port from 0 to 65535."
-    return f"Port {port} on {host} cannot be bound: {error}."
+    return f"Port {port} on {host} cannot be bound: {error.strerror}."

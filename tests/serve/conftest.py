@@ -1,0 +1,33 @@
+"""One server for the tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.servers import LiveServer, live_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Start it once."""
+    with live_server(tmp_path_factory.mktemp("serve")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    """Yield a server that is idle again afterwards, whatever the test did."""
+    yield shared_server
+    shared_server.wait_idle()
+
+
+@pytest.fixture
+def hello(shared_server: LiveServer) -> dict[str, object]:
+    """Request fields that make the random model say nothing but "hello"."""
+    token = shared_server.client.card.tokenizer.find("hello")
+    return {"logit_bias": {str(token): 100}, "temperature": 0}

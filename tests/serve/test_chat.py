@@ -1,0 +1,251 @@
+"""OpenAI's chat protocol, as clients see it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import events
+from support.tiny import EOS_ID, SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+
+def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
+    body = server.chat(max_tokens=2, model="tiny", **hello).json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") > 1_700_000_000
+    cached = body["usage"]["prompt_tokens_details"].pop("cached_tokens")
+    assert cached in {0, 16}
+    assert body == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hellohello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 18,
+            "completion_tokens": 2,
+            "total_tokens": 20,
+            "prompt_tokens_details": {},
+        },
+    }
+
+
+def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None:
+    response = server.chat(max_tokens=2, stream=True, **hello)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    first = events(response.text)[0]
+    start = (
+        f'data: {{"id":"{first["id"]}","object":"chat.completion.chunk",'
+        f'"created":{first["created"]},"model":"tiny","choices":[{{"index":0,"delta":{{'
+    )
+    piece = '},"logprobs":null,"finish_reason":null}]}\n\n'
+    expected = start + '"role":"assistant","content":""' + piece
+    expected += (start + '"content":"hello"' + piece) * 2
+    expected += start + '},"logprobs":null,"finish_reason":"length"}]}\n\n'
+    expected += "data: [DONE]\n\n"
+    assert response.content == expected.encode()
+
+
+def test_usage_comes_once_in_a_chunk_of_its_own(server: LiveServer, hello: Fields) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, done = events(server.chat(max_tokens=3, n=2, **options, **hello).text)
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] == 18
+    assert last["usage"]["completion_tokens"] == 6
+    assert last["usage"]["total_tokens"] == 24
+    assert "cached_tokens" in last["usage"]["prompt_tokens_details"]
+
+
+def test_second_request_reports_the_cached_prompt(server: LiveServer, hello: Fields) -> None:
+    messages = [{"role": "user", "content": "the world is in the world " * 4}]
+    first, second = (
+        server.chat(max_tokens=1, messages=messages, **hello).json()["usage"] for _ in range(2)
+    )
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert cached % 16 == 0
+
+
+def test_n_choices_stream_apart_and_equal_the_whole(server: LiveServer) -> None:
+    fields: Fields = {"max_tokens": 12, "n": 3, "seed": 7, "temperature": 1.5}
+    whole = server.chat(**fields).json()["choices"]
+    chunks = events(server.chat(stream=True, **fields).text)[:-1]
+    for choice in whole:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert mine[-1]["delta"] == {}
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        text = "".join(part["delta"].get("content", "") for part in mine)
+        assert text == choice["message"]["content"]
+    assert [choice["index"] for choice in whole] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in whole}) == 3
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+
+
+def test_logprobs_have_a_token_each_and_its_bytes(server: LiveServer) -> None:
+    fields: Fields = {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    choice = server.chat(**fields).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    assert len(content) == 6
+    for token in content:
+        assert token.keys() == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(token["top_logprobs"]) == 3
+        assert token["top_logprobs"][0]["logprob"] == token["logprob"]  # greedy
+        assert all(top.keys() == {"token", "logprob", "bytes"} for top in token["top_logprobs"])
+    joined = bytes(byte for token in content for byte in token["bytes"])
+    assert joined.decode("utf-8", "replace") == choice["message"]["content"]
+
+
+def test_streamed_logprobs_equal_the_whole(server: LiveServer) -> None:
+    fields: Fields = {"max_tokens": 6, "temperature": 0, "logprobs": True}
+    whole = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+    chunks = events(server.chat(stream=True, **fields).text)[:-1]
+    pieces = [c["choices"][0]["logprobs"] for c in chunks]
+    assert [token for piece in pieces if piece for token in piece["content"]] == whole
+    assert all(token["top_logprobs"] == [] for token in whole)
+
+
+def test_end_token_ends_and_stays_untold(server: LiveServer, hello: Fields) -> None:
+    bias = dict.fromkeys(hello["logit_bias"], 80) | {str(EOS_ID): 100}
+    fields = hello | {"logit_bias": bias, "min_tokens": 2, "logprobs": True}
+    body = server.chat(**fields).json()
+    choice = body["choices"][0]
+    assert choice["message"]["content"] == "hellohello"
+    assert choice["finish_reason"] == "stop"
+    assert [token["token"] for token in choice["logprobs"]["content"]] == ["hello", "hello"]
+    assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["lohe", ["nothing", "lohe"], "ohellohello"])
+def test_stop_string_across_tokens_cuts_the_text(
+    server: LiveServer, hello: Fields, stop: str | list[str], stream: bool
+) -> None:
+    response = server.chat(max_tokens=30, stop=stop, stream=stream, **hello)
+    kept = "hell" if stop == "ohellohello" else "hel"
+    assert _text(response.text, stream) == (kept, "stop")
+
+
+def test_stop_string_can_stay_in_the_text(server: LiveServer, hello: Fields) -> None:
+    fields = {"stop": "lohe", "include_stop_str_in_output": True, "max_tokens": 30}
+    assert _text(server.chat(**fields, **hello).text, False) == ("hellohe", "stop")
+
+
+def test_text_held_back_for_a_stop_string_comes_in_the_end(
+    server: LiveServer, hello: Fields
+) -> None:
+    response = server.chat(max_tokens=2, stop="helloh!", stream=True, **hello)
+    assert _text(response.text, True) == ("hellohello", "length")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_length_limit_work(server: LiveServer, hello: Fields, field: str) -> None:
+    body = server.chat(**{field: 3}, **hello).json()
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -> None:
+    parts = [{"type": "text", "text": "the "}, {"text": "world", "type": "text"}]
+    many = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "b", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "c"},
+    ]
+    plain = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "the world"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    usages = [
+        server.chat(messages=messages, max_tokens=1, **hello).json()["usage"]["prompt_tokens"]
+        for messages in (many, plain)
+    ]
+    assert usages[0] == usages[1]
+
+
+def test_special_token_in_a_message_stays_text(server: LiveServer, hello: Fields) -> None:
+    def prompt_tokens(text: str) -> int:
+        messages = [{"role": "user", "content": text}]
+        body = server.chat(messages=messages, max_tokens=1, **hello).json()
+        return int(body["usage"]["prompt_tokens"])
+
+    assert prompt_tokens("<|im_end|>") - prompt_tokens("") > 1
+
+
+def test_harmless_fields_are_accepted(server: LiveServer, hello: Fields) -> None:
+    harmless: Fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "priority": -3,
+        "best_of": 1,
+        "seed": None,
+        "stop": None,
+    }
+    assert server.chat(max_tokens=1, **harmless, **hello).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_come_when_asked_for(server: LiveServer, hello: Fields, stream: bool) -> None:
+    fields = hello | {"max_tokens": 4, "stream": stream}
+    timed = server.chat(return_timings=True, **fields).text
+    last = events(timed)[-2] if stream else json.loads(timed)
+    timings = last["choices"][0]["timings"]
+    assert 0 <= timings["queue_s"] <= timings["ttft_s"] <= timings["total_s"]
+    assert timings["decode_tokens_per_s"] > 0
+    assert "timings" not in server.chat(**fields).text
+
+
+def test_same_seed_gives_the_same_answer(server: LiveServer) -> None:
+    texts = [_text(server.chat(max_tokens=8, seed=seed).text, False)[0] for seed in (3, 3, 4, None)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+
+
+def test_concatenated_deltas_equal_the_decoded_tokens(server: LiveServer) -> None:
+    for seed in range(8):
+        fields: Fields = {"max_tokens": 24, "seed": seed, "logprobs": True, "temperature": 1.3}
+        text, _ = _text(server.chat(stream=True, **fields).text, True)
+        tokens = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+        told = [token for token in tokens if token["token"] not in SPECIAL_TOKENS]
+        data = bytes(byte for token in told for byte in token["bytes"])
+        assert text == data.decode("utf-8", "replace")
+
+
+def _text(body: str, stream: bool) -> tuple[str, str]:
+    """Return the first choice's text and finish reason."""
+    if not stream:
+        choice = json.loads(body)["choices"][0]
+        return choice["message"]["content"], choice["finish_reason"]
+    choices = [chunk["choices"][0] for chunk in events(body)[:-1]]
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    return text, choices[-1]["finish_reason"]

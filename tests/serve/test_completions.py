@@ -1,0 +1,140 @@
+"""OpenAI's older completions protocol, as clients see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import events
+from support.tiny import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+
+def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
+    body = server.complete(max_tokens=2, **hello).json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 1_700_000_000
+    choice = {"index": 0, "text": "hellohello", "logprobs": None, "finish_reason": "length"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    assert body == {
+        "object": "text_completion",
+        "model": "tiny",
+        "choices": [choice],
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}},
+    }
+
+
+def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = server.complete(max_tokens=1, **options, **hello)
+    first = events(response.text)[0]
+    start = (
+        f'data: {{"id":"{first["id"]}","object":"text_completion",'
+        f'"created":{first["created"]},"model":"tiny","choices":['
+    )
+    usage = (
+        '{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
+        '"prompt_tokens_details":{"cached_tokens":0}}'
+    )
+    expected = (
+        f'{start}{{"index":0,"text":"hello","logprobs":null,"finish_reason":null}}],'
+        '"usage":null}\n\n'
+        f'{start}{{"index":0,"text":"","logprobs":null,"finish_reason":"length"}}],'
+        '"usage":null}\n\n'
+        f'{start}],"usage":{usage}}}\n\n'
+        "data: [DONE]\n\n"
+    )
+    assert response.content == expected.encode()
+
+
+def test_default_length_is_openais_sixteen(server: LiveServer, hello: Fields) -> None:
+    assert server.complete(**hello).json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"),
+    [("hello", 1), (["hello"], 1), (["hello", "world"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)],
+)
+def test_every_form_of_prompt_is_read(
+    server: LiveServer, hello: Fields, prompt: object, num_prompts: int
+) -> None:
+    body = server.complete(prompt=prompt, max_tokens=2, n=2, **hello).json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * num_prompts))
+    assert body["usage"]["completion_tokens"] == 4 * num_prompts
+
+
+def test_prompts_of_one_request_answer_as_they_do_alone(server: LiveServer) -> None:
+    fields: Fields = {"max_tokens": 8, "seed": 5, "n": 2}
+    prompts = ["hello", "the world", "a"]
+    together = server.complete(prompt=prompts, **fields).json()["choices"]
+    alone = [server.complete(prompt=one, **fields).json()["choices"] for one in prompts]
+    assert [choice["text"] for choice in together] == [c["text"] for one in alone for c in one]
+
+
+def test_several_prompts_stream_under_their_index(server: LiveServer) -> None:
+    fields: Fields = {"prompt": ["hello", "world"], "max_tokens": 8, "seed": 5}
+    whole = server.complete(**fields).json()["choices"]
+    chunks = events(server.complete(stream=True, **fields).text)[:-1]
+    for choice in whole:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [part["finish_reason"] for part in mine][-1] == choice["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["the world", [[7, 8], [9]]])
+def test_echo_puts_the_prompt_first(
+    server: LiveServer, hello: Fields, prompt: Any, stream: bool
+) -> None:
+    response = server.complete(prompt=prompt, echo=True, max_tokens=1, stream=stream, **hello)
+    decode = server.client.card.tokenizer.decode
+    texts = [prompt] if isinstance(prompt, str) else [decode(ids) for ids in prompt]
+    bodies = events(response.text)[:-1] if stream else [response.json()]
+    found = dict.fromkeys(range(len(texts)), "")
+    for body in bodies:
+        for choice in body["choices"]:
+            found[choice["index"]] += choice["text"]
+    assert list(found.values()) == [f"{text}hello" for text in texts]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_have_openais_four_lists(server: LiveServer, stream: bool) -> None:
+    for seed in range(6):
+        fields: Fields = {"max_tokens": 10, "seed": seed, "logprobs": 2}
+        response = server.complete(stream=stream, **fields)
+        text, logprobs = _logprobs(response, stream)
+        assert len(logprobs["tokens"]) <= 10
+        for token, logprob, top in zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        ):
+            assert top[token] == logprob
+            assert 2 <= len(top) <= 3
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            if not token.startswith("bytes:") and token not in SPECIAL_TOKENS:
+                assert text[offset:].lstrip("\ufffd").startswith(token)
+
+
+def test_logprobs_zero_reports_the_chosen_token_alone(server: LiveServer) -> None:
+    body = server.complete(max_tokens=3, logprobs=0, temperature=0).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert all(len(top) == 1 for top in logprobs["top_logprobs"])
+    assert all(logprob <= 0 for logprob in logprobs["token_logprobs"])
+
+
+def _logprobs(response: Any, stream: bool) -> tuple[str, Fields]:
+    if not stream:
+        choice = response.json()["choices"][0]
+        return choice["text"], choice["logprobs"]
+    joined: Fields = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    text = ""
+    for chunk in events(response.text)[:-1]:
+        choice = chunk["choices"][0]
+        text += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            joined[name] += values
+    return text, joined

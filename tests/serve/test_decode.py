@@ -1,0 +1,82 @@
+"""Bodies to structs, and the depth scan that guards it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.core.errors import RequestError
+from twostroke.serve.chat import ChatRequest
+from twostroke.serve.completions import CompletionRequest
+from twostroke.serve.decode import BodyDecoder, depth_exceeds
+
+DECODER = BodyDecoder(ChatRequest, 16)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(json_values)
+def test_depth_is_counted_exactly(value: Any) -> None:
+    body = json.dumps(value).encode()
+    depth = _depth(value)
+    assert not depth_exceeds(body, depth)
+    if depth:
+        assert depth_exceeds(body, depth - 1)
+
+
+@pytest.mark.parametrize(
+    "body", [b'"' + b"[" * 100, b'"\\"' + b"[" * 100, b'{"a":"' + b"]{" * 100 + b'"}']
+)
+def test_brackets_in_strings_do_not_count(body: bytes) -> None:
+    assert not depth_exceeds(body, 2)
+
+
+@pytest.mark.parametrize("unit", [b'"', b'\\"', b'"\\', b"[]", b'"[', b"{", b"\\", b'["\\\\'])
+def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
+    body = b"[[" + unit * (2_000_000 // len(unit))
+    began = time.perf_counter()
+    depth_exceeds(body, 10**9)
+    depth_exceeds(body, 1)
+    assert time.perf_counter() - began < 3
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_decoded_or_refused(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        DECODER.decode(body)
+
+
+@given(st.dictionaries(st.sampled_from(ChatRequest.__struct_fields__), json_values, max_size=4))
+def test_any_values_are_decoded_or_refused(fields: dict[str, Any]) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+    try:
+        decoded: object = DECODER.decode(body)
+    except RequestError as error:
+        decoded = error
+    assert isinstance(decoded, ChatRequest | RequestError)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
+    """What the OpenAPI document will be made of."""
+    schema = msgspec.json.schema(kind)
+    properties = schema["$defs"][kind.__name__]["properties"]
+    assert properties.keys() == set(kind.__struct_fields__)
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, list):
+        return 1 + max(map(_depth, value), default=0)
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 0

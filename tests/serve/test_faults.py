@@ -1,0 +1,143 @@
+"""Overload, failures of the engine, and what clients and monitors hear of them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.servers import chat_body, events, live_server, wait_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_queue_refuses_at_once_with_retry_after(tmp_path: Path, stream: bool) -> None:
+    with live_server(tmp_path, max_running=1, max_waiting_requests=2) as server:
+        server.backend.gate.clear()
+        with ThreadPoolExecutor(3) as pool:
+            running = pool.submit(server.chat, max_tokens=1)
+            wait_for(lambda: server.client.loop.stats().num_running == 1)
+            waiting = [pool.submit(server.chat, max_tokens=1) for _ in range(2)]
+            wait_for(lambda: server.num_busy == 3)
+            began = time.monotonic()
+            refused = server.chat(stream=stream)
+            assert time.monotonic() - began < 0.5
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+            assert "max_waiting_requests is 2" in error["message"]
+            server.backend.gate.set()
+            assert all(future.result().status_code == 200 for future in [running, *waiting])
+        server.wait_idle()
+
+
+def test_several_prompts_are_queued_all_or_none(tmp_path: Path) -> None:
+    with live_server(tmp_path, max_running=4, max_waiting_requests=4) as server:
+        assert server.complete(prompt=["hello"] * 5, max_tokens=1).status_code == 429
+        server.wait_idle()
+        assert server.complete(prompt=["hello"] * 4, max_tokens=1).status_code == 200
+
+
+def test_failure_before_the_first_byte_is_a_500(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        hello = server.client.card.tokenizer.encode("hello")
+        server.backend.poison = hello[0]
+        for stream in (False, True):
+            failed = server.chat(stream=stream)
+            assert failed.status_code == 500
+            error = failed.json()["error"]
+            assert error["type"] == "server_error"
+            assert error["message"] == "The engine failed on this request."
+        server.wait_idle()
+        healthy = server.complete(prompt="world", max_tokens=2)
+        assert healthy.status_code == 200
+
+
+def test_failure_in_mid_stream_is_an_error_event(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        tokenizer = server.client.card.tokenizer
+        hello, a = tokenizer.find("hello"), tokenizer.find("a")
+        fields = {"logit_bias": {str(hello): 100}, "temperature": 0, "stream": True, "n": 2}
+        with server.http.stream("POST", PATH, json=chat_body(**fields)) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            while "hello" not in next(lines):
+                pass
+            server.backend.poison = hello
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        *_, error, _ = events("".join(f"{line}\n\n" for line in rest))
+        assert error["error"]["type"] == "server_error"
+        assert "secret" not in str(rest)
+        server.wait_idle()
+        assert server.complete(prompt=[a], max_tokens=1).status_code == 200
+
+
+def test_request_that_poisons_the_batch_fails_alone(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        tokenizer = server.client.card.tokenizer
+        bad, good = tokenizer.find("!"), tokenizer.find("a")
+        server.backend.poison = bad
+        server.backend.gate.clear()
+        fields = {"max_tokens": 8, "logit_bias": {str(good): 100}, "temperature": 0}
+        with ThreadPoolExecutor(4) as pool:
+            answers = [
+                pool.submit(server.complete, prompt=[token], **fields)
+                for token in (good, bad, good, good)
+            ]
+            wait_for(lambda: server.num_busy == 4)
+            server.backend.gate.set()
+            statuses = [answer.result().status_code for answer in answers]
+        assert statuses == [200, 500, 200, 200]
+        server.wait_idle()
+
+
+def test_dead_engine_is_seen_and_told(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        assert server.http.get("/health").json() == {"status": "ok", "model": "tiny"}
+        server.backend.is_broken = True
+        for stream in (False, True):
+            failed = server.chat(stream=stream)
+            assert failed.status_code == 503
+            assert failed.headers["retry-after"] == "1"
+            assert failed.json()["error"]["code"] == "engine_stopped"
+            assert "zip" not in failed.text
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "stopped"
+        assert "twostroke_ready 0.0" in server.http.get("/metrics").text
+
+
+def test_stalled_engine_is_seen(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        server.backend.gate.clear()
+        waiting = pool.submit(server.chat, max_tokens=1)
+        wait_for(lambda: server.client.loop._step_began_s is not None)
+        server.client.loop._step_began_s -= 3600
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "stalled"
+        server.backend.gate.set()
+        assert waiting.result().status_code == 200
+        assert server.http.get("/health").status_code == 200
+
+
+def test_abort_tells_every_client(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        server.backend.gate.clear()
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(server.chat, stream=stream) for stream in (False, True)]
+            wait_for(lambda: server.num_busy == 2)
+            server.api.abort()
+            for answer in answers:
+                assert answer.result().status_code == 503
+                assert answer.result().json()["error"]["code"] == "engine_stopped"
+        server.backend.gate.set()
+        server.wait_idle()

@@ -1,0 +1,221 @@
+"""Hostile requests, byte by byte: sizes, depth, slowness, and what is no HTTP at all."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.servers import LiveServer, chat_body, live_server, post_bytes
+from twostroke.serve.options import Limits, ServeOptions
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    limits = Limits(
+        max_body_bytes=10_000,
+        max_header_bytes=2_000,
+        header_timeout_s=0.5,
+        body_timeout_s=0.5,
+    )
+    options = ServeOptions(drain_s=1, limits=limits)
+    with live_server(tmp_path_factory.mktemp("strict"), options) as server:
+        yield server
+        assert server.chat(max_tokens=1).status_code == 200
+        server.wait_idle()
+
+
+def test_announced_oversize_is_refused_without_being_read(strict: LiveServer) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    answer = talk(strict, head.encode() + b"Content-Length: 9999999999\r\n\r\n")
+    assert b"413" in answer.split(b"\r\n")[0]
+    assert b"10000 bytes" in answer
+
+
+def test_chunked_oversize_is_refused_while_it_is_read(strict: LiveServer) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunk = b"1000\r\n" + b" " * 0x1000 + b"\r\n"
+    answer = talk(strict, head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 4)
+    assert b"413" in answer.split(b"\r\n")[0]
+
+
+def test_body_at_the_limit_is_read(strict: LiveServer) -> None:
+    body = b'{"messages":[],"user":"' + b"x" * 10_000
+    body = body[: 10_000 - 2] + b'"}'
+    response = strict.http.post(PATH, content=body, headers=JSON)
+    assert response.json()["error"]["param"] == "messages"
+    response = strict.http.post(PATH, content=body + b" ", headers=JSON)
+    assert response.status_code == 413
+
+
+def test_slow_body_times_out(strict: LiveServer) -> None:
+    request = post_bytes(PATH, chat_body())
+    connection = strict.connect()
+    began = time.monotonic()
+    connection.sendall(request[:-20])
+    answer = drip(connection, request[-20:-1])
+    assert b"408" in answer.split(b"\r\n")[0]
+    assert 0.4 < time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("keep_alive", [False, True])
+def test_slow_headers_time_out(strict: LiveServer, keep_alive: bool) -> None:
+    connection = strict.connect()
+    if keep_alive:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = b""
+        while not received.endswith(b"}"):
+            received += connection.recv(4096)
+    began = time.monotonic()
+    assert drip(connection, b"GET /health HTTP/1.1\r\nX-Slow: " + b"a" * 100) == b""
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def test_silent_connection_times_out(strict: LiveServer) -> None:
+    connection = strict.connect()
+    assert drip(connection, b"") == b""
+
+
+def test_a_slow_client_does_not_slow_a_quick_one(strict: LiveServer) -> None:
+    slow = [strict.connect() for _ in range(50)]
+    for connection in slow:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost")
+    assert strict.chat(max_tokens=1).status_code == 200
+    for connection in slow:
+        connection.close()
+
+
+def test_too_many_headers_are_refused(strict: LiveServer) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"b" * 3000
+    assert b"431" in talk(strict, head + b"\r\n\r\n").split(b"\r\n")[0]
+    assert b"400" in talk(strict, head).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET\r\n\r\n", b"\x00" * 100, b"hello\n\n"]
+)
+def test_what_is_no_http_is_refused(strict: LiveServer, garbage: bytes) -> None:
+    answer = talk(strict, garbage)
+    assert answer == b"" or b"400" in answer.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
+def test_deep_json_is_refused(server: LiveServer, opening: bytes) -> None:
+    deep = b'{"metadata":' + opening * 200_000
+    error = server.http.post(PATH, content=deep, headers=JSON).json()["error"]
+    assert error["code"] == "invalid_json"
+    assert "deeper than 64" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"hello",
+        b"{",
+        b'{"messages": [}',
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"messages":[]} {}',
+    ],
+)
+def test_body_that_is_no_json_object_is_refused(server: LiveServer, body: bytes) -> None:
+    response = server.http.post(PATH, content=body, headers=JSON)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] in {"invalid_json", "invalid_value"}
+
+
+def test_broken_utf_8_is_refused(server: LiveServer) -> None:
+    body = b'{"messages":[{"role":"user","content":"\xff"}]}'
+    error = server.http.post(PATH, content=body, headers=JSON).json()["error"]
+    assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_body_must_say_that_it_is_json(server: LiveServer, kind: str) -> None:
+    """A web page can make a browser send the others to a server on the reader's machine."""
+    response = server.http.post(PATH, content=b"{}", headers={"content-type": kind})
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_large_prompt_is_read_beside_the_event_loop(server: LiveServer) -> None:
+    error = server.complete(prompt="the world " * 100_000).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_request_id_is_the_clients_own_where_it_is_harmless(server: LiveServer) -> None:
+    own = server.http.get("/health", headers={"x-request-id": "abc-1.2:3"})
+    assert own.headers.get_list("x-request-id") == ["abc-1.2:3"]
+    for bad in ("a b", "x" * 200, "a\tb", '"><script>', "é".encode()):
+        answered = server.http.get("/health", headers={"x-request-id": bad})
+        assert answered.headers["x-request-id"].startswith("req-")
+
+
+def test_same_request_id_twice_cannot_collide(server: LiveServer) -> None:
+    server.backend.gate.clear()
+    connections = []
+    request = post_bytes(
+        PATH, chat_body(max_tokens=2), headers="X-Request-Id: same\r\nConnection: close\r\n"
+    )
+    for _ in range(2):
+        connection = server.connect()
+        connection.sendall(request)
+        connections.append(connection)
+    deadline = time.monotonic() + 10
+    while server.num_busy < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.backend.gate.set()
+    answers = []
+    for connection in connections:
+        answer = read_all(connection)
+        assert b"200 OK" in answer
+        assert b"x-request-id: same" in answer
+        answers.append(answer.split(b'"id":"')[1][:40])
+    assert answers[0] != answers[1]
+
+
+def talk(server: LiveServer, data: bytes) -> bytes:
+    """Send bytes and return all that comes back."""
+    connection = server.connect()
+    connection.sendall(data)
+    return read_all(connection)
+
+
+def drip(connection: socket.socket, data: bytes) -> bytes:
+    """Send a byte every 100 ms until the server answers or hangs up; return its answer."""
+    connection.settimeout(0.1)
+    try:
+        for at in range(100):
+            try:
+                if (answer := connection.recv(65536)) is not None:
+                    return answer
+            except TimeoutError:
+                connection.sendall(data[at : at + 1])
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+    finally:
+        connection.close()
+    raise AssertionError("the server waited for ever")
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    try:
+        while data := connection.recv(65536):
+            received += data
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return received

@@ -1,0 +1,248 @@
+"""Requests that cannot be answered: each gets one clear sentence, and the engine stays alive."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import chat_body
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+HUGE = 2**63
+
+
+def refused(response: Any, status: int, param: str | None, code: str | None) -> str:
+    """Check an error's form and return its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code)
+    message: str = error["message"]
+    assert message.endswith((".", "?"))
+    assert message.isprintable()
+    assert "Traceback" not in message
+    assert ".py" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("n", value) for value in (0, -1, 129, HUGE, -HUGE, True, 1.5, "1", [])],
+        *[("max_tokens", value) for value in (0, -1, HUGE, 2**31, True, 2.5, "9", {})],
+        *[("min_tokens", value) for value in (-1, HUGE, True)],
+        *[("temperature", value) for value in (-0.1, 101, 1e308, True, "hot", HUGE)],
+        *[("top_p", value) for value in (0, -1, 1.01, True, "1")],
+        *[("min_p", value) for value in (-0.1, 1.5, False)],
+        *[("top_k", value) for value in (-1, HUGE, 1.5, True)],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, True)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, "x")],
+        *[("repetition_penalty", value) for value in (0, -1, 101, True)],
+        *[("seed", value) for value in (-HUGE - 1, 2**64, 1.5, True, "s")],
+        *[("stop", value) for value in ("", [""], ["a"] * 17, "x" * 1001, 5, ["ok", ""])],
+        *[("stop_token_ids", value) for value in ([-1], [HUGE], [10**6], list(range(257)))],
+        *[("logit_bias", value) for value in ({"-1": 1}, {"999999": 1}, {"5": 101})],
+        *[("logit_bias", value) for value in ({str(HUGE): 1}, {"5": -101}, [1])],
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        *[("priority", value) for value in (1001, -HUGE, True, "high")],
+        ("stream", 1),
+        ("stream", "true"),
+        ("model", 5),
+        ("user_id", None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_wrong_value_is_a_400_that_names_the_field(
+    server: LiveServer, path: str, param: str, value: object
+) -> None:
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
+    response = server.http.post(path, json={**prompt, param: value})
+    code = "unknown_parameter" if param == "user_id" else "invalid_value"
+    message = refused(response, 400, param, code)
+    assert param in message
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000])
+def test_what_is_no_number_is_a_400(server: LiveServer, number: str) -> None:
+    body = json.dumps(chat_body())[:-1] + f', "temperature": {number}}}'
+    response = server.http.post(
+        "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] in {"invalid_json", "invalid_value"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "0"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs is true"),
+        ({"logprobs": 5}, "logprobs", "boolean"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": "hello"}, "messages", "a list"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "assistant"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens"),
+    ],
+)
+def test_wrong_chat_field_is_named(
+    server: LiveServer, fields: Fields, param: str, word: str
+) -> None:
+    assert word in refused(server.chat(**fields), 400, param, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"cache_salt": "s"}, "cache_salt"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_not_ignored(
+    server: LiveServer, fields: Fields, param: str
+) -> None:
+    message = refused(server.chat(**fields), 400, param, "unsupported_parameter")
+    assert "not supported yet" in message
+
+
+def test_image_part_is_refused(server: LiveServer) -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://example.com/x.png"}}
+    response = server.chat(messages=[{"role": "user", "content": [part]}])
+    message = refused(response, 400, "messages[0].content[0].type", "invalid_value")
+    assert "image_url" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [1, "x"]}, "prompt", "invalid_value"),
+        ({"prompt": [1, True]}, "prompt[1]", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": [HUGE]}, "prompt", "invalid_value"),
+        ({"prompt": [10**6]}, "prompt", "invalid_value"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 513, "n": 2}, "prompt", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"logprobs": True}, "logprobs", "invalid_value"),
+        ({"logprobs": 2, "echo": True}, "logprobs", "unsupported_parameter"),
+        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+    ],
+)
+def test_wrong_completion_field_is_named(
+    server: LiveServer, fields: Fields, param: str, code: str
+) -> None:
+    refused(server.complete(**fields), 400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "guess"),
+    [("temprature", "temperature"), ("maxtokens", "max_tokens"), ("stopp", "stop")],
+)
+def test_unknown_field_names_the_nearest(server: LiveServer, field: str, guess: str) -> None:
+    message = refused(server.chat(**{field: 1}), 400, field, "unknown_parameter")
+    assert f"Did you mean '{guess}'?" in message
+
+
+def test_unknown_field_of_a_message_names_the_nearest(server: LiveServer) -> None:
+    response = server.chat(messages=[{"role": "user", "contents": "x"}])
+    message = refused(response, 400, "messages[0].contents", "unknown_parameter")
+    assert "'content'" in message
+
+
+def test_missing_messages_are_named(server: LiveServer) -> None:
+    response = server.http.post("/v1/chat/completions", json={"model": "tiny"})
+    refused(response, 400, "messages", "missing_required_parameter")
+
+
+def test_unknown_model_is_a_404_that_names_the_nearest(server: LiveServer) -> None:
+    message = refused(server.chat(model="tinny"), 404, "model", "model_not_found")
+    assert "Did you mean 'tiny'?" in message
+    response = server.http.get("/v1/models/gpt-4")
+    refused(response, 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_longer_than_the_context_says_so_as_clients_expect(
+    server: LiveServer, stream: bool
+) -> None:
+    messages = [{"role": "user", "content": "x" * 600}]
+    response = server.chat(messages=messages, stream=stream)
+    message = refused(response, 400, "messages", "context_length_exceeded")
+    assert message.startswith(
+        "This model's maximum context length is 512 tokens. "
+        "However, your messages resulted in 617 tokens"
+    )
+
+
+def test_answer_that_cannot_fit_is_refused_at_once(server: LiveServer) -> None:
+    message = refused(server.chat(max_tokens=500), 400, "max_tokens", "context_length_exceeded")
+    assert "you requested 518 tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("PUT", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+        ("GET", "/v1/chat/completion", 404, "unknown_url"),
+        ("GET", "/v1/../../etc/passwd", 404, "unknown_url"),
+        ("GET", "/v1/models/%00", 404, "model_not_found"),
+        ("GET", "/v1/models/..%2f..%2fx%0d%0aset-cookie:a", 404, "unknown_url"),
+        ("GET", "/%0d%0aSet-Cookie:%20a=b", 404, "unknown_url"),
+    ],
+)
+def test_wrong_method_or_path_is_told_in_openais_form(
+    server: LiveServer, method: str, path: str, status: int, code: str
+) -> None:
+    response = server.http.request(method, path)
+    param = "model" if code == "model_not_found" else None
+    refused(response, status, param, code)
+    assert "set-cookie" not in response.headers
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_error_message_is_one_printable_line(server: LiveServer) -> None:
+    response = server.chat(**{"a\nb\x00\u202e" + "c" * 5000: 1})
+    message = refused_loosely(response)
+    assert message.isprintable()
+    assert len(message) <= 1000
+
+
+def test_null_leaves_a_field_out(server: LiveServer) -> None:
+    nulls = ("temperature", "n", "stop", "seed", "logit_bias", "tools", "user", "stream")
+    response = server.chat(max_tokens=1, **dict.fromkeys(nulls))
+    assert response.status_code == 200
+
+
+def refused_loosely(response: Any) -> str:
+    assert response.status_code == 400
+    message: str = response.json()["error"]["message"]
+    return message

@@ -1,0 +1,137 @@
+"""The server as a process: addresses, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from support.servers import chat_body
+from twostroke.core.errors import PortInUseError
+from twostroke.serve.run import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TESTS = Path(__file__).resolve().parent.parent
+PATH = "/v1/chat/completions"
+
+
+def test_taken_port_is_one_clear_sentence() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"Port {port} on 127.0.0.1 is already in use"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "word"),
+    [
+        ("no.such.host.invalid", 0, "--host"),
+        ("8.8.8.8", 0, "--host"),
+        ("127.0.0.1", 65536, "--port"),
+        ("127.0.0.1", -1, "--port"),
+        ("\x00", 0, "--host"),
+        ("a" * 300, 0, "--host"),
+    ],
+)
+def test_address_that_cannot_be_bound_names_the_knob(host: str, port: int, word: str) -> None:
+    with pytest.raises(PortInUseError) as caught:
+        bind(host, port)
+    assert word in caught.value.message
+
+
+def test_taken_port_ends_the_process(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            command(tmp_path, port, "1"),
+            env=environment(),
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == PortInUseError.exit_code
+    assert done.stdout.count(b"\n") == 1
+    assert b"already in use" in done.stdout
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
+    with served(tmp_path, "20") as (process, url), ThreadPoolExecutor(1) as pool:
+        body = chat_body(max_tokens=450, ignore_eos=True)
+        answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
+        time.sleep(0.1)
+        process.send_signal(number)
+        assert answer.result().json()["usage"]["completion_tokens"] == 450
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "draining 1\n"
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bool) -> None:
+    drain_s = "60" if twice else "0.5"
+    with served(tmp_path, drain_s, "stuck") as (process, url), ThreadPoolExecutor(1) as pool:
+        body = chat_body(stream=stream)
+        answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        if twice:
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+        assert answer.result().status_code == 503
+        assert process.wait(20) == 1
+
+
+def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
+    with served(tmp_path, "1") as (process, url):
+        process.terminate()
+        assert process.wait(20) == 0
+        port = int(url.rpartition(":")[2])
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a running server process and its URL; it is gone afterwards."""
+    process = subprocess.Popen(
+        command(folder, "0", *arguments),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://127.0.0.1:"), process.communicate()
+        assert httpx.get(url + "/health", trust_env=False).status_code == 200
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(TESTS / "support" / "serve_tiny.py"), str(folder), *arguments]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(TESTS), str(TESTS.parent / "src")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

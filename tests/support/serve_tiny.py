@@ -1,0 +1,32 @@
+"""A server process of its own: `serve_tiny.py FOLDER PORT DRAIN_S [stuck]`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from support.engines import tiny_client
+from twostroke.core.errors import TwostrokeError
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.run import run_server
+
+
+def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
+    options = ServeOptions(port=int(port), drain_s=float(drain_s))
+    with tiny_client(Path(folder)) as (client, backend):
+        if "stuck" in rest:
+            backend.gate.clear()
+        try:
+            return run_server(
+                client,
+                options,
+                on_ready=lambda url: print(url, flush=True),
+                on_stop=lambda running: print(f"draining {running}", flush=True),
+            )
+        except TwostrokeError as error:
+            print(error.message, flush=True)
+            return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

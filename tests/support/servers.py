@@ -1,0 +1,119 @@
+"""Real servers on free loopback ports, run in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from support.engines import tiny_client
+from twostroke.serve import run
+from twostroke.serve.app import Api
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from support.engines import Backend
+    from twostroke.engine.client import Client
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """A running server with everything that is behind it."""
+
+    url: str
+    port: int
+    api: Api
+    client: Client
+    backend: Backend
+    http: httpx.Client
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """Post a chat request of one short message, and `fields`."""
+        return self.http.post("/v1/chat/completions", json=chat_body(**fields))
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        """Post a completion request of one short prompt, and `fields`."""
+        return self.http.post("/v1/completions", json={"prompt": "hello", **fields})
+
+    def connect(self) -> socket.socket:
+        """Return a bare connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    @property
+    def num_busy(self) -> int:
+        """How many answers the engine still owes somebody."""
+        return len(self.client.loop._choices)
+
+    def wait_idle(self) -> None:
+        """Wait until the engine has nothing to do and no page is held."""
+        stats = self.client.loop.stats
+        wait_for(lambda: self.num_busy == 0)
+        wait_for(lambda: stats().num_running + stats().num_waiting == 0)
+        assert stats().num_referenced_pages == 0
+        wait_for(lambda: self.api.num_running == 0)
+
+
+@contextmanager
+def live_server(
+    folder: Path, options: ServeOptions | None = None, **engine: int
+) -> Iterator[LiveServer]:
+    """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
+    listener = run.bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tiny_client(folder, **engine) as (client, backend):
+        api = Api(client, options or ServeOptions(drain_s=1), None)
+        up = threading.Event()
+        server = run._Server(run._config(api), up.set)
+        serving = server.serve(sockets=[listener])
+        thread = threading.Thread(target=lambda: asyncio.run(serving))
+        thread.start()
+        assert up.wait(10)
+        with httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+            try:
+                yield LiveServer(url, port, api, client, backend, http)
+            finally:
+                backend.gate.set()
+                server.should_exit = True
+                http.close()
+                thread.join(15)
+                assert not thread.is_alive()
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hello"}], **fields}
+
+
+def post_bytes(path: str, body: object, *, headers: str = "") -> bytes:
+    """Return a whole HTTP request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """Return the data of a stream's events; the last is "[DONE]"."""
+    parts = text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") for part in parts if not part.startswith(":"))
+    found = [part.removeprefix("data: ") for part in parts if not part.startswith(":")]
+    assert found[-1] == "[DONE]"
+    return [json.loads(part) for part in found[:-1]] + ["[DONE]"]
