@@ -69,6 +69,8 @@ def guarded_call(
     Raises SecurityError for anything else.
     """
     meter = meter_of(context)
+    # Jinja hands a loop's variables to functions that ask for the context; none here does.
+    kwargs = {name: kwargs[name] for name in kwargs if name not in {"_loop_vars", "_block_vars"}}
     weight = sum(map(meter.weigh, args)) + sum(map(meter.weigh, kwargs.values()))
     meter.fit(weight)
     meter.charge(1 + weight // 256)

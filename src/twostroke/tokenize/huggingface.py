@@ -77,7 +77,8 @@ def _build(
     vocabulary: dict[str, int] = model["vocab"]
     vocab_size = 1 + max((*vocabulary.values(), *by_text.values()), default=-1)
     for token in added:
-        vocabulary.pop(token.text, None)
+        if token.text != model.get("unk_token"):  # the merger itself writes that one
+            vocabulary.pop(token.text, None)
     core = _core(description, model, set(by_text))
     byte_level = '"ByteLevel"' in json.dumps(
         [description.get("pre_tokenizer"), description.get("decoder")]
@@ -117,8 +118,6 @@ def _core(
     pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
     merges = [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))]
     options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
-    if options.get("unk_token") in apart:  # not reachable by merging any more
-        del options["unk_token"]
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(shell))
         core.model = BPE(model["vocab"], merges, **options)

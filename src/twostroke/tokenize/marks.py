@@ -77,9 +77,7 @@ class Marker:
                 before, found, after = text.partition(role)
                 if not found or not (before or after) or any(text in part for part in written):
                     continue
-                opens = not before or any(part.endswith(before) for part in written)
-                closes = not after or any(part.startswith(after) for part in written)
-                if opens and closes:
+                if all(any(side in part for part in written) for side in (before, after)):
                     yield before + self._spell_role(role) + after, text
 
     def _spell_role(self, role: str) -> str:

@@ -39,6 +39,7 @@ class Meter:
         self._deadline_s = time.thread_time() + budget.max_cpu_s
         # Weights of structures by identity; the structure is kept so that its id stays its own.
         self._weights: dict[int, tuple[object, int]] = {}
+        self._kept = 0
 
     def charge(self, num_steps: int = 1) -> None:
         """Count work about to be done."""
@@ -72,6 +73,8 @@ class Meter:
             weight = len(value)
             self.fit(weight)
             return weight
+        if isinstance(value, range):
+            return len(value)
         if not isinstance(value, (list, tuple, dict)):
             return 1
         known = self._weights.get(id(value))
@@ -82,8 +85,15 @@ class Meter:
         for part in parts:
             weight += 2 + self.weigh(part)
             self.fit(weight)
-        self._weights[id(value)] = (value, weight)
+        self._remember(value, weight)
         return weight
+
+    def _remember(self, value: object, weight: int) -> None:
+        self._kept += weight
+        if self._kept > self._budget.max_chars:
+            self._weights.clear()
+            self._kept = weight
+        self._weights[id(value)] = (value, weight)
 
     def _too_big(self) -> BudgetError:
         return self._over(f"{self._budget.max_chars:,} characters", "max_chars")

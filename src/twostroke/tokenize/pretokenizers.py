@@ -18,15 +18,17 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is cut before merging.
+    r"""How text is cut before merging.
 
-    `patterns` apply one after the other, each cutting further what the ones before it left whole;
-    matches and the stretches between them both stay. `ignore_merges` takes a word that is in the
-    vocabulary as it stands. `nfc` composes characters first. `add_bos` is the default where the
-    file does not say.
+    `single_digits` first sets every numeric character apart (by the library's own notion of
+    numeric, which knows some that `\p{N}` does not). `patterns` apply one after the other, each
+    cutting further what the ones before it left whole; matches and the stretches between them
+    both stay. `ignore_merges` takes a word that is in the vocabulary as it stands. `nfc` composes
+    characters first. `add_bos` is the default where the file does not say.
     """
 
     patterns: tuple[str, ...]
+    single_digits: bool = False
     ignore_merges: bool = False
     nfc: bool = False
     add_bos: bool = False
@@ -38,8 +40,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
     "gpt-2": PreTokenizer((_GPT2,)),
-    # HuggingFaceTB/SmolLM2 tokenizer.json: Digits(individual), then ByteLevel's own pattern.
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    # HuggingFaceTB/SmolLM2 tokenizer.json: Digits, then ByteLevel with its own pattern, GPT-2's.
+    "smollm": PreTokenizer((_GPT2,), single_digits=True),
     # meta-llama/Meta-Llama-3 tokenizer.json.
     "llama-bpe": PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     # Qwen/Qwen2 tokenizer.json, which normalizes to NFC.
@@ -61,9 +63,10 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 def build_pre_tokenizer(spec: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     """Return the `tokenizers` object that cuts as `spec` says and maps bytes to characters."""
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if spec.single_digits else []
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in spec.patterns]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*cuts, spell])
+    return pre_tokenizers.Sequence([*digits, *cuts, spell])
 
 
 def build_normalizer(spec: PreTokenizer) -> normalizers.Normalizer | None:

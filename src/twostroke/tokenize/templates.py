@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize.prompt import Prompt
     from twostroke.tokenize.tokenizer import Tokenizer
 
-_MAX_SOURCE_CHARS = 256 * 1024
+_MAX_SOURCE_CHARS = 64 * 1024
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
     " + '<|im_end|>' + '\\n' }}{% endfor %}"

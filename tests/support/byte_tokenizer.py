@@ -1,0 +1,52 @@
+"""A tokenizer small enough to reason about: all 256 bytes, a few merges, a few special tokens."""
+
+from __future__ import annotations
+
+from twostroke.tokenize import Tokenizer, from_gguf
+from twostroke.tokenize.alphabets import byte_level_bytes
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+START, END, DOC, TOOL = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool>"
+_MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ã ©", "ð Ł", "Ġ Ġ", "< |"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_characters() -> list[str]:
+    """The 256 characters of the byte-level alphabet, in the order of the bytes they stand for."""
+    to_bytes = byte_level_bytes()
+    candidates = (chr(code) for code in range(0x21, 0x180))
+    found = {to_bytes(char)[0]: char for char in candidates if len(to_bytes(char)) == 1}
+    return [found[value] for value in range(256)]
+
+
+def byte_metadata(
+    *, more_merges: tuple[str, ...] = (), odd: tuple[tuple[str, int], ...] = (), **keys: object
+) -> dict[str, object]:
+    """GGUF metadata of the tokenizer; `odd` adds tokens with types, `keys` sets keys."""
+    all_merges = [*_MERGES, *more_merges]
+    tokens = [START, END, DOC, TOOL]
+    types = [CONTROL, CONTROL, CONTROL, USER_DEFINED]
+    plain = [*byte_characters(), *(merge.replace(" ", "") for merge in all_merges)]
+    plain = [text for text in dict.fromkeys(plain) if text not in {text for text, _ in odd}]
+    tokens += plain + [text for text, _ in odd]
+    types += [NORMAL] * len(plain) + [kind for _, kind in odd]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": all_merges,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": CHATML,
+    }
+    metadata.update((f"tokenizer.ggml.{key}", value) for key, value in keys.items())
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def byte_tokenizer(**keys: object) -> Tokenizer:
+    """The tokenizer itself."""
+    return from_gguf(byte_metadata(**keys))  # type: ignore[arg-type]

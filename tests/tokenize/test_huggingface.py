@@ -1,0 +1,236 @@
+"""Tokenizers out of Hugging Face folders: byte-level and SentencePiece, and what lies beside."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.byte_tokenizer import CHATML, DOC, END, START, TOOL, byte_metadata, byte_tokenizer
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.tokenize import Tokenizer, from_tokenizer_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
+FROM_GGUF = byte_tokenizer()
+PIECES = ["\u2581", "h", "e", "l", "o", "\u2581h", "\u2581he", "ll", "\u2581hell", "\u2581hello"]
+
+
+def _byte_level(**members: object) -> dict[str, Any]:
+    """The small byte tokenizer as a tokenizer.json."""
+    metadata: dict[str, Any] = byte_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    added = [
+        {"id": id_, "content": text, "special": text != TOOL}
+        for id_, text in enumerate((START, END, DOC, TOOL))
+    ]
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": BYTE_LEVEL,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel"},
+        "model": {
+            "type": "BPE",
+            "vocab": {text: id_ for id_, text in enumerate(tokens)},
+            "merges": metadata["tokenizer.ggml.merges"],
+        },
+        **members,
+    }
+
+
+def _sentencepiece(**members: object) -> dict[str, Any]:
+    """A Llama 2 style tokenizer.json: byte fallback, spaces as U+2581, a space in front."""
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *PIECES]
+    merges = ["\u2581 h", "\u2581h e", "l l", "\u2581he ll", "\u2581hell o"]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": id_, "content": text, "special": True} for id_, text in enumerate(texts[:3])
+        ],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {text: id_ for id_, text in enumerate(texts)},
+            "merges": merges,
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": "<unk>",
+        },
+        **members,
+    }
+
+
+def _load(folder: Path, description: object, **files: object) -> Tokenizer:
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return from_tokenizer_json(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {
+        "byte-level": _load(tmp_path_factory.mktemp("bytes"), _byte_level()),
+        "sentencepiece": _load(tmp_path_factory.mktemp("pieces"), _sentencepiece()),
+    }
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+def test_any_text_round_trips(folders: dict[str, Tokenizer], name: str, text: str) -> None:
+    assert folders[name].decode(folders[name].encode(text)) == text
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_both_files_of_one_tokenizer_give_the_same_ids(
+    folders: dict[str, Tokenizer], text: str
+) -> None:
+    assert folders["byte-level"].encode(text) == FROM_GGUF.encode(text)
+
+
+def test_special_tokens_are_kept_apart(folders: dict[str, Tokenizer]) -> None:
+    tokenizer = folders["byte-level"]
+    assert tokenizer.encode(f"{START}hello{END}", parse_special=True)[::2] == [0, 1]
+    assert not tokenizer.special_ids.intersection(tokenizer.encode(f"{START}hello{END}"))
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert 3 in tokenizer.encode(f"a{TOOL}b")
+
+
+def test_sentencepiece_spells_spaces_and_bytes(folders: dict[str, Tokenizer]) -> None:
+    tokenizer = folders["sentencepiece"]
+    hello = tokenizer.find("\u2581hello")
+    assert hello is not None
+    assert tokenizer.encode("hello hello") == [hello, hello]
+    assert tokenizer.encode("hello", add_special=True) == [1, hello]
+    assert tokenizer.token_bytes(hello) == b" hello"
+    assert tokenizer.token_bytes(3 + 0xE9) == b"\xe9"
+    assert tokenizer.decode([hello, hello]) == "hello hello"
+    assert tokenizer.decode(tokenizer.encode("é")) == "é"
+
+
+def test_only_the_first_stretch_gets_a_space_where_the_file_says_so(tmp_path: Path) -> None:
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
+    tokenizer = _load(tmp_path, _sentencepiece(normalizer=None, pre_tokenizer=metaspace))
+    first = tokenizer.encode("hello</s>hello", parse_special=True)
+    texts = [tokenizer.token_text(id_) for id_ in first]
+    assert texts == ["\u2581hello", "</s>", "h", "e", "ll", "o"]
+
+
+def test_files_beside_it_name_ends_and_templates(tmp_path: Path) -> None:
+    tokenizer = _load(
+        tmp_path,
+        _byte_level(),
+        tokenizer_config={
+            "bos_token": START,
+            "eos_token": {"content": END},
+            "chat_template": [
+                {"name": "default", "template": "old"},
+                {"name": "tool_use", "template": "tools"},
+            ],
+        },
+        generation_config={"eos_token_id": [1, 3]},
+        config={"eos_token_id": 1},
+    )
+    assert tokenizer.bos_id == 0
+    assert tokenizer.eos_ids == {1, 2, 3}
+    assert tokenizer.named_texts == {"bos_token": START, "eos_token": END}
+    assert tokenizer.chat_templates == {"default": "old", "tool_use": "tools"}
+    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    again = from_tokenizer_json(tmp_path / "tokenizer.json")
+    assert again.chat_templates["default"] == CHATML
+
+
+def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
+    description = _byte_level()
+    description["model"]["merges"] = [m.split(" ") for m in description["model"]["merges"]]
+    assert _load(tmp_path, description).encode("hello") == FROM_GGUF.encode("hello")
+
+
+def test_no_text_merges_into_a_special_token(tmp_path: Path) -> None:
+    description = _sentencepiece()
+    description["model"]["merges"] += ["< s", "<s >"]
+    for text in ("<", "s", ">", "<s"):
+        description["model"]["vocab"][text] = len(description["model"]["vocab"])
+    tokenizer = _load(tmp_path, description)
+    assert 1 not in tokenizer.encode("<s>")
+    assert 1 in tokenizer.encode("<s>", parse_special=True)
+
+
+def test_what_no_merge_and_no_byte_covers_is_unknown(tmp_path: Path) -> None:
+    description = _sentencepiece()
+    description["model"]["byte_fallback"] = False
+    tokenizer = _load(tmp_path, description)
+    assert tokenizer.find("<unk>") in tokenizer.encode("h!")
+    assert tokenizer.find("<unk>") not in tokenizer.encode("hello")
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json"):
+        from_tokenizer_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "type None"),
+        (b'{"model": {"type": "Unigram"}}', "type Unigram"),
+        (b'{"model": {"type": "BPE"}}', "damaged"),
+        (b'{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "cannot be used"),
+        (b'{"model": {"vocab": {"a": "x"}, "merges": []}}', "damaged|cannot"),
+        (b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}', "damaged"),
+        (
+            b'{"model": {"vocab": {}, "merges": []}, "pre_tokenizer": {"type": "X"}}',
+            "cannot be used",
+        ),
+    ],
+)
+def test_damaged_files_are_format_errors(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelFormatError, match=words):
+        from_tokenizer_json(tmp_path)

@@ -1,0 +1,212 @@
+"""Hostile chat templates: cut off in time and space, and no way out of the sandbox."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import pytest
+
+from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
+from twostroke.tokenize.meter import BudgetError, RenderBudget
+from twostroke.tokenize.templates import ChatTemplate
+
+HI = [{"role": "user", "content": "Hi"}]
+TIGHT = RenderBudget(max_chars=200_000, max_steps=2_000_000, max_cpu_s=0.1)
+LOOP = "{% for i in range(99999) %}"
+END = "{% endfor %}"
+GROW = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(200) %}"
+
+TOO_LONG = {
+    "nested loops": LOOP * 3 + END * 3,
+    "nested loops that filter all": LOOP + "{% for j in range(99999) if false %}{% endfor %}" + END,
+    "nested loops that write": LOOP * 2 + "aaaaaaaaaaaaaaaaaaaaaa" + END * 2,
+    "calls of calls": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}"
+    "{{ m(99) }}",
+    "nested calls": "{% macro m() %}" + LOOP + "{{ caller() }}" + END + "{% endmacro %}"
+    "{% call m() %}{% call m() %}x{% endcall %}{% endcall %}",
+    "lazy filters in a chain": "{% set ns = namespace(x=range(9999)) %}"
+    + LOOP
+    + "{% set ns.x = ns.x | map('string') %}"
+    + END,
+    "sorting in a loop": "{% set x = range(9999) | list %}"
+    + LOOP
+    + "{% set y = x | sort | reverse | list %}"
+    + END,
+    "searching in a loop": "{% set x = 'ab' * 99999 %}"
+    + LOOP
+    + "{% set y = 'ba' * 30 + 'c' in x %}"
+    + END,
+    "searching a range": LOOP + "{% set y = 'x' in range(99999) %}" + END,
+    "slicing in a loop": "{% set x = 'ab' * 99999 %}" + LOOP + "{% set y = x[1:] %}" * 50 + END,
+    "splitting in a loop": "{% set x = 'a ' * 99999 %}" + LOOP + "{% set y = x.split() %}" + END,
+    "strings in a loop": "{% set x = 'a ' * 99999 %}"
+    + LOOP
+    + "{% set y = x | title | trim %}"
+    + END,
+    "lists that grow by one": "{% set ns = namespace(x=[]) %}"
+    + LOOP
+    + "{% set ns.x = ns.x + [i] %}"
+    + END,
+    "a number that doubles": "{% set ns = namespace(x=1) %}"
+    + LOOP * 2
+    + "{% set ns.x = ns.x + ns.x %}"
+    + END * 2,
+}
+TOO_BIG = {
+    "product": "{{ 'a' * 10**10 }}",
+    "product turned round": "{{ 10**10 * 'a' }}",
+    "product of lists": "{{ [0] * 10**9 }}",
+    "sums that double": GROW + "{% set ns.x = ns.x + ns.x %}" + END,
+    "glue that doubles": GROW + "{% set ns.x = ns.x ~ ns.x %}" + END,
+    "blocks that double": GROW
+    + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
+    + END,
+    "lists that double": GROW + "{% set ns.x = [ns.x, ns.x] %}" + END + "{{ ns.x }}",
+    "tuples that double": GROW + "{% set ns.x = (ns.x, ns.x) %}" + END + "{{ ns.x }}",
+    "dictionaries that double": GROW
+    + "{% set ns.x = {'a': ns.x, 'b': ns.x} %}"
+    + END
+    + "{{ ns.x | tojson }}",
+    "dictionaries called": GROW + "{% set ns.x = dict(a=ns.x, b=ns.x) %}" + END + "{{ ns.x }}",
+    "arguments that double": "{% set ns = namespace(x='a') %}"
+    "{% macro m() %}{% set ns.x = varargs %}{% endmacro %}"
+    "{% for i in range(99) %}{{ m(ns.x, ns.x) }}{% endfor %}{{ ns.x }}",
+    "comparing what doubles": "{% set ns = namespace(x='a', y='a') %}{% for i in range(99) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "join": "{{ ('a' * 9999) | join('b' * 9999) }}",
+    "join of strings": "{{ ('a' * 9999).join(['a'] * 9999) }}",
+    "replace": "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
+    "replace of nothing": "{{ ('a' * 9999) | replace('', 'b' * 9999) }}",
+    "indent": "{{ 'a\nb' | indent(10**9) }}",
+    "separators": "{{ ([1] * 9999) | tojson(separators=('a' * 9999, ':')) }}",
+    "percent": "{{ ('%(a)s' * 9999) % {'a': 'b' * 9999} }}",
+    "braces": "{{ ('{0}' * 9999).format('b' * 9999) }}",
+    "a joiner": "{% set j = joiner('x' * 99999) %}{% for i in range(99) %}{{ j() }}{% endfor %}",
+}
+REFUSED = {
+    "range": "{% for i in range(10**9) %}a{% endfor %}",
+    "power of squares": "{% set ns = namespace(x=2) %}{% for i in range(99) %}"
+    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "width": "{{ '%1000000000d' % 1 }}",
+    "width from an argument": "{{ '%*d' % (10**9, 1) }}",
+    "precision": "{{ '%.999999999f' % 1.0 }}",
+    "width in braces": "{{ '{:1000000000}'.format(1) }}",
+    "width in nested braces": "{{ '{:{}}'.format(1, 10**9) }}",
+    "width by item": "{{ 'a{0:999999999}'['format'](1) }}",
+    "width by filter": "{{ '%1000000000d' | format(1) }}",
+    "padding": "{{ 'a'.ljust(10**9) }}",
+    "indented JSON": "{{ [1] | tojson(indent=10**9) }}",
+    "rounding": "{{ 1.5 | round(10**9) }}",
+    "sum of lists": "{{ ([[1]] * 9999) | sum(start=[]) }}",
+    "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "endless loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "date": "{{ strftime_now('%9999999d') }}",
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "globals of a function": "{{ cycler.__init__.__globals__ }}",
+    "globals by format": "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "globals by map": "{{ [cycler] | map(attribute='__init__.__globals__') | list }}",
+    "changing a message": "{{ messages[0].update({'a': 1}) }}",
+    "changing by the type": "{{ dict.update(messages[0], {'a': 1}) }}",
+    "changing a list": "{{ messages.append(1) }}",
+    "files": "{% include '/etc/passwd' %}",
+    "modules": "{% import 'os' as os %}",
+    "lorem ipsum": "{{ lipsum(99999) }}",
+}
+NOT_COMPILED = {
+    "long": " " * 70_000,
+    "parentheses": "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
+    "brackets": "{{ " + "[" * 30_000 + "]" * 30_000 + " }}",
+    "negations": "{{ " + "not " * 15_000 + "1 }}",
+    "sums": "{{ 1" + "+1" * 30_000 + " }}",
+    "loops": "{% for i in [1] %}" * 60 + END * 60,
+    "filters": "{{ a" + "|upper" * 10_000 + " }}",
+    "a number": "{{ " + "9" * 60_000 + " }}",
+    "padding filter": "{{ 'a' | center(10**9) }}",
+    "unclosed": "{{" * 30_000,
+}
+
+
+def _render(source: str) -> str:
+    return ChatTemplate(source, budget=TIGHT).render(HI).text
+
+
+@pytest.mark.parametrize("source", TOO_LONG.values(), ids=TOO_LONG)
+def test_work_without_end_is_cut_off(source: str) -> None:
+    template = ChatTemplate(source, budget=TIGHT)
+    start_s = time.thread_time()
+    with pytest.raises(BudgetError, match="RenderBudget"):
+        template.render(HI)
+    assert time.thread_time() - start_s < 1.0
+
+
+@pytest.mark.parametrize("source", TOO_BIG.values(), ids=TOO_BIG)
+def test_what_would_be_too_big_is_never_built(source: str) -> None:
+    template = ChatTemplate(source, budget=TIGHT)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BudgetError, match="RenderBudget"):
+            template.render(HI)
+        assert tracemalloc.get_traced_memory()[1] < 32 * 1024**2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)
+def test_what_no_template_needs_is_refused(source: str) -> None:
+    start_s = time.thread_time()
+    with pytest.raises(RequestError) as caught:
+        _render(source)
+    assert time.thread_time() - start_s < 1.0
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize("source", NOT_COMPILED.values(), ids=NOT_COMPILED)
+def test_sources_made_to_break_the_compiler_are_format_errors(source: str) -> None:
+    with pytest.raises(ModelFormatError):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception.__globals__ }}",
+        "{{ self._TemplateReference__context }}",
+        "{{ ''|attr('__class__') }}",
+        "{{ strftime_now.__self__ }}",
+        "{{ range.__self__ }}",
+        "{{ messages.__class__ }}",
+    ],
+)
+def test_inner_attributes_lead_nowhere(source: str) -> None:
+    try:
+        text = _render(source)
+    except TwostrokeError as error:
+        text = error.message.removeprefix("The chat template refuses these messages: access to")
+        text = "" if text.endswith("is unsafe.") else error.message
+    assert text == ""
+
+
+def test_namespaces_do_not_print_what_they_hold() -> None:
+    source = "{% set ns = namespace(x='secret') %}{% set ns.y = ns %}{{ ns }}{{ [ns] }}"
+    assert _render(source) == "<Namespace>[<Namespace>]"
+
+
+def test_long_chats_fit_the_default_budget() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' and loop.index0 > 0 %}\n{% endif %}"
+        "{{ '<|' + m.role + '|>' + m.content | trim }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y" * 100}]
+    assert len(template.render(chat * 2_000).text) > 400_000
+
+
+def test_one_template_renders_in_many_threads_at_once() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    template = ChatTemplate("{% for i in range(100) %}{{ messages[0].content }}{% endfor %}")
+    with ThreadPoolExecutor(8) as pool:
+        chats = [[{"role": "user", "content": str(i)}] for i in range(64)]
+        texts = [prompt.text for prompt in pool.map(template.render, chats)]
+    assert texts == [str(i) * 100 for i in range(64)]

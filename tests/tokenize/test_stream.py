@@ -1,0 +1,162 @@
+"""Streamed text: exact, never half a character, cut at the first stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.byte_tokenizer import END, byte_tokenizer
+from twostroke.tokenize import StreamDecoder
+
+TOKENIZER = byte_tokenizer()
+IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=60)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+STOPS = st.lists(st.text("abé🎉 ", max_size=5), max_size=4)
+
+
+def _byte_ids(data: bytes) -> list[int]:
+    """One token a byte: text cut at every place where it can be."""
+    by_byte = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
+    return [by_byte[bytes([value])] for value in data]
+
+
+def _stream(
+    ids: list[int], *stops: str, include_stop: bool = False
+) -> tuple[list[str], str | None]:
+    decoder = StreamDecoder(TOKENIZER, stops, include_stop=include_stop)
+    pieces = [decoder.feed(id_) for id_ in ids]
+    return [*pieces, decoder.finish()], decoder.stop
+
+
+def _first_to_end(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """The slow twin: grow the text by one character until it ends in a stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if ending:
+            return end, max(ending, key=len)
+    return None
+
+
+@given(IDS)
+def test_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
+    pieces, stop = _stream(ids)
+    assert "".join(pieces) == TOKENIZER.decode(ids)
+    assert stop is None
+
+
+@given(TEXTS, st.data())
+def test_any_split_of_a_text_streams_to_the_same_text(text: str, data: st.DataObject) -> None:
+    stops = data.draw(STOPS)
+    whole = _stream(TOKENIZER.encode(text), *stops)
+    bytewise = _stream(_byte_ids(text.encode()), *stops)
+    assert "".join(whole[0]) == "".join(bytewise[0])
+    assert whole[1] == bytewise[1]
+
+
+@given(TEXTS)
+def test_no_piece_ends_inside_a_character(text: str) -> None:
+    pieces, _ = _stream(_byte_ids(text.encode()))
+    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    lengths = [len(piece.encode()) for piece in pieces]
+    assert sum(lengths) == len(text.encode())
+
+
+@given(st.text("abé🎉 ", max_size=40), STOPS, st.booleans())
+def test_the_first_stop_string_to_end_cuts_the_text(
+    text: str, stops: list[str], include: bool
+) -> None:
+    pieces, stop = _stream(_byte_ids(text.encode()), *stops, include_stop=include)
+    expected = _first_to_end(text, stops)
+    if expected is None:
+        assert ("".join(pieces), stop) == (text, None)
+    else:
+        end, found = expected
+        assert stop == found
+        assert "".join(pieces) == text[: end if include else end - len(found)]
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
+def test_what_is_held_back_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
+    decoder = StreamDecoder(TOKENIZER, stops)
+    shown, known = "", ""
+    for char in text:
+        shown += decoder.feed(_byte_ids(char.encode())[0])
+        known += char
+        if decoder.stop is not None:
+            break
+        held = known[len(shown) :]
+        assert known == shown + held
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+        longer = range(len(held) + 1, len(known) + 1)
+        assert not any(stop.startswith(known[-n:]) for n in longer for stop in stops)
+
+
+@pytest.mark.parametrize("stop", ["STOP", "é🎉é", "\n\nUser:", "🎉"])
+def test_a_stop_string_is_found_at_every_byte_offset(stop: str) -> None:
+    text = f"some té🎉xt {stop} and more"
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        for token_bytes in (data[:cut], data[cut:]):
+            assert token_bytes in data
+        ids = [*_byte_ids(data[:cut]), *TOKENIZER.encode(data[cut:].decode("utf-8", "ignore"))]
+        if data[cut:].decode("utf-8", "ignore").encode() != data[cut:]:
+            ids = _byte_ids(data)
+        pieces, found = _stream(ids, stop)
+        expected = text[: text.index(stop)]
+        assert "".join(pieces) == expected
+        assert found == stop
+
+
+def test_a_stop_string_inside_one_token_is_found() -> None:
+    pieces, found = _stream(TOKENIZER.encode("say hello now"), "ell")
+    assert "".join(pieces) == "say h"
+    assert found == "ell"
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    decoder = StreamDecoder(TOKENIZER, ["b"])
+    assert [decoder.feed(id_) for id_ in _byte_ids(b"abab")] == ["a", "", "", ""]
+    assert decoder.finish() == ""
+
+
+def test_an_unfinished_character_becomes_a_replacement_at_the_end() -> None:
+    pieces, _ = _stream(_byte_ids("a🎉".encode()[:-1]))
+    assert pieces == ["a", "", "", "", "\ufffd"]
+
+
+def test_bytes_that_are_no_text_become_replacements() -> None:
+    data = b"a\xff\xc3(\xf0\x9f\x8eb"
+    pieces, _ = _stream(_byte_ids(data))
+    assert "".join(pieces) == data.decode("utf-8", "replace")
+
+
+def test_held_text_comes_out_at_the_end() -> None:
+    pieces, stop = _stream(_byte_ids(b"abc\n\nUse"), "\n\nUser:")
+    assert pieces[-1] == "\n\nUse"
+    assert "".join(pieces) == "abc\n\nUse"
+    assert stop is None
+
+
+def test_finishing_twice_gives_nothing_more() -> None:
+    decoder = StreamDecoder(TOKENIZER, ["zz"])
+    decoder.feed(_byte_ids(b"z")[0])
+    assert (decoder.finish(), decoder.finish()) == ("z", "")
+
+
+def test_special_tokens_are_not_shown_and_do_not_cut_characters() -> None:
+    first, second = _byte_ids("é".encode())
+    end = TOKENIZER.find(END)
+    assert end is not None
+    pieces, _ = _stream([first, end, second])
+    assert pieces == ["", "", "é", ""]
+    shown = StreamDecoder(TOKENIZER, skip_special=False)
+    assert shown.feed(end) == END
+
+
+def test_time_does_not_grow_with_the_text_held_back() -> None:
+    decoder = StreamDecoder(TOKENIZER, ["a" * 5000 + "b"])
+    token = _byte_ids(b"a")[0]
+    shown = sum(len(decoder.feed(token)) for _ in range(20_000))
+    assert shown == 15_000
+    assert len(decoder.finish()) == 5_000
