@@ -48,20 +48,61 @@ inline void dot_accumulate(__m512i* sum, __m512i quads, const uint8_t* activatio
       : "v"(quads), "m"(*reinterpret_cast<const uint32_t (*)[1]>(activations)));
 }
 
+/// The rows' bytes of a block, at an address that the compiler cannot tell from any other: else
+/// GCC keeps one pointer a row, and moves them in and out of its few registers.
+inline const uint8_t* row_bytes(const PanelBlock& block, int row) {
+  const uint8_t* bytes = block.rows[row];
+  asm("" : "+r"(bytes));
+  return bytes;
+}
+
+/// What the sum of a row starts from before the high plane. For Q8_0, shifted left by 7, this is
+/// the -128 S that takes back the 128 added to the weights.
+template <WeightType T>
+inline __m512i high_start(const int32_t* minus_sum) {
+  return T == WeightType::Q8_0 ? _mm512_set1_epi32(*minus_sum) : _mm512_setzero_si512();
+}
+
+/// Ends a row's integer sum: takes back the 8 subtracted from Q4_0's nibbles.
+template <WeightType T>
+inline __m512i finish_dot(__m512i sum, const int32_t* minus_eight_sum) {
+  return T == WeightType::Q4_0 ? _mm512_add_epi32(sum, _mm512_set1_epi32(*minus_eight_sum)) : sum;
+}
+
+/// Few rows: the planes in sums of their own, for shorter chains of dependent instructions.
+template <WeightType T, int R>
+inline void dot_block_apart(const __m512i quads[8], const PanelBlock& block, int row,
+                            Integers sums[R]) {
+  const uint8_t* bytes = row_bytes(block, row);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    __m512i high = high_start<T>(&block.minus_sum[row + r]);
+    __m512i low = _mm512_setzero_si512();
+    TS_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      dot_accumulate(&high, quads[i], bytes + 64 * r + 4 * i);
+      dot_accumulate(&low, quads[i], bytes + 64 * r + kBlockSize + 4 * i);
+    }
+    const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+    sums[r].v = finish_dot<T>(sum, &block.minus_eight_sum[row + r]);
+  }
+}
+
 template <WeightType T, int R>
 inline void dot_block(const uint8_t* quants, const PanelBlock& block, int row, Integers sums[R]) {
   __m512i quads[8];
   load_quads<T>(quants, quads);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    // Shifted left by 7 below, this is the -128 S that takes back the 128 added to the weights.
-    sums[r].v = T == WeightType::Q8_0 ? _mm512_set1_epi32(block.minus_sum[row + r])
-                                      : _mm512_setzero_si512();
+  if constexpr (R <= 2) {
+    dot_block_apart<T, R>(quads, block, row, sums);
+    return;
   }
+  const uint8_t* bytes = row_bytes(block, row);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(&block.minus_sum[row + r]);
   TS_UNROLL
   for (int i = 0; i < 8; ++i) {
     TS_UNROLL
-    for (int r = 0; r < R; ++r) dot_accumulate(&sums[r].v, quads[i], &block.rows[row + r][4 * i]);
+    for (int r = 0; r < R; ++r) dot_accumulate(&sums[r].v, quads[i], bytes + 64 * r + 4 * i);
   }
   TS_UNROLL
   for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
@@ -69,14 +110,12 @@ inline void dot_block(const uint8_t* quants, const PanelBlock& block, int row, I
   for (int i = 0; i < 8; ++i) {
     TS_UNROLL
     for (int r = 0; r < R; ++r) {
-      dot_accumulate(&sums[r].v, quads[i], &block.rows[row + r][kBlockSize + 4 * i]);
+      dot_accumulate(&sums[r].v, quads[i], bytes + 64 * r + kBlockSize + 4 * i);
     }
   }
-  if constexpr (T == WeightType::Q4_0) {
-    TS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      sums[r].v = _mm512_add_epi32(sums[r].v, _mm512_set1_epi32(block.minus_eight_sum[row + r]));
-    }
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    sums[r].v = finish_dot<T>(sums[r].v, &block.minus_eight_sum[row + r]);
   }
 }
 

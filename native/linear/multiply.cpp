@@ -5,7 +5,9 @@
 #include "linear/kernels.h"
 #include "linear/layout.h"
 #include "linear/linear.h"
+#include "linear/scratch.h"
 #include "linear/tiles.h"
+#include "linear/wide.h"
 
 namespace ts {
 namespace {
@@ -59,11 +61,10 @@ void multiply_rows(const Product& product, int64_t group, int64_t panel, int row
   }
 }
 
-/// Cuts the rows of a panel into powers of two, largest first.
+/// Cuts rows [row, num_rows) of a panel into powers of two, largest first.
 template <WeightType T>
-void multiply_panel(const Product& product, int64_t group, int64_t panel, int num_rows) {
+void multiply_panel(const Product& product, int64_t group, int64_t panel, int row, int num_rows) {
   constexpr int largest = max_kernel_rows<T>();
-  int row = 0;
   if constexpr (largest >= 8) {
     for (; row + 8 <= num_rows; row += 8) multiply_rows<T, 8>(product, group, panel, row);
   }
@@ -74,20 +75,94 @@ void multiply_panel(const Product& product, int64_t group, int64_t panel, int nu
   for (; row < num_rows; ++row) multiply_rows<T, 1>(product, group, panel, row);
 }
 
+/// Rows [row_begin, row_end) against groups few at a time: read from the packed form each time.
 template <WeightType T>
-void multiply_groups(const Product& product, int64_t num_rows, int64_t group_begin,
-                     int64_t group_end) {
+void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
+                     int64_t group_begin, int64_t group_end) {
   const int64_t size = group_bytes(T, product.weight.num_inputs);
   const int64_t step = std::max(int64_t{1}, kCachedGroupBytes / size);
   for (int64_t first = group_begin; first < group_end; first += step) {
     const int64_t last = std::min(first + step, group_end);
-    for (int64_t row = 0; row < num_rows; row += kPanelRows) {
-      const int count = static_cast<int>(std::min(kPanelRows, num_rows - row));
+    for (int64_t panel = row_begin / kPanelRows; panel * kPanelRows < row_end; ++panel) {
+      const int64_t first_row = panel * kPanelRows;
+      const auto begin = static_cast<int>(std::max(row_begin - first_row, int64_t{0}));
+      const auto end = static_cast<int>(std::min(row_end - first_row, kPanelRows));
       for (int64_t group = first; group < last; ++group) {
-        multiply_panel<T>(product, group, row / kPanelRows, count);
+        multiply_panel<T>(product, group, panel, begin, end);
       }
     }
   }
+}
+
+#if TS_LEVEL >= 2
+
+/// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
+constexpr int64_t kCachedRowBytes = 1024 * 1024;
+
+/// Four rows against three unpacked groups; `next` as for multiply_wide.
+template <WeightType T>
+void multiply_wide_rows(const Product& product, const WideBlock* blocks, const uint8_t* next,
+                        int64_t group, int64_t row) {
+  const int64_t num_blocks = product.num_blocks();
+  const auto* panel =
+      reinterpret_cast<const PanelBlock*>(product.prepared) + row / kPanelRows * num_blocks;
+  Lanes sums[kWideRows][kWideGroups];
+  multiply_wide<T>(blocks, panel, static_cast<int>(row % kPanelRows), num_blocks, next, sums);
+  for (int r = 0; r < kWideRows; ++r) {
+    float* out = product.out + (row + r) * product.out_stride;
+    for (int g = 0; g < kWideGroups; ++g) {
+      const int64_t first = (group + g) * kGroupSize;
+      store_group(sums[r][g], out + first, product.weight.num_outputs - first, product.accumulate);
+    }
+  }
+}
+
+/// Rows in fours and groups in threes; returns the first group that was left out.
+template <WeightType T>
+int64_t multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
+                          int64_t group_begin, int64_t group_end) {
+  static thread_local Scratch scratch;
+  const int64_t num_inputs = product.weight.num_inputs;
+  const int64_t bytes = product.num_blocks() * static_cast<int64_t>(sizeof(WideBlock));
+  auto* blocks = reinterpret_cast<WideBlock*>(scratch.reserve(bytes));
+  int64_t group = group_begin;
+  for (; group + kWideGroups <= group_end; group += kWideGroups) {
+    const int64_t size = group_bytes(T, num_inputs);
+    const uint8_t* packed = product.weight.data + group * size;
+    const bool more = group + 2 * kWideGroups <= group_end;
+    unpack_wide<T>(packed, num_inputs, blocks);
+    for (int64_t row = row_begin; row < row_end; row += kWideRows) {
+      const uint8_t* next = more && row == row_begin ? packed + kWideGroups * size : nullptr;
+      multiply_wide_rows<T>(product, blocks, next, group, row);
+    }
+  }
+  return group;
+}
+
+#endif
+
+/// Chooses by the number of rows how weights are read; every way gives the same bits.
+template <WeightType T>
+void multiply_groups(const Product& product, int64_t num_rows, int64_t group_begin,
+                     int64_t group_end) {
+  int64_t row = 0;
+#if TS_LEVEL >= 2
+  if constexpr (is_block_format(T)) {
+    const int64_t row_bytes =
+        product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock)) / kPanelRows;
+    const int64_t step =
+        std::max(kPanelRows, kCachedRowBytes / row_bytes / kPanelRows * kPanelRows);
+    const int64_t num_wide_rows =
+        num_rows >= kFewestWideRows ? num_rows / kWideRows * kWideRows : 0;
+    for (; row < num_wide_rows; row += step) {
+      const int64_t end = std::min(row + step, num_wide_rows);
+      const int64_t rest = multiply_unpacked<T>(product, row, end, group_begin, group_end);
+      multiply_packed<T>(product, row, end, rest, group_end);
+    }
+    row = num_wide_rows;
+  }
+#endif
+  if (row < num_rows) multiply_packed<T>(product, row, num_rows, group_begin, group_end);
 }
 
 }  // namespace

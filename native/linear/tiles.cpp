@@ -10,44 +10,14 @@
 #if TS_LEVEL == 3
 
 #include <algorithm>
-#include <new>
 
+#include "linear/scratch.h"
 #include "linear/tile.h"
 #include "linear/tiles.h"
 #include "linear/unpack_tiles.h"
 
 namespace ts {
 namespace {
-
-/// A thread's own panel of unpacked weights; grows, and lives as long as the thread.
-class PanelBuffer {
- public:
-  PanelBuffer() = default;
-  ~PanelBuffer() { release(); }
-  PanelBuffer(const PanelBuffer&) = delete;
-  PanelBuffer& operator=(const PanelBuffer&) = delete;
-
-  uint8_t* reserve(int64_t bytes) {
-    if (bytes > capacity_) {
-      release();
-      data_ = static_cast<uint8_t*>(::operator new(static_cast<size_t>(bytes), kAlignment));
-      capacity_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-
-  void release() {
-    if (data_ != nullptr) ::operator delete(data_, kAlignment);
-    data_ = nullptr;
-    capacity_ = 0;
-  }
-
-  uint8_t* data_ = nullptr;
-  int64_t capacity_ = 0;
-};
 
 void unpack_group(const PackedWeight& weight, int64_t group, uint8_t* tiles, int64_t stride) {
   const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
@@ -172,7 +142,7 @@ void multiply_tile_panel(const TileProduct& product, const uint8_t* panel, int64
 }  // namespace
 
 void multiply_tiles(const TileProduct& product, int64_t group_begin, int64_t group_end) {
-  static thread_local PanelBuffer buffer;
+  static thread_local Scratch buffer;
   const int64_t num_tiles = round_up(product.weight.num_inputs, kBlockSize) / kBlockSize;
   uint8_t* panel = buffer.reserve(2 * num_tiles * kTileBytes);
   const TileSession session;

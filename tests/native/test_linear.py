@@ -58,7 +58,7 @@ def test_unpacked_rows_are_the_exact_weights(
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 21])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 21, 37])
 def test_generated_rows_equal_the_twin_bit_for_bit(
     lib: Library, kind: int, shape: tuple[int, int], num_rows: int
 ) -> None:
