@@ -147,11 +147,10 @@ def _named_texts(metadata: Mapping[str, object], tokens: Sequence[str]) -> dict[
 
 def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
     key = "tokenizer.chat_template"
-    return {
-        name.removeprefix(key).removeprefix(".") or "default": source
-        for name, source in metadata.items()
-        if (name == key or name.startswith(key + ".")) and isinstance(source, str)
-    }
+    # By name first: to read the value of every key would decode the large arrays again.
+    names = [name for name in metadata if name == key or name.startswith(key + ".")]
+    found = {name[len(key) + 1 :] or "default": metadata[name] for name in names}
+    return {name: source for name, source in found.items() if isinstance(source, str)}
 
 
 def _get(metadata: Mapping[str, object], key: str, kind: type[T]) -> T | None:
