@@ -34,7 +34,7 @@ _SCORE_ROWS = 512
 class CpuBackend:
     """Runs a Program on this machine's processor."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument a thing that only the builder knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],

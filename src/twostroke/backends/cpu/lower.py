@@ -207,12 +207,14 @@ class _Lowering:
             name, rope = reader.output, self._rope(reader)
             self._absorbed.add(name)
             reader = self._only_reader(name)
-        if isinstance(reader, Attention) and name in (reader.k, reader.v):
-            # Without a key-value layer of its own yet, the record takes this one.
-            if record.layer in (NONE, reader.layer):
-                record.layer = reader.layer
-                store = Store.KEYS if name == reader.k else Store.VALUES
-                self._stored.add(name)
+        if (
+            isinstance(reader, Attention)
+            and name in (reader.k, reader.v)
+            and record.layer in (NONE, reader.layer)
+        ):
+            record.layer = reader.layer
+            store = Store.KEYS if name == reader.k else Store.VALUES
+            self._stored.add(name)
         buffer = self._buffers.write(name, op.width)
         weight, bias = self._matrices.place(op.weight), self._vectors.place(op.bias)
         return OutputRecord(weight, bias, buffer, op.width, rope, store)

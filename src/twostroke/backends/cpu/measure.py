@@ -1,4 +1,4 @@
-"""What this machine's memory and arithmetic can do at best: the limits that figures stand beside."""
+"""What this machine's memory and arithmetic can do at best: what figures stand beside."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
-    """Return the bytes/s at which `num_threads` threads read a stream of `num_bytes` again and again.
+    """Return the bytes/s at which `num_threads` threads read a stream of `num_bytes`.
 
-    The best of several passes, with huge pages and prefetching, within some 0.3 s.
+    The best of several passes over it, with huge pages and prefetching, within some 0.3 s.
     """
     with _pool(level, num_threads) as (library, pool):
         return float(library.ts_measure_bandwidth(pool, num_bytes))

@@ -48,7 +48,7 @@ class NativePlan:
             weights.records,
             (c_void_p * len(vectors))(*vectors),
             (RopeRecord * len(ropes))(*ropes),
-            (LayerRecord * len(layers))(*((la.num_kv_heads, la.head_dim) for la in layers)),
+            (LayerRecord * len(layers))(*(_layer_record(layer) for layer in layers)),
             (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
             len(lowered.ops),
             len(weights.records),
@@ -85,6 +85,10 @@ class NativePlan:
         if self._plan is not None:
             self._library.ts_plan_destroy(self._plan)
             self._plan = None
+
+
+def _layer_record(layer: CacheLayer) -> LayerRecord:
+    return LayerRecord(layer.num_kv_heads, layer.head_dim)
 
 
 def _rope_record(rope: Rope) -> RopeRecord:

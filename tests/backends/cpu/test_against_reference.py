@@ -1,0 +1,125 @@
+"""The cpu backend against the reference, on tiny random models and on the real one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.cpu import LEVELS, cpu_backend, tiny_model
+from support.heldout import heldout_pieces
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.models import build_program
+from twostroke.program import (
+    Add,
+    Attention,
+    CacheLayer,
+    Embed,
+    GatedActivation,
+    Linear,
+    Logits,
+    Program,
+    RMSNorm,
+    Rope,
+)
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import load_path
+
+
+def log_softmax(logits):
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+def divergence(reference, actual):
+    """Mean Kullback-Leibler divergence of a row, and the share of rows with the same top token."""
+    p, q = log_softmax(reference), log_softmax(actual)
+    same = reference.argmax(axis=-1) == actual.argmax(axis=-1)
+    return float((np.exp(p) * (p - q)).sum(axis=-1).mean()), float(same.mean())
+
+
+SIZES = [
+    {"fmt": "Q4_1", "embedding_fmt": "Q8_0"},
+    {"fmt": "Q4_0", "embedding_fmt": "F16", "tied": False},
+    {"fmt": "F32"},
+    {"fmt": "BF16", "num_heads": 3, "num_kv_heads": 3, "head_dim": 48, "hidden_size": 80},
+    {"fmt": "Q8_0", "num_heads": 8, "num_kv_heads": 1, "ffn_size": 96},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: s["fmt"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_tiny_models_are_as_the_reference_says(level, sizes):
+    program, tensors = tiny_model(**sizes)
+    tokens = np.random.default_rng(0).integers(0, 250, 200).tolist()
+    with cpu_backend((program, tensors), level, 4) as backend:
+        actual = backend.score(tokens)
+    expected = ReferenceBackend(program, tensors, 1, 16).score(tokens)
+    mean_kl, same = divergence(expected, actual)
+    # Random logits are close to each other: bfloat16 swaps some that lead by a hair.
+    assert mean_kl < (1e-3 if level.startswith("amx") else 1e-5)
+    assert same > (0.9 if level.startswith("amx") else 0.97)
+
+
+def odd_program():
+    """Operations in the order that no fusion knows, with biases and rotations of both kinds."""
+    width, heads, dim = 64, 4, 16
+    frequencies = tuple(10.0**-i for i in range(dim // 2))
+    ops = (
+        Embed("x", "table", width),
+        Linear("q", "x", "wq", width, width, "bq"),
+        Linear("k", "x", "wk", width, width // 2, "bk"),
+        Linear("v", "x", "wk", width, width // 2),
+        RMSNorm("qn", "q", "dim_norm", width, 1e-6, heads),
+        Rope("qr", "qn", heads, dim, frequencies, interleaved=False, magnitude=1.1),
+        Rope("kr", "k", heads // 2, dim, frequencies[:4], interleaved=False),
+        Attention("a", "qr", "kr", "v", 0, heads, heads // 2, dim, 0.3),
+        Add("h", "a", "x", width),
+        Linear("gate", "h", "wq", width, width),
+        GatedActivation("act", "gate", "h", width),
+        Rope("act_turned", "act", heads, dim, frequencies, interleaved=True),
+        RMSNorm("n", "act_turned", "norm", width, 1e-5),
+        Linear("f", "n", "wq", width, width),
+        Linear("g", "n", "wq", width, width, "bq"),
+        Add("s", "f", "x", width),
+        Add("t", "s", "g", width),
+        Logits("logits", "t", "table", width, 100),
+    )
+    return Program("odd", ops, (CacheLayer(heads // 2, dim),), 100, 256)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_operations_that_are_not_fused_are_as_the_reference_says(level):
+    rng = np.random.default_rng(1)
+    program = odd_program()
+    tensors = {
+        name: QuantTensor.from_floats(
+            (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32), FORMATS["F32"]
+        )
+        for name, shape in program.weight_shapes.items()
+    }
+    tokens = rng.integers(0, 100, 90).tolist()
+    with cpu_backend((program, tensors), level, 8) as backend:
+        actual = backend.score(tokens)
+    expected = ReferenceBackend(program, tensors, 1, 16).score(tokens)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_path):
+    """The real model, tokens of held-out text, and the reference's logits."""
+    loaded = load_path(smollm2_path)
+    program = build_program(loaded.spec)
+    tokens = heldout_pieces(loaded, 128)[0]
+    expected = ReferenceBackend(program, loaded.tensors, 1, 16).score(tokens)
+    return (program, loaded.tensors), tokens, expected
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_real_model_is_as_the_reference_says(level, real):
+    model, tokens, expected = real
+    with cpu_backend(model, level, 16) as backend:
+        mean_kl, same = divergence(expected, backend.score(tokens))
+    assert mean_kl < 1e-3
+    assert same >= 0.98

@@ -1,0 +1,207 @@
+"""The executor's kernels against NumPy twins, on each instruction-set level."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+
+import numpy as np
+import pytest
+
+from support.native import load_level
+
+LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
+
+
+class AttentionArguments(ctypes.Structure):
+    """`TsAttention` of native/kernels/c_interface.cpp."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        ("page_table", c_void_p),
+        ("page_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("group", c_int64),
+        ("position", c_int64),
+        ("num_rows", c_int64),
+        ("split", c_int64),
+        ("scale", c_float),
+    )
+
+
+@pytest.fixture(params=LEVELS)
+def library(request):
+    return load_level(request.param)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def address(array):
+    return c_void_p(array.ctypes.data)
+
+
+def floats(values):
+    return np.ascontiguousarray(values, np.float32)
+
+
+def test_exp2_is_right_to_a_millionth_and_exact_where_it_must_be(library, rng):
+    x = floats(np.concatenate([rng.uniform(-126, 0, 4000), rng.uniform(-1, 1, 4096), [0] * 16]))
+    out = np.empty_like(x)
+    library.ts_kernel_exp2(address(x), address(out), c_int64(x.size))
+    assert np.abs(out[: x.size // 16 * 16] / np.exp2(x.astype(np.float64)) - 1).max() < 2e-7
+    assert np.all(out[-16:] == 1)
+    edges = floats([-np.inf, -1e30, -126.5, 300, np.nan] + [0] * 11)
+    out = np.empty_like(edges)
+    library.ts_kernel_exp2(address(edges), address(out), c_int64(16))
+    assert np.all(out[:3] == 0)
+    assert out[3] == 2.0**127
+    assert np.isnan(out[4])
+
+
+def test_float16_rounds_as_numpy_does(library):
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    between = (halves[:-1].astype(np.float64) + halves[1:]) / 2  # ties, and their neighbours
+    x = floats(np.concatenate([halves, between, np.nextafter(floats(between), np.float32(1e9))]))
+    x = floats(np.concatenate([x, -x])[: 2 * x.size // 16 * 16])
+    out = np.empty(x.size, np.uint16)
+    library.ts_kernel_halves(address(x), address(out), c_int64(x.size))
+    assert np.array_equal(out, x.astype(np.float16).view(np.uint16))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 64, 100, 576, 2048])
+def test_rms_norm_is_as_its_formula(library, rng, width):
+    x, weight = floats(rng.normal(size=width) * 30), floats(rng.normal(size=width))
+    out = np.empty_like(x)
+    library.ts_kernel_rms_norm(
+        address(x), address(weight), c_int64(width), c_float(1e-5), address(out)
+    )
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt(np.mean(wide * wide) + 1e-5) * weight
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", [1, 16, 50, 1536])
+def test_gated_activation_is_as_its_formula_for_any_input(library, rng, width):
+    gate, up = floats(rng.normal(size=width) * 40), floats(rng.normal(size=width))
+    out = np.empty_like(gate)
+    library.ts_kernel_gate(address(gate), address(up), c_int64(width), address(out))
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(-wide)) * up
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("head_dim", "num_pairs"), [(16, 8), (64, 32), (80, 40), (64, 12)])
+def test_rope_turns_pairs_and_leaves_the_rest(library, rng, interleaved, head_dim, num_pairs):
+    frequencies = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
+    heads = floats(rng.normal(size=(3, head_dim)))
+    position, magnitude = 1234, 1.25
+    turned = heads.copy()
+    library.ts_kernel_rope(
+        address(frequencies), c_int32(num_pairs), c_int32(interleaved), c_double(magnitude),
+        c_int32(head_dim), c_int64(position), address(turned), c_int64(heads.size),
+    )  # fmt: skip
+    cosine = np.cos(position * frequencies) * magnitude
+    sine = np.sin(position * frequencies) * magnitude
+    low = slice(0, 2 * num_pairs, 2) if interleaved else slice(0, num_pairs)
+    high = slice(1, 2 * num_pairs, 2) if interleaved else slice(num_pairs, 2 * num_pairs)
+    expected = heads.astype(np.float64)
+    expected[:, low] = heads[:, low] * cosine - heads[:, high] * sine
+    expected[:, high] = heads[:, low] * sine + heads[:, high] * cosine
+    np.testing.assert_allclose(turned, expected, rtol=1e-6, atol=1e-6)
+
+
+class Context:
+    """Keys and values of one request in pages whose other contents are NaN."""
+
+    def __init__(self, library, rng, page_size, kv_heads, group, head_dim, length):
+        self.library, self.length, self.group = library, length, group
+        shape = (length, kv_heads, head_dim)
+        self.keys, self.values = floats(rng.normal(size=shape)), floats(rng.normal(size=shape))
+        num_pages = -(-length // page_size)
+        self.table = rng.permutation(2 * num_pages).astype(np.int32)[:num_pages]
+        page_values = 2 * page_size * kv_heads * head_dim
+        self.pages = np.full(2 * num_pages * page_values, np.nan, np.float16)
+        self.arguments = AttentionArguments(
+            self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
+            0, length, 0, head_dim**-0.5,
+        )  # fmt: skip
+        library.ts_kernel_store(
+            ctypes.byref(self.arguments), address(self.keys), address(self.values)
+        )
+
+    def attend(self, q, position, split=0):
+        """Attention of rows q (rows, heads, head_dim) from `position` on."""
+        a = self.arguments
+        a.position, a.num_rows, a.split = position, len(q), split
+        q = floats(q)
+        out = np.full_like(q, np.nan)
+        self.library.ts_kernel_attention(ctypes.byref(a), address(q), address(out))
+        return out
+
+    def expected(self, q, position):
+        k = self.keys.astype(np.float16).astype(np.float64)
+        v = self.values.astype(np.float16).astype(np.float64)
+        out = np.empty(q.shape)
+        for row in range(len(q)):
+            end = position + row + 1
+            for head in range(q.shape[1]):
+                scores = k[:end, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
+                shares = np.exp(scores - scores.max())
+                out[row, head] = shares / shares.sum() @ v[:end, head // self.group]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kv_heads", "group", "head_dim"),
+    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80)],
+)
+def test_attention_is_as_its_formula(library, rng, page_size, kv_heads, group, head_dim):
+    context = Context(library, rng, page_size, kv_heads, group, head_dim, 300)
+    for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
+        q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
+        out = context.attend(q, position)
+        np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
+    context = Context(library, rng, 16, 2, 3, 64, 400)
+    q = floats(rng.normal(size=(400, 6, 64)) * 3)
+    whole = context.attend(q, 0)
+    for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
+        assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
+        assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
+    for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
+        assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
+        assert np.array_equal(context.attend(q[start:end], start, split=1), whole[start:end])
+
+
+def test_attention_does_not_see_where_its_pages_lie(library):
+    outputs = []
+    for seed, page_size in ((1, 16), (2, 16), (3, 32), (4, 64)):
+        context = Context(library, np.random.default_rng(7), page_size, 2, 2, 32, 150)
+        order = np.random.default_rng(seed).permutation(len(context.table)).astype(np.int32)
+        context.table[:] = order
+        library.ts_kernel_store(
+            ctypes.byref(context.arguments), address(context.keys), address(context.values)
+        )
+        q = floats(np.random.default_rng(8).normal(size=(20, 4, 32)))
+        outputs.append(context.attend(q, 130))
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_values_beyond_float16_are_saturated_not_spread(library, rng):
+    context = Context(library, rng, 16, 1, 1, 16, 64)
+    q = floats(rng.normal(size=(40, 1, 16)))
+    before = context.attend(q, 0)
+    context.values[41:] = np.inf
+    context.values[45] = np.nan
+    a = context.arguments
+    a.position, a.num_rows = 0, 64
+    library.ts_kernel_store(ctypes.byref(a), address(context.keys), address(context.values))
+    assert np.array_equal(context.attend(q, 0), before)
+    assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(64, 1, 16))), 0)))

@@ -1,0 +1,118 @@
+"""The cpu backend on tiny random models, stepped by hand."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.native import load_level
+from support.tiny import Tiny, tiny_tensors, vocabulary
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan
+from twostroke.models import ModelSpec, RopeSpec, build_program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+    Model = tuple[Program, dict[str, QuantTensor]]
+
+LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
+PAGE_SIZE = 16
+
+
+def tiny_model(**sizes: int | str | bool) -> Model:
+    """Return the Program and the tensors of a tiny random Llama."""
+    tiny = Tiny(**sizes)
+    spec = ModelSpec(
+        architecture="llama",
+        name="tiny",
+        num_layers=tiny.num_layers,
+        hidden_size=tiny.hidden_size,
+        ffn_size=tiny.ffn_size,
+        num_heads=tiny.num_heads,
+        num_kv_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        vocab_size=len(vocabulary()[0]),
+        context_length=tiny.context_length,
+        norm_epsilon=tiny.norm_epsilon,
+        rope=RopeSpec(tiny.rope_base, tiny.head_dim, interleaved=True),
+        tied_embeddings=tiny.tied,
+    )
+    return build_program(spec), tiny_tensors(tiny)
+
+
+@contextmanager
+def cpu_backend(
+    model: Model, level: str, num_pages: int, threads: int = 2, page_size: int = PAGE_SIZE
+) -> Iterator[CpuBackend]:
+    """Run a model on one level; skips the test where the machine cannot."""
+    load_level(level)
+    if level == "amx" and load_level(level).ts_linear_request_tiles() == 0:
+        pytest.skip("the operating system refuses tiles")
+    backend = CpuBackend(*model, num_pages, page_size, threads, level=level)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def greedy_request(tokens: list[int], **params: float) -> Request:
+    """Return a greedy request that reports log-probabilities."""
+    chosen = SamplingParams(**{"temperature": 0.0, "logprobs": 5, **params})
+    return Request("r", list(tokens), len(tokens), chosen, seed=1)
+
+
+def run(backend: CpuBackend, *slices: Slice) -> list[int]:
+    """Run one step and return the drawn tokens."""
+    return backend.run(StepPlan(slices)).tokens
+
+
+class Sequence:
+    """One greedy request on pages of its own; a drawn token is (id, its log-probabilities)."""
+
+    def __init__(self, backend: CpuBackend, prompt: list[int], pages: list[int]) -> None:
+        self.backend = backend
+        self.request = greedy_request(prompt)
+        self.request.pages.extend(pages)
+
+    def reset(self) -> None:
+        """Forget the answer, as if it had just arrived."""
+        self.backend.forget(self.request)
+        del self.request.tokens[self.request.num_prompt :]
+        self.request.num_computed = 0
+
+    def slice(self, chunk: int) -> Slice:
+        """Return the next slice of at most `chunk` tokens."""
+        start, count = self.request.num_computed, min(chunk, self.request.num_pending)
+        return Slice(self.request, start, count, start + count == len(self.request.tokens))
+
+    def commit(self, part: Slice, drawn: tuple[int, object] | None) -> tuple[int, object] | None:
+        """Take in what a step computed; returns what was drawn."""
+        self.request.num_computed += part.count
+        if drawn is not None:
+            self.request.tokens.append(drawn[0])
+        return drawn
+
+    def step(self, chunk: int) -> tuple[int, object] | None:
+        """Compute one slice alone."""
+        part = self.slice(chunk)
+        result = self.backend.run(StepPlan((part,)))
+        drawn = (result.tokens[0], result.logprobs[0]) if part.samples else None
+        return self.commit(part, drawn)
+
+    def prefill(self, chunk: int) -> tuple[int, object]:
+        """Compute all tokens but the one drawn last."""
+        while (drawn := self.step(chunk)) is None:
+            pass
+        return drawn
+
+    def decode(self, count: int) -> list[tuple[int, object]]:
+        """Draw `count` more tokens, one a step."""
+        return [drawn for _ in range(count) if (drawn := self.step(1)) is not None]
