@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,6 +235,17 @@ def test_error_message_is_one_printable_line(server: LiveServer) -> None:
     message = refused_loosely(response)
     assert message.isprintable()
     assert len(message) <= 1000
+
+
+@pytest.mark.parametrize("unit", ["x", "\n", " - at `$", "`", "'"])
+def test_huge_words_are_neither_searched_nor_sent_back(server: LiveServer, unit: str) -> None:
+    huge = unit * (4_000_000 // len(unit))
+    for fields in ({huge: 1}, {"model": huge}, {"messages": [{"role": huge, "content": "x"}]}):
+        began = time.monotonic()
+        response = server.chat(**fields)
+        assert time.monotonic() - began < 3
+        assert response.status_code in {400, 404}
+        assert len(response.content) < 10_000
 
 
 def test_null_leaves_a_field_out(server: LiveServer) -> None:

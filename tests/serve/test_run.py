@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.servers import chat_body
+from support.servers import chat_body, post_bytes
 from twostroke.core.errors import PortInUseError
 from twostroke.serve.run import bind
 
@@ -96,6 +96,18 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
             process.send_signal(signal.SIGTERM)
         assert answer.result().status_code == 503
         assert process.wait(20) == 1
+
+
+def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with served(tmp_path, "0.5") as (process, url):
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(post_bytes(PATH, chat_body())[:-5])
+            time.sleep(0.2)
+            began = time.monotonic()
+            process.terminate()
+            assert process.wait(20) == 0
+            assert time.monotonic() - began < 4
 
 
 def test_nothing_listens_after_the_end(tmp_path: Path) -> None:

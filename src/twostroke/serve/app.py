@@ -18,7 +18,7 @@ from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve import chat, completions, errors
 from twostroke.serve.boundary import Boundary
-from twostroke.serve.decode import BodyDecoder
+from twostroke.serve.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.dialect import Reply, encode_json
 from twostroke.serve.job import Answers, check_choices
 from twostroke.serve.limits import read_json
@@ -162,7 +162,8 @@ class Api:
         if asked is None:
             return self.names[0]
         if asked not in self.names:
-            message = f"The model '{asked}' does not exist.{nearest(asked, self.names)}"
+            word = asked[:MAX_NAME_LENGTH]
+            message = f"The model '{word}' does not exist.{nearest(word, self.names)}"
             raise ModelNotFoundError(f"{message} Served: {', '.join(self.names)}.", param="model")
         return asked
 
@@ -198,7 +199,7 @@ def build_app(api: Api) -> ASGIApp:
             response = await known(request, fault)
             response.headers["allow"] = allowed
             return response
-        hint = nearest(path, paths)
+        hint = nearest(path[:MAX_NAME_LENGTH], paths)
         return await known(request, errors.UnknownPathError(f"There is no {path}.{hint}"))
 
     handlers: dict[Any, Any] = {TwostrokeError: known, HTTPException: unrouted}

@@ -127,6 +127,7 @@ def to_response(error: TwostrokeError) -> Response:
 
 def one_line(text: str) -> str:
     """Return `text` with line breaks and other control characters spelled out, and not too long."""
+    text = text[: MAX_MESSAGE_LENGTH + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 1] + "…"

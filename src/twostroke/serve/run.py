@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Client
 
 _BACKLOG = 2048
-_GRACE_S = 5  # for responses to be written after the last answer was cut off
+_GRACE_S = 5  # beyond the drain, for whatever hangs
+_FLUSH_S = 1  # for the errors of what was cut off to be written
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -141,6 +142,11 @@ class _Shutdown:
             _logger.warning("Cut off %d running requests.", num_running)
         self.num_cut += num_running
         self._api.abort()
+        asyncio.get_running_loop().call_later(_FLUSH_S, self._leave)
+
+    def _leave(self) -> None:
+        """Wait no longer for connections that neither send nor read."""
+        self._server.force_exit = True
 
 
 async def _serve(
