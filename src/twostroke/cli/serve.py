@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
@@ -21,7 +22,8 @@ from twostroke.cli.terminal import loading_bar
 @batch_options
 def command(**given: Any) -> None:
     """Serve MODEL (a path, or a name that `twostroke models` lists) over HTTP."""
-    from twostroke.serve import bind, run_server
+    from twostroke.serve.options import ServeOptions
+    from twostroke.serve.run import bind, run_server
 
     host, port, name = given.pop("host"), given.pop("port"), given.pop("name")
     drain_s, model = given.pop("drain_s"), given.pop("model")
@@ -29,14 +31,29 @@ def command(**given: Any) -> None:
     listener = bind(host, port)  # before the weights are loaded: a port in use is known at once
     try:
         fetch(model)
-        from twostroke.engine.build import build
+        from twostroke.engine.build import build, limits
 
         with loading_bar(f"Loading {model}") as progress:
             engine = build(model, options, progress)
     except BaseException:
         listener.close()
         raise
-    run_server(engine, listener, name=name, drain_s=drain_s, announce=_announce)
+    names = (name,) if name else (engine.card.name,)
+    with engine:
+        code = run_server(
+            engine.client,
+            ServeOptions(host=host, port=port, model_names=names, drain_s=drain_s),
+            listener=listener,
+            hardware=limits(engine),
+            on_ready=lambda url: _announce(url, names[0]),
+            on_stop=_say_goodbye,
+        )
+    sys.exit(code)
+
+
+def _say_goodbye(num_running: int) -> None:
+    if num_running:
+        click.echo(f"Finishing {num_running} running requests; again to cut them off.", err=True)
 
 
 def _announce(url: str, name: str) -> None:
