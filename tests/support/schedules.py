@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.schedule import Continuous, Dynamic, Policy, Scheduler, SchedulerConfig, Static
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from twostroke.backends import Backend
@@ -111,7 +111,8 @@ def run_schedule(
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions."""
     pool = PagePool(setting.num_pages, backend.facts.page_size)
-    index = PrefixIndex(pool) if setting.prefix_cache else None
+    strict = not backend.facts.one_arithmetic
+    index = PrefixIndex(pool, reuse_generated=not strict) if setting.prefix_cache else None
     config = SchedulerConfig(
         context_length, max_running=setting.max_running, token_budget=setting.token_budget
     )
