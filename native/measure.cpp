@@ -20,7 +20,8 @@ namespace {
 using ts::Pool;
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kLargestStream = int64_t{640} << 20;  // beyond any last-level cache's help
+constexpr int64_t kLargestStream = int64_t{384}
+                                   << 20;  // larger than the last-level cache of one machine
 constexpr double kMeasured_s = 0.12;
 
 /// Runs `body(thread, num_threads)` on all threads again and again; returns the shortest time.

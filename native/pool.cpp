@@ -3,6 +3,10 @@
 
 #include <unistd.h>
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include <chrono>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -39,22 +43,23 @@ class FloatMode {
 
 }  // namespace
 
-void Signal::wait_beyond(uint32_t old) {
-  for (int i = 0; i < 64; ++i) {
-    if (value() != old) return;
-    relax();
-  }
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 16; ++i) {
-      if (value() != old) return;
-      relax();
-    }
-  } while (std::chrono::steady_clock::now() < deadline);
+void Signal::wait_beyond(uint32_t old, bool may_spin) {
+  if (may_spin && spin(old)) return;
   std::unique_lock lock(mutex_);
   num_sleepers_.fetch_add(1);
   changed_.wait(lock, [&] { return value_.load() != old; });
   num_sleepers_.fetch_sub(1);
+}
+
+bool Signal::spin(uint32_t old) const {
+  const auto begin = std::chrono::steady_clock::now();
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (value() != old) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() - begin < kSpin);
+  return false;
 }
 
 void Signal::set(uint32_t value) {
@@ -68,18 +73,62 @@ void Signal::set(uint32_t value) {
   changed_.notify_all();
 }
 
-void Barrier::meet(int num_threads) {
+Places::Places(int num_threads) : num_threads_(num_threads), places_(new Place[num_threads]) {}
+
+bool Places::is_shared(int thread) const {
+  const int core = places_[thread].core.load(std::memory_order_relaxed);
+  for (int other = 0; other < num_threads_; ++other) {
+    if (other != thread && places_[other].core.load(std::memory_order_relaxed) == core) return true;
+  }
+  return false;
+}
+
+#ifdef __linux__
+
+void Places::settle(int thread) {
+  std::atomic<int>& core = places_[thread].core;
+  const int now = sched_getcpu();
+  if (core.load(std::memory_order_relaxed) != now) core.store(now, std::memory_order_relaxed);
+  for (int before = 0; before < thread; ++before) {
+    if (places_[before].core.load(std::memory_order_relaxed) == now) return move_away(thread);
+  }
+}
+
+void Places::move_away(int thread) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  cpu_set_t free_cores = allowed;
+  for (int other = 0; other < num_threads_; ++other) {
+    const int core = places_[other].core.load(std::memory_order_relaxed);
+    if (core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &free_cores);
+  }
+  if (CPU_COUNT(&free_cores) == 0) return;
+  if (sched_setaffinity(0, sizeof free_cores, &free_cores) != 0) return;
+  sched_setaffinity(0, sizeof allowed, &allowed);
+  places_[thread].core.store(sched_getcpu(), std::memory_order_relaxed);
+}
+
+#else
+
+void Places::settle(int) {}
+
+void Places::move_away(int) {}
+
+#endif
+
+void Barrier::meet(int thread, int num_threads, Places& places) {
   if (num_threads == 1) return;
   const uint32_t round = round_.value();
+  places.settle(thread);
   if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
     num_arrived_.store(0, std::memory_order_relaxed);
     round_.set(round + 1);
   } else {
-    round_.wait_beyond(round);
+    round_.wait_beyond(round, !places.is_shared(thread));
   }
 }
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), owner_(getpid()) {
+Pool::Pool(int num_threads) : num_threads_(num_threads), owner_(getpid()), places_(num_threads) {
   for (int thread = 1; thread < num_threads; ++thread) {
     threads_.emplace_back([this, thread] { work(thread); });
   }
@@ -101,19 +150,21 @@ void Pool::run(Task task, void* context) {
   }
   task_ = task;
   context_ = context;
+  places_.settle(0);
   start_.set(start_.value() + 1);
   task(context, 0, num_threads_);
-  barrier_.meet(num_threads_);
+  meet(0, num_threads_);
 }
 
 void Pool::work(int thread) {
   const FloatMode mode;
   for (uint32_t seen = 0;;) {
-    start_.wait_beyond(seen);
+    start_.wait_beyond(seen, true);
     seen = start_.value();
     if (stopping_) return;
+    places_.settle(thread);
     task_(context_, thread, num_threads_);
-    barrier_.meet(num_threads_);
+    meet(thread, num_threads_);
   }
 }
 

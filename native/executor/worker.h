@@ -46,7 +46,7 @@ struct Worker {
   /// Waits for the others.
   void meet() {
     const Clock::time_point arrived = Clock::now();
-    plan.pool.barrier().meet(num_threads);
+    plan.pool.meet(thread, num_threads);
     now = Clock::now();
     waiting_s += seconds_between(arrived, now);
   }

@@ -25,6 +25,8 @@ struct Piece {
   int64_t begin;  // position of its first key
   const T* keys[kBlocksPerPiece];
   const T* values[kBlocksPerPiece];
+  const T* next_keys[kBlocksPerPiece];  // of the piece behind, to be fetched meanwhile
+  const T* next_values[kBlocksPerPiece];
 };
 
 /// Turns a row of scores into shares 2^(score - peak); the keys from `count` on get 0.
@@ -62,7 +64,8 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
     for (int64_t b = 0; b < num_blocks; b += kTileVectors) {
       with_constant<kTileVectors>(num_blocks - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
-        score_tile<Q, B>(q, piece.keys + b, head_dim, scores + b * kLanes, kPieceTokens);
+        score_tile<Q, B>(q, piece.keys + b, piece.next_keys + b, head_dim, scores + b * kLanes,
+                         kPieceTokens);
       });
     }
     for (int i = 0; i < Q; ++i) {
@@ -73,8 +76,12 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
       with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         const T* values[kBlocksPerPiece];
-        for (int64_t b = 0; b < num_blocks; ++b) values[b] = piece.values[b] + d;
-        value_tile<Q, B>(scores, kPieceTokens, values, head_dim, num_tokens, share.out + d);
+        const T* next[kBlocksPerPiece];
+        for (int64_t b = 0; b < num_blocks; ++b) {
+          values[b] = piece.values[b] + d;
+          next[b] = piece.next_values[b] + d;
+        }
+        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, num_tokens, share.out + d);
       });
     }
   });
@@ -138,7 +145,7 @@ void write_rows(const AttentionRows& rows, int64_t head_dim, const AttentionScra
 template <class T>
 Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
                     AttentionScratch& scratch) {
-  Piece<T> piece{index * kPieceTokens, {}, {}};
+  Piece<T> piece{index * kPieceTokens, {}, {}, {}, {}};
   const int64_t end = rows.position + rows.num_rows;  // keys from here on do not exist
   const int64_t block_values = kBlockTokens * pages.head_dim;
   for (int64_t b = 0; b < kBlocksPerPiece; ++b) {
@@ -146,8 +153,12 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
     if (position >= end) break;
     const uint16_t* block = pages.block(rows.page_table, rows.head, position);
     if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      const int64_t next = position + kPieceTokens;
+      const uint16_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
       piece.keys[b] = block;
       piece.values[b] = block + block_values;
+      piece.next_keys[b] = ahead;
+      piece.next_values[b] = ahead + block_values;
     } else {
       float* keys = scratch.keys.data() + b * block_values;
       float* values = scratch.values.data() + b * block_values;

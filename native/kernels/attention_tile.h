@@ -25,9 +25,10 @@ inline Lanes load_sixteen(const uint16_t* p) { return load_halves(p); }
 
 /// scores[query][block * 16 + token] = q[query] . key; sums run over the dimensions in order.
 /// `T` is uint16_t (float16, as in the pages) or float; converting is exact, so both agree.
+/// Pages are fetched `ahead`: blocks of the same size that will be read next.
 template <int Q, int B, class T>
-void score_tile(const float* q, const T* const* blocks, int64_t head_dim, float* scores,
-                int64_t score_stride) {
+void score_tile(const float* q, const T* const* blocks, const T* const* ahead, int64_t head_dim,
+                float* scores, int64_t score_stride) {
   Lanes sums[Q][B];
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
@@ -35,6 +36,11 @@ void score_tile(const float* q, const T* const* blocks, int64_t head_dim, float*
   for (int64_t d = 0; d < head_dim; ++d) {
     Lanes keys[B];
     TS_UNROLL for (int b = 0; b < B; ++b) keys[b] = load_sixteen(blocks[b] + d * kLanes);
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      if (d % 2 == 0) {
+        TS_UNROLL for (int b = 0; b < B; ++b) __builtin_prefetch(ahead[b] + d * kLanes);
+      }
+    }
     TS_UNROLL for (int i = 0; i < Q; ++i) {
       const Lanes value = broadcast(q[i * head_dim + d]);
       TS_UNROLL for (int b = 0; b < B; ++b) {
@@ -51,8 +57,8 @@ void score_tile(const float* q, const T* const* blocks, int64_t head_dim, float*
 
 /// sums[query][b] += share[query][token] * value[token][b]; tokens in order.
 template <int Q, int B, class T>
-void value_tile(const float* shares, int64_t share_stride, const T* const* blocks, int64_t head_dim,
-                int64_t num_tokens, float* out) {
+void value_tile(const float* shares, int64_t share_stride, const T* const* blocks,
+                const T* const* ahead, int64_t head_dim, int64_t num_tokens, float* out) {
   Lanes sums[Q][B];
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
@@ -61,6 +67,10 @@ void value_tile(const float* shares, int64_t share_stride, const T* const* block
     const T* row = blocks[token / kBlockTokens] + token % kBlockTokens * head_dim;
     Lanes values[B];
     TS_UNROLL for (int b = 0; b < B; ++b) values[b] = load_sixteen(row + b * kLanes);
+    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+      const T* next = ahead[token / kBlockTokens] + token % kBlockTokens * head_dim;
+      TS_UNROLL for (int b = 0; b < B; b += 2) __builtin_prefetch(next + b * kLanes);
+    }
     TS_UNROLL for (int i = 0; i < Q; ++i) {
       const Lanes share = broadcast(shares[i * share_stride + token]);
       TS_UNROLL for (int b = 0; b < B; ++b) {
