@@ -11,6 +11,15 @@
 
 namespace ts {
 
+/// The rows' bytes of a block, at an address of which the compiler knows nothing: else GCC keeps a
+/// pointer for each row, or broadcasts for later use, and moves all these in and out of its few
+/// registers.
+inline const uint8_t* row_bytes(const PanelBlock& block, int row) {
+  const uint8_t* bytes = block.rows[row];
+  asm("" : "+r"(bytes));
+  return bytes;
+}
+
 #if TS_LEVEL >= 2
 
 // A row's 64 bytes are two int8 planes, q = 128 hi + lo: 32 x hi in [-127, 127], 32 x lo.
@@ -46,14 +55,6 @@ inline void dot_accumulate(__m512i* sum, __m512i quads, const uint8_t* activatio
   asm("vpdpbusd %2%{1to16%}, %1, %0"
       : "+v"(*sum)
       : "v"(quads), "m"(*reinterpret_cast<const uint32_t (*)[1]>(activations)));
-}
-
-/// The rows' bytes of a block, at an address that the compiler cannot tell from any other: else
-/// GCC keeps one pointer a row, and moves them in and out of its few registers.
-inline const uint8_t* row_bytes(const PanelBlock& block, int row) {
-  const uint8_t* bytes = block.rows[row];
-  asm("" : "+r"(bytes));
-  return bytes;
 }
 
 /// What the sum of a row starts from before the high plane. For Q8_0, shifted left by 7, this is
@@ -119,11 +120,12 @@ inline void dot_block(const uint8_t* quants, const PanelBlock& block, int row, I
   }
 }
 
-#elif TS_LEVEL == 1
+#elif TS_LEVEL == 1 || defined(__SSE2__)
 
 // A row's 64 bytes are int16; in each quad inputs 0 2 1 3, because a shift of the packed bytes
 // yields the pairs (0, 2) and (1, 3). One multiply of int16 pairs costs as much as a multiply of
-// bytes for each of two planes, and cannot saturate.
+// bytes for each of two planes, and cannot saturate. SSE2, which every x86-64 has, does the same
+// as AVX2 in halves.
 
 inline void store_activations(const int32_t* q, uint8_t* row) {
   int16_t values[kBlockSize];
@@ -136,57 +138,88 @@ inline void store_activations(const int32_t* q, uint8_t* row) {
   std::memcpy(row, values, sizeof values);
 }
 
-/// sums[r] += pairs x the given dword (two int16) of each row, for 8 outputs.
+#if TS_LEVEL == 1
+
+using Pairs = __m256i;
+inline Pairs load_pairs(const uint8_t* p) {
+  return _mm256_load_si256(reinterpret_cast<const Pairs*>(p));
+}
+inline Pairs splat(int32_t value) { return _mm256_set1_epi32(value); }
+inline Pairs mask_pairs(Pairs a, int mask) {
+  return _mm256_and_si256(a, _mm256_set1_epi16(static_cast<int16_t>(mask)));
+}
+inline Pairs shift_right(Pairs a, int bits) { return _mm256_srli_epi16(a, bits); }
+inline Pairs add(Pairs a, Pairs b) { return _mm256_add_epi32(a, b); }
+inline Pairs multiply_pairs(Pairs a, Pairs b) { return _mm256_madd_epi16(a, b); }
+
+#else
+
+using Pairs = __m128i;
+inline Pairs load_pairs(const uint8_t* p) {
+  return _mm_load_si128(reinterpret_cast<const Pairs*>(p));
+}
+inline Pairs splat(int32_t value) { return _mm_set1_epi32(value); }
+inline Pairs mask_pairs(Pairs a, int mask) {
+  return _mm_and_si128(a, _mm_set1_epi16(static_cast<int16_t>(mask)));
+}
+inline Pairs shift_right(Pairs a, int bits) { return _mm_srli_epi16(a, bits); }
+inline Pairs add(Pairs a, Pairs b) { return _mm_add_epi32(a, b); }
+inline Pairs multiply_pairs(Pairs a, Pairs b) { return _mm_madd_epi16(a, b); }
+
+#endif
+
+constexpr int kParts = 64 / sizeof(Pairs);  // of 16 outputs
+
+/// sums[r] += pairs x the given dword (two int16) of each row.
 template <int R>
-inline void dot_accumulate(__m256i sums[R], __m256i pairs, const PanelBlock& block, int row,
-                           int dword) {
+inline void dot_accumulate(Pairs sums[R], Pairs pairs, const uint8_t* bytes, int dword) {
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
     int32_t activations;
-    std::memcpy(&activations, block.rows[row + r] + 4 * dword, sizeof activations);
-    const __m256i products = _mm256_madd_epi16(pairs, _mm256_set1_epi32(activations));
-    sums[r] = _mm256_add_epi32(sums[r], products);
+    std::memcpy(&activations, bytes + 64 * r + 4 * dword, sizeof activations);
+    sums[r] = add(sums[r], multiply_pairs(pairs, splat(activations)));
+    asm("" : "+x"(sums[r]));  // GCC would add the products as a tree, and spill them all
   }
 }
 
+/// One part of the outputs, over all 32 inputs.
 template <WeightType T, int R>
-inline void dot_half(const uint8_t* quants, const PanelBlock& block, int row, __m256i sums[R]) {
+inline void dot_part(const uint8_t* quants, const uint8_t* bytes, Pairs sums[R]) {
   TS_UNROLL
   for (int i = 0; i < (T == WeightType::Q8_0 ? 8 : 4); ++i) {
-    const __m256i packed = _mm256_load_si256(reinterpret_cast<const __m256i*>(quants + 64 * i));
+    const Pairs packed = load_pairs(quants + 64 * i);
     if constexpr (T == WeightType::Q8_0) {
-      const __m256i mask = _mm256_set1_epi16(255);
-      dot_accumulate<R>(sums, _mm256_and_si256(packed, mask), block, row, 2 * i);
-      dot_accumulate<R>(sums, _mm256_srli_epi16(packed, 8), block, row, 2 * i + 1);
+      dot_accumulate<R>(sums, mask_pairs(packed, 255), bytes, 2 * i);
+      dot_accumulate<R>(sums, shift_right(packed, 8), bytes, 2 * i + 1);
     } else {
-      const __m256i mask = _mm256_set1_epi16(15);
-      const __m256i high = _mm256_srli_epi16(packed, 4);
-      const __m256i odd = _mm256_srli_epi16(packed, 8);
-      dot_accumulate<R>(sums, _mm256_and_si256(packed, mask), block, row, 2 * i);
-      dot_accumulate<R>(sums, _mm256_and_si256(odd, mask), block, row, 2 * i + 1);
-      dot_accumulate<R>(sums, _mm256_and_si256(high, mask), block, row, 2 * i + 8);
-      dot_accumulate<R>(sums, _mm256_srli_epi16(packed, 12), block, row, 2 * i + 9);
+      dot_accumulate<R>(sums, mask_pairs(packed, 15), bytes, 2 * i);
+      dot_accumulate<R>(sums, mask_pairs(shift_right(packed, 8), 15), bytes, 2 * i + 1);
+      dot_accumulate<R>(sums, mask_pairs(shift_right(packed, 4), 15), bytes, 2 * i + 8);
+      dot_accumulate<R>(sums, shift_right(packed, 12), bytes, 2 * i + 9);
     }
   }
+}
+
+/// What a row's sum starts from: takes back what was added to the weights.
+template <WeightType T>
+inline int32_t dot_start(const PanelBlock& block, int row) {
+  if (T == WeightType::Q8_0) return block.minus_sum[row] * 128;
+  return T == WeightType::Q4_0 ? block.minus_eight_sum[row] : 0;
 }
 
 template <WeightType T, int R>
 inline void dot_block(const uint8_t* quants, const PanelBlock& block, int row, Integers sums[R]) {
   TS_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    __m256i part[R];
+  for (int part = 0; part < kParts; ++part) {
+    Pairs totals[R];
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) totals[r] = splat(dot_start<T>(block, row + r));
+    dot_part<T, R>(quants + part * sizeof(Pairs), row_bytes(block, row), totals);
     TS_UNROLL
     for (int r = 0; r < R; ++r) {
-      part[r] = _mm256_setzero_si256();
-      if constexpr (T == WeightType::Q8_0) {
-        part[r] = _mm256_slli_epi32(_mm256_set1_epi32(block.minus_sum[row + r]), 7);
-      } else if constexpr (T == WeightType::Q4_0) {
-        part[r] = _mm256_set1_epi32(block.minus_eight_sum[row + r]);
-      }
+      std::memcpy(reinterpret_cast<uint8_t*>(&sums[r]) + part * sizeof(Pairs), &totals[r],
+                  sizeof(Pairs));
     }
-    dot_half<T, R>(quants + 32 * half, block, row, part);
-    TS_UNROLL
-    for (int r = 0; r < R; ++r) sums[r].v[half] = part[r];
   }
 }
 
@@ -200,16 +233,19 @@ inline void store_activations(const int32_t* q, uint8_t* row) {
   std::memcpy(row, values, sizeof values);
 }
 
-/// Quants of input i: for 16 outputs, as numbers that the format's own sums can use.
+/// Quants of four inputs x 16 outputs, as numbers that the format's own sums can use.
 template <WeightType T>
-inline void load_input(const uint8_t* quants, int i, int16_t values[kGroupSize]) {
+inline void load_quad(const uint8_t* quants, int quad, int16_t values[4][kGroupSize]) {
   constexpr bool bytes = T == WeightType::Q8_0;
   constexpr int offset = bytes ? 128 : T == WeightType::Q4_0 ? 8 : 0;
-  const uint8_t* line = quants + 64 * (bytes ? i / 4 : i / 4 % 4) + i % 4;
-  const int shift = !bytes && i >= 16 ? 4 : 0;
-  const int mask = bytes ? 255 : 15;
-  for (int o = 0; o < kGroupSize; ++o) {
-    values[o] = static_cast<int16_t>(((line[4 * o] >> shift) & mask) - offset);
+  uint32_t packed[kGroupSize];
+  std::memcpy(packed, quants + 64 * (bytes ? quad : quad % 4), sizeof packed);
+  const int first_shift = !bytes && quad >= 4 ? 4 : 0;
+  for (int i = 0; i < 4; ++i) {
+    const int shift = first_shift + 8 * i;
+    for (int o = 0; o < kGroupSize; ++o) {
+      values[i][o] = static_cast<int16_t>(((packed[o] >> shift) & (bytes ? 255 : 15)) - offset);
+    }
   }
 }
 
@@ -220,11 +256,14 @@ inline void dot_block(const uint8_t* quants, const PanelBlock& block, int row, I
     std::memcpy(activations[r], block.rows[row + r], sizeof activations[r]);
     sums[r] = Integers{};
   }
-  for (int i = 0; i < kBlockSize; ++i) {
-    int16_t weights[kGroupSize];
-    load_input<T>(quants, i, weights);
+  for (int quad = 0; quad < kBlockSize / 4; ++quad) {
+    int16_t weights[4][kGroupSize];
+    load_quad<T>(quants, quad, weights);
     for (int r = 0; r < R; ++r) {
-      for (int o = 0; o < kGroupSize; ++o) sums[r].v[o] += weights[o] * activations[r][i];
+      for (int i = 0; i < 4; ++i) {
+        const int16_t activation = activations[r][4 * quad + i];
+        for (int o = 0; o < kGroupSize; ++o) sums[r].v[o] += weights[i][o] * activation;
+      }
     }
   }
 }

@@ -16,8 +16,8 @@ constexpr int64_t kPrefetchBytes = 2560;
 template <WeightType T>
 constexpr int max_kernel_rows() {
   if (TS_LEVEL >= 2) return 8;
-  if (TS_LEVEL == 1) return is_block_format(T) ? 4 : 2;
-  return 4;
+  if (is_block_format(T)) return 4;
+  return TS_LEVEL == 1 ? 2 : 1;
 }
 
 template <int64_t Bytes>

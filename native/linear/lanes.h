@@ -7,9 +7,10 @@
 #include "linear/layout.h"
 #include "linear/number.h"
 
-#if TS_LEVEL >= 1
+#if TS_LEVEL >= 1 || defined(__SSE2__)
 #include <immintrin.h>
-#else
+#endif
+#if TS_LEVEL == 0
 #include <cmath>
 #endif
 
@@ -148,7 +149,8 @@ inline Lanes to_lanes(const Integers& a) {
   return result;
 }
 
-inline Lanes load_halves(const uint8_t* p) {
+/// Not inlined: GCC 12 makes vector code of this loop only while it stands alone.
+__attribute__((noinline)) inline Lanes load_halves(const uint8_t* p) {
   uint16_t halves[kGroupSize];
   std::memcpy(halves, p, sizeof halves);
   Lanes result;

@@ -71,7 +71,9 @@ void multiply_panel(const Product& product, int64_t group, int64_t panel, int ro
   if constexpr (largest >= 4) {
     for (; row + 4 <= num_rows; row += 4) multiply_rows<T, 4>(product, group, panel, row);
   }
-  for (; row + 2 <= num_rows; row += 2) multiply_rows<T, 2>(product, group, panel, row);
+  if constexpr (largest >= 2) {
+    for (; row + 2 <= num_rows; row += 2) multiply_rows<T, 2>(product, group, panel, row);
+  }
   for (; row < num_rows; ++row) multiply_rows<T, 1>(product, group, panel, row);
 }
 
