@@ -98,26 +98,29 @@ class StepArrays:
         self, tokens: list[int], slices: list[tuple[int, int, int, int]], sampled: list[int]
     ) -> None:
         """Copy lists into arrays that stay where they are as long as they are large enough."""
-        if len(tokens) > self._tokens.size:
-            self._tokens = np.zeros(2 * len(tokens), np.int32)
-        if len(slices) > len(self._slices):
-            self._slices = np.zeros((2 * len(slices), 4), np.int32)
-        if len(sampled) > self._sampled.size:
-            self._sampled = np.zeros(2 * len(sampled), np.int32)
-            self._results = np.zeros(2 * len(sampled), RESULT)
+        if len(tokens) > self._tokens.size or len(slices) > len(self._slices):
+            self._grow(len(tokens), len(slices))
         self._tokens[: len(tokens)] = tokens
         self._slices[: len(slices)] = slices
         self._sampled[: len(sampled)] = sampled
         record = self.record
+        record.page_tables = self.tables.address
+        record.table_stride = self.tables.stride
+        record.num_rows = len(tokens)
+        record.num_slices = len(slices)
+        record.num_sampled = len(sampled)
+
+    def _grow(self, num_tokens: int, num_slices: int) -> None:
+        """Make room for twice as much as asked for."""
+        record = self.record
+        self._tokens = np.zeros(2 * num_tokens, np.int32)
+        self._slices = np.zeros((2 * num_slices, 4), np.int32)
+        self._sampled = np.zeros(2 * num_slices, np.int32)
+        self._results = np.zeros(2 * num_slices, RESULT)
         record.tokens = self._tokens.ctypes.data
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
         record.results = self._results.ctypes.data
-        record.page_tables = self.tables.array.ctypes.data
-        record.table_stride = self.tables.array.shape[1]
-        record.num_rows = len(tokens)
-        record.num_slices = len(slices)
-        record.num_sampled = len(sampled)
 
 
 _Part = tuple["Request", int, int, bool]  # rows start to end of a request; is the last one sampled
@@ -130,7 +133,9 @@ class PageTables:
     """
 
     def __init__(self, max_pages: int) -> None:
+        self.stride = max_pages
         self.array = np.zeros((0, max_pages), np.int32)
+        self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
 
@@ -158,6 +163,7 @@ class PageTables:
             more = max(size, 16)
             self._free.extend(range(size + more - 1, size - 1, -1))
             self.array = np.concatenate([self.array, np.zeros((more, width), np.int32)])
+            self.address = self.array.ctypes.data
         entry = self._entries[request] = _Entry(self._free.pop(), request.num_preemptions)
         return entry
 

@@ -1,0 +1,74 @@
+"""Plans as arrays: what is kept between steps is brought up to date, and it is quick."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from support.cpu import greedy_request
+from twostroke.backends.cpu.steps import PageTables, StepArrays
+from twostroke.core.step import Slice, StepPlan
+
+
+def make_request(num_tokens, pages):
+    request = greedy_request(list(range(num_tokens)), logprobs=None)
+    request.pages.extend(pages)
+    return request
+
+
+def test_pages_are_copied_as_they_grow():
+    tables, request = PageTables(8), make_request(5, [7, 3])
+    row = tables.place(request)
+    request.pages.append(5)
+    assert tables.place(request) == row
+    assert tables.array[row, :3].tolist() == [7, 3, 5]
+
+
+def test_pages_after_a_preemption_replace_all():
+    tables, request = PageTables(8), make_request(5, [7, 3])
+    row = tables.place(request)
+    request.pages[:] = [4, 3, 9]
+    request.num_preemptions += 1
+    assert tables.place(request) == row
+    assert tables.array[row, :3].tolist() == [4, 3, 9]
+
+
+def test_a_row_is_used_again_only_after_its_request_is_forgotten():
+    tables = PageTables(4)
+    requests = [make_request(1, [i]) for i in range(40)]
+    rows = [tables.place(request) for request in requests]
+    assert len(set(rows)) == 40
+    tables.forget(requests[3])
+    tables.forget(requests[3])
+    assert tables.place(make_request(1, [99])) == rows[3]
+
+
+def test_generated_rows_come_first_where_they_are_computed_otherwise():
+    steps = StepArrays(8, one_arithmetic=False)
+    old, new = make_request(4, [0]), make_request(3, [1])
+    old.tokens += [50, 51]
+    plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 2, 4, True)))
+    requests = steps.fill(plan)
+    record = steps.record
+    assert (record.num_rows, record.num_generated, record.num_slices) == (7, 2, 3)
+    assert steps._tokens[:7].tolist() == [50, 51, 0, 1, 2, 2, 3]
+    assert steps._slices[:3, :3].tolist() == [[0, 2, 4], [2, 3, 0], [5, 2, 2]]
+    assert steps._sampled[:2].tolist() == [1, 4]
+    assert requests == [old, new]
+    steps._results["token"][:2] = [10, 20]
+    assert steps.results(plan, requests)[0] == [20, 10]
+
+
+def test_flattening_many_requests_takes_well_under_a_millisecond():
+    steps = StepArrays(8, one_arithmetic=True)
+    requests = [make_request(20, [i, i + 1]) for i in range(256)]
+    plan = StepPlan(tuple(Slice(request, 19, 1, True) for request in requests))
+    times = []
+    for _ in range(50):
+        started = time.perf_counter()
+        sampled = steps.fill(plan)
+        steps.results(plan, sampled)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 1e-3
+    assert np.all(steps._sampled[:256] == np.arange(256))
