@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -26,6 +27,13 @@ def memory_available() -> int:
     if limit is not None and used is not None:
         available = min(available, max(0, limit - used))
     return available
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the operating system, where the C library keeps it otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def num_cores() -> int:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Self
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
-from twostroke.core.machine import memory_available, resolve_num_threads
+from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.hardware import machine
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
-from twostroke.engine.sizing import size_cache
 from twostroke.engine.prompts import Chat
+from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
@@ -24,14 +26,16 @@ from twostroke.tokenize import from_gguf, from_tokenizer_json
 from twostroke.weights import GgufTokenizer, LoadedModel, load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
     from twostroke.core.hardware import Hardware
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
+    from twostroke.quant import QuantTensor
     from twostroke.tokenize import Tokenizer
+    from twostroke.weights.mapping import MappedFile
 
     Progress = Callable[[int, int], None]
 
@@ -82,14 +86,20 @@ def build(
     options = options or EngineOptions()
     loaded = load(model)
     program = build_program(loaded.spec)
-    size = size_cache(program, options.cache, loaded.file_bytes, memory_available())
-    backend = _build_backend(loaded, program, options.compute, size, progress)
+    weight_bytes = _weight_bytes(loaded, options.compute)
+    size = size_cache(program, options.cache, weight_bytes, memory_available())
     card = _card(loaded, program, size.context_length)
-    meter = Meter(card.cost.per_step())
-    scheduler = _build_scheduler(options.cache, options.batch, size, backend)
-    return Engine(
-        Client(card, EngineLoop(backend, scheduler, meter)), backend.facts, size.context_length
-    )
+    tensors, release = loaded.tensors, partial(_release, loaded.mappings)
+    del loaded  # the tokenizer's tables go with it, before the weights take their memory
+    give_back_memory()
+    backend = _build_backend(tensors, program, options.compute, size, release, progress)
+    try:
+        scheduler = _build_scheduler(options.cache, options.batch, size, backend)
+        loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
+    except BaseException:
+        backend.close()
+        raise
+    return Engine(Client(card, loop), backend.facts, size.context_length)
 
 
 def limits(engine: Engine) -> Hardware:
@@ -110,28 +120,41 @@ def build_backend(
     loaded: LoadedModel, program: Program, compute: ComputeOptions, size: CacheSize
 ) -> Backend:
     """Return a backend alone, for evaluation."""
-    return _build_backend(loaded, program, compute, size, None)
+    return _build_backend(loaded.tensors, program, compute, size, loaded.release, None)
 
 
 def _build_backend(
-    loaded: LoadedModel,
+    tensors: Mapping[str, QuantTensor],
     program: Program,
     compute: ComputeOptions,
     size: CacheSize,
+    release: Callable[[QuantTensor], None],
     progress: Progress | None,
 ) -> Backend:
     if compute.backend == "reference":
-        return ReferenceBackend(program, loaded.tensors, size.num_pages, size.page_size)
+        return ReferenceBackend(program, tensors, size.num_pages, size.page_size)
     return CpuBackend(
         program,
-        loaded.tensors,
+        tensors,
         size.num_pages,
         size.page_size,
         resolve_num_threads(compute.num_threads),
         level=compute.level,
-        release=loaded.release,
+        release=release,
         progress=progress,
     )
+
+
+def _weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
+    """Return about how much memory the weights take; the reference makes them float32."""
+    if compute.backend != "reference":
+        return loaded.file_bytes
+    return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
+
+
+def _release(mappings: tuple[MappedFile, ...], tensor: QuantTensor) -> None:
+    """Give back the file's memory under a tensor; keeps nothing else of the loaded model alive."""
+    any(mapping.release(tensor.data) for mapping in mappings)
 
 
 def _build_scheduler(
@@ -153,7 +176,7 @@ def _build_scheduler(
 def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCard:
     tokenizer = build_tokenizer(loaded)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
-    has_chat = bool(tokenizer.chat_templates) or _CHATML <= set(tokenizer.special_texts())
+    has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
     formats = sorted(
         {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
     )

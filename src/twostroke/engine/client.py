@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import queue
 import secrets
@@ -16,12 +15,13 @@ from twostroke.engine.mail import Mailbox
 from twostroke.engine.output import Completion, Output, join
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.loop import EngineLoop
-    from twostroke.program.cost import CostModel
     from twostroke.engine.prompts import Chat
+    from twostroke.program.cost import CostModel
     from twostroke.tokenize import Tokenizer
 
 
@@ -103,9 +103,11 @@ class AsyncGeneration:
 
     def __init__(self, loop: EngineLoop) -> None:
         """Wait in the running event loop for outputs of `loop`."""
+        from asyncio import Queue, get_running_loop  # blocking callers do without it
+
         self._loop = loop
-        self._queue: asyncio.Queue[Output] = asyncio.Queue()
-        wake = asyncio.get_running_loop().call_soon_threadsafe
+        self._queue: asyncio.Queue[Output] = Queue()
+        wake = get_running_loop().call_soon_threadsafe
         self.mailbox = Mailbox(self._queue.put_nowait, wake)
         self.request_ids: list[str] = []
 

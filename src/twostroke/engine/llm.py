@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.errors import UsageError
@@ -114,7 +113,9 @@ class AsyncLLM:
     @classmethod
     async def load(cls, model: str, options: EngineOptions | None = None) -> AsyncLLM:
         """Load `model` without blocking the event loop."""
-        return cls(await asyncio.to_thread(_fetch_and_build, model, options))
+        from asyncio import to_thread  # those who block do without it
+
+        return cls(await to_thread(_fetch_and_build, model, options))
 
     async def generate(
         self, prompt: Text, params: SamplingParams | None = None
@@ -134,7 +135,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine and give back its memory."""
-        await asyncio.to_thread(self.engine.close)
+        from asyncio import to_thread
+
+        await to_thread(self.engine.close)
 
     async def _outputs(
         self, tokens: list[int], params: SamplingParams | None

@@ -39,47 +39,89 @@ def size_cache(
     if context_length > program.context_length:
         message = f"{program.name} was made for at most {program.context_length} tokens of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
-    page_bytes = options.page_size * program.cache_bytes_per_token()
-    pages_for_one = -(-context_length // options.page_size)
-    free = available_bytes - weight_bytes - _WORKING_BYTES
-    if options.memory_bytes is None:
-        limit = max(int(free * _SHARE_OF_FREE), 0)
-        num_pages = min(_FULL_CONTEXTS * pages_for_one, limit // page_bytes)
-        if num_pages < pages_for_one <= free // page_bytes:
-            num_pages = pages_for_one
-    else:
-        num_pages = options.memory_bytes // page_bytes
-    if num_pages < pages_for_one or num_pages * page_bytes > free:
-        budget = free if options.memory_bytes is None else min(free, options.memory_bytes)
-        _refuse(program, options, weight_bytes, available_bytes, budget, context_length)
-    return CacheSize(context_length, num_pages, options.page_size, num_pages * page_bytes)
-
-
-def _refuse(
-    program: Program,
-    options: CacheOptions,
-    weight_bytes: int,
-    available_bytes: int,
-    budget: int,
-    context_length: int,
-) -> None:
-    token_bytes = program.cache_bytes_per_token()
-    fitting = max(budget, 0) // (token_bytes * options.page_size) * options.page_size
-    needed = context_length * token_bytes
-    parts = (
-        f"{program.name} needs {_mb(weight_bytes)} for its weights and {_mb(needed)} of KV cache "
-        f"for {context_length} tokens of context; {_mb(available_bytes)} of memory are free"
+    room = _Room(
+        name=program.name,
+        weight_bytes=weight_bytes,
+        available_bytes=available_bytes,
+        page_size=options.page_size,
+        page_bytes=options.page_size * program.cache_bytes_per_token(),
     )
+    if options.memory_bytes is not None and options.memory_bytes > room.free_bytes:
+        raise room.too_much_asked(options.memory_bytes)
+    pages_for_one = -(-context_length // options.page_size)
     if options.memory_bytes is not None:
-        parts += f" and the KV cache may take {_mb(options.memory_bytes)}"
-    if fitting < 2:
-        raise MemoryLimitError(
-            f"{parts}: no context would fit. Free memory, or take a smaller model."
+        num_pages = options.memory_bytes // room.page_bytes
+    else:
+        num_pages = int(room.free_bytes * _SHARE_OF_FREE) // room.page_bytes
+        num_pages = min(_FULL_CONTEXTS * pages_for_one, num_pages)
+        if num_pages < pages_for_one <= room.free_bytes // room.page_bytes:
+            num_pages = pages_for_one
+    if num_pages < pages_for_one:
+        raise room.too_small(context_length, options.memory_bytes)
+    return CacheSize(context_length, num_pages, options.page_size, num_pages * room.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What there is to share out, and the sentences that say why it is not enough."""
+
+    name: str
+    weight_bytes: int
+    available_bytes: int
+    page_size: int
+    page_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What the weights and the work itself leave for pages."""
+        return max(self.available_bytes - self.weight_bytes - _WORKING_BYTES, 0)
+
+    def too_much_asked(self, memory_bytes: int) -> MemoryLimitError:
+        """Return the error for a `--kv-memory` that is not there."""
+        start = (
+            f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
+            f"{_mb(memory_bytes)} of KV cache; {_mb(self.available_bytes)} of memory are free"
         )
-    knob = f"--context-length {fitting}"
-    if options.memory_bytes is not None and needed <= available_bytes - weight_bytes:
-        knob += f", or raise --kv-memory to {_mb(needed)}"
-    raise MemoryLimitError(f"{parts}. {fitting} tokens would fit: use {knob}.")
+        fitting = self._fitting(self.free_bytes)
+        if fitting < 2:
+            return self._nothing_fits(start)
+        return MemoryLimitError(
+            f"{start}. Lower --kv-memory to at most {self.free_bytes // 10**6}MB, "
+            f"which holds {fitting} tokens."
+        )
+
+    def too_small(self, context_length: int, memory_bytes: int | None) -> MemoryLimitError:
+        """Return the error for a context that the pages cannot hold."""
+        needed = -(-context_length // self.page_size) * self.page_bytes
+        start = (
+            f"{self.name} needs {_mb(self.weight_bytes)} for its weights and {_mb(needed)} of KV "
+            f"cache for {context_length} tokens of context; "
+        )
+        if memory_bytes is None:
+            start += f"{_mb(self.available_bytes)} of memory are free"
+        else:
+            start += f"--kv-memory allows {_mb(memory_bytes)} of {_mb(self.free_bytes)} free"
+        fitting = self._fitting(self.free_bytes if memory_bytes is None else memory_bytes)
+        raised_mb = -(-needed // 10**6)
+        raised = f"--kv-memory {raised_mb}MB"
+        can_raise = memory_bytes is not None and raised_mb * 10**6 <= self.free_bytes
+        if fitting >= 2:
+            more = f", or {raised}" if can_raise else ""
+            return MemoryLimitError(
+                f"{start}. {fitting} tokens would fit: use --context-length {fitting}{more}."
+            )
+        if can_raise:
+            return MemoryLimitError(f"{start}, too little for any context: use {raised}.")
+        return self._nothing_fits(start)
+
+    def _fitting(self, num_bytes: int) -> int:
+        """Return how many tokens of context fit into `num_bytes` of pages."""
+        return num_bytes // self.page_bytes * self.page_size
+
+    def _nothing_fits(self, start: str) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"{start}: no context would fit. Free memory, or take a smaller model."
+        )
 
 
 def _mb(num_bytes: int) -> str:

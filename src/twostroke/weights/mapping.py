@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
     from twostroke.quant import Bytes
 
+# Touching a page maps those around it as well, up to what the page cache holds in one piece:
+# they go together.
+_FAULT_BYTES = max(1 << 19, mmap.PAGESIZE)
+
 
 class MappedFile:
     """A whole file as memory; views keep it alive.
@@ -63,7 +67,8 @@ class MappedFile:
         start = view.ctypes.data - self._array.ctypes.data
         if not 0 <= start <= start + view.nbytes <= self.size:
             return False
-        first = start - start % mmap.PAGESIZE
+        first = start - start % _FAULT_BYTES
+        end = min(self.size, -(-(start + view.nbytes) // _FAULT_BYTES) * _FAULT_BYTES)
         if view.nbytes and hasattr(mmap, "MADV_DONTNEED"):
-            self._mmap.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
+            self._mmap.madvise(mmap.MADV_DONTNEED, first, end - first)
         return True
