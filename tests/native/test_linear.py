@@ -34,7 +34,7 @@ from support.native_linear import (
 )
 
 VECTOR_LEVELS = ("avx2", "avx512")
-SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (64, 576)]  # (outputs, inputs)
+SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]  # (outputs, inputs)
 
 
 @pytest.fixture(params=list(NEEDS))
