@@ -8,6 +8,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.twostroke-ready
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test check format test-oracle test-models clean
+.PHONY: help setup build pull run test check format test-oracle test-models bench bench-peers correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -77,6 +78,15 @@ $(ORACLE_STAMP): tests/oracle/requirements.txt $(STAMP)
 	@$(ORACLE)/bin/python -m pip install --quiet -r build/core-requirements.txt -r tests/oracle/requirements.txt
 	@touch $@
 
+correctness: pull ## Compare every instruction-set level of this machine with the reference, on held-out text.
+	@$(BIN)/python benchmarks/correctness.py $(BENCH_ARGS)
+
+bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--help" lists parts and rows).
+	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+
+bench-peers: pull ## Measure beside llama.cpp, which is built into .bench-peers first (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
 check: build ## Everything that can be known without running it: style, types, imports, sizes.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -93,4 +103,4 @@ format: $(STAMP) ## Put Python and C++ into the house's form.
 clean: ## Remove what was built, except the virtual environments and the cached models.
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -rf src/twostroke/backends/cpu/lib
-	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("src", "native", "tests", "tools", "bench")
+FOLDERS = ("src", "native", "tests", "tools", "benchmarks")
 CPP_SUFFIXES = {".cpp", ".h", ".inc"}
 
 # What a C++ block is a part of when it is no function: functions are looked for inside these.

@@ -1,0 +1,45 @@
+"""Runs jobs on a Twostroke engine as any client would, and times them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from twostroke.core.sampling import SamplingParams
+from workload import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.engine.client import Client
+
+    Stamps = list[tuple[float, int]]  # when tokens came, and how many
+
+
+def run_job(client: Client, prompts: Sequence[list[int]], num_tokens: int) -> Timing:
+    """Answer all prompts together: greedy, `num_tokens` each, the end ignored."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return asyncio.run(_run(client, prompts, params))
+
+
+async def _run(client: Client, prompts: Sequence[list[int]], params: SamplingParams) -> Timing:
+    began = time.monotonic()
+    stamps: list[Stamps] = [[] for _ in prompts]
+    first_tokens = [0] * len(prompts)
+    async for output in client.generate_many_async(prompts, params):
+        if not stamps[output.index]:
+            first_tokens[output.index] = output.token_ids[0]
+        stamps[output.index].append((time.monotonic(), len(output.token_ids)))
+    all_began = max(stream[0][0] for stream in stamps)
+    first_ended = min(stream[-1][0] for stream in stamps)
+    return Timing(
+        prompt_tokens=sum(map(len, prompts)),
+        prefill_s=all_began - began,
+        decode_tokens=sum(
+            count for stream in stamps for at, count in stream if all_began < at <= first_ended
+        ),
+        decode_s=first_ended - all_began,
+        wall_s=max(stream[-1][0] for stream in stamps) - began,
+        first_tokens=first_tokens,
+    )

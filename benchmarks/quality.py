@@ -1,0 +1,83 @@
+"""How far an engine's logits on the held-out text lie from the float32 reference's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from twostroke.backends.compare import compare
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.machine import memory_available
+from twostroke.engine.build import build_backend
+from twostroke.engine.sizing import size_cache
+from twostroke.models import build_program
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from twostroke.backends import Backend
+    from twostroke.weights import LoadedModel
+
+    Logits = list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A line of the table: who, and the fields of a `Comparison`."""
+
+    name: str
+    comparison: dict[str, Any]
+
+    @staticmethod
+    def header() -> tuple[str, ...]:
+        """Return the table's first line."""
+        return (
+            "against the float32 reference",
+            "mean KL, nats",
+            "max KL",
+            "same likeliest token",
+            "perplexity",
+            "change",
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the table's line."""
+        it = self.comparison
+        change = it["perplexity"] / it["right_perplexity"] - 1
+        return (
+            self.name,
+            f"{it['mean_kl']:.1e}",
+            f"{it['max_kl']:.1e}",
+            f"{it['top1_agreement']:.2%}",
+            f"{it['perplexity']:.3f}",
+            f"{change:+.3%}",
+        )
+
+
+def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:
+    """Return the reference's logits of each piece."""
+    return _score(_backend(loaded, ComputeOptions("reference")), parts)
+
+
+def engine_quality(
+    loaded: LoadedModel, right: Logits, parts: list[list[int]], backend: str, level: str | None
+) -> Quality:
+    """Compare one of our backends with the reference."""
+    ours = _backend(loaded, ComputeOptions(backend, level=level))
+    name = f"Twostroke, {ours.facts.detail}"
+    comparison = compare(list(zip(right, _score(ours, parts), parts, strict=True)))
+    return Quality(name, asdict(comparison))
+
+
+def _score(backend: Backend, parts: list[list[int]]) -> Logits:
+    logits = [backend.score(part) for part in parts]
+    backend.close()
+    return logits
+
+
+def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
+    program = build_program(loaded.spec)
+    cache = CacheOptions(context_length=min(512, program.context_length))
+    size = size_cache(program, cache, loaded.file_bytes, memory_available())
+    return build_backend(loaded, program, compute, size)

@@ -1,0 +1,245 @@
+"""`make bench`: what Twostroke achieves on this machine, each figure beside the machine's limit.
+
+Rounds go through all rows in turn, so that a slow minute does not fall on one row alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from footprint import build_s, first_token_s, installed_size, peak_memory
+from ours import run_job
+from policies import Served, compare_policies, poisson_trace
+from quiet import MAX_SHARE, Watch
+from report import Spread, caption, machine_facts, note, save, table
+from texts import FreshPrompts, heldout_tokens
+from twostroke.core.config import ComputeOptions, EngineOptions
+from twostroke.engine.build import build
+from twostroke.engine.hardware import machine
+from twostroke.weights import load
+from workload import PROMPT_LENGTH, WORKS, Timing, Work
+
+if TYPE_CHECKING:
+    from twostroke.core.hardware import Hardware
+    from twostroke.engine.build import Engine
+    from twostroke.engine.meter import Strokes
+
+_PARTS = ("speed", "policies", "start", "memory", "size", "build")
+_MEMORY_CONTEXT = 2048  # tokens in the key-value pool when memory is measured
+_MEMORY_FACTOR = 1.6  # of the model's file, beside the pool
+_POLICY_BATCH = 8
+_POLICY_REQUESTS = 48
+_POLICY_LOAD = 0.6  # of the tokens/s that a full batch reaches
+
+
+def main() -> None:
+    """Measure, then print and keep the tables."""
+    given = _arguments()
+    result: dict[str, Any] = {**machine_facts(), "model": given.model, "rounds": given.rounds}
+    text = ["## Speed and size", ""]
+    if {"speed", "policies"} & set(given.parts):
+        text += _measure_engine(given, result)
+    text += _measure_footprint(given, result)
+    save("speed", result, "\n".join([*text, caption(result, given.model)]))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--level", help="instruction-set level")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--parts", nargs="+", choices=_PARTS, default=_PARTS, metavar="PART",
+        help=f"what to measure: {', '.join(_PARTS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", choices=list(WORKS), default=list(WORKS), metavar="ROW",
+        help=f"rows of the speed table: {', '.join(WORKS)}",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+@dataclass(slots=True)
+class Row:
+    """All runs of one job: rates, shares of the limits, and of the time spent outside kernels.
+
+    `outside` is the share of the job's time in which no kernel computes: the threads' waiting for
+    each other included. `engine` is the part of it outside the backend's call: scheduler, text,
+    delivery.
+    """
+
+    work: Work
+    tokens_per_s: list[float] = field(default_factory=list)
+    mbu: list[float] = field(default_factory=list)
+    mfu: list[float] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)
+    engine: list[float] = field(default_factory=list)
+    disturbed: int = 0
+
+    def add(self, timing: Timing, strokes: Strokes, limits: Hardware, others: float) -> None:
+        """Add a run; `strokes` are its own, `others` the share that others took of all cores."""
+        both = (strokes.prefill, strokes.decode)
+        kernel_s = sum(stroke.kernel_s for stroke in both)
+        call_s = sum(stroke.time_s for stroke in both)
+        stroke, wall_s = both[not self.work.is_prefill], timing.prefill_s
+        if not self.work.is_prefill:
+            wall_s = timing.wall_s - strokes.prefill.time_s
+        self.tokens_per_s.append(timing.tokens_per_s(self.work))
+        self.mbu.append(stroke.bytes / wall_s / limits.bandwidth)
+        self.mfu.append(stroke.flops / wall_s / limits.peak)
+        self.outside.append(1 - kernel_s / timing.wall_s)
+        self.engine.append(1 - call_s / timing.wall_s)
+        self.disturbed += others > MAX_SHARE
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the table's line."""
+        shares = (f"{Spread.of(v).median:.0%}" for v in (self.mbu, self.mfu))
+        overheads = (f"{Spread.of(v).median:.1%}" for v in (self.outside, self.engine))
+        rate = Spread.of(self.tokens_per_s).text()
+        return (self.work.name, rate, *shares, *overheads, f"{self.disturbed} of {len(self.mbu)}")
+
+
+_HEADER = (
+    "tokens/s: median (lowest to highest)",
+    "Twostroke",
+    "of the bandwidth",
+    "of the peak",
+    "step outside kernels",
+    "of it outside the backend",
+    "disturbed runs",
+)
+
+
+def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    compute = ComputeOptions(given.backend, given.threads, given.level)
+    prompts = FreshPrompts(heldout_tokens(load(given.model)))
+    with build(given.model, EngineOptions(compute)) as engine:
+        limits = _limits(engine)
+        works = [WORKS[name] for name in given.only]
+        rows = _measure_rows(engine, works, limits, prompts, given.rounds)
+        batch = Row(Work("full batch", _POLICY_BATCH, PROMPT_LENGTH, 32))
+        _run_once(engine, batch, limits, prompts)
+    result["engine"] = asdict(engine.facts)
+    result["limits"] = asdict(limits)
+    result["speed"] = [asdict(row) for row in rows]
+    text = _speed_text(rows, engine, limits) if "speed" in given.parts else []
+    if "policies" in given.parts:
+        note("Replaying one trace under each policy")
+        load_tokens_per_s = _POLICY_LOAD * batch.tokens_per_s[0]
+        trace = poisson_trace(prompts, _POLICY_REQUESTS, load_tokens_per_s, seed=0)
+        served = compare_policies(given.model, compute, trace, _POLICY_BATCH)
+        result["policies"] = [
+            {key: value for key, value in asdict(one).items() if key != "answers"} for one in served
+        ]
+        text += _policies_text(served, load_tokens_per_s)
+    return text
+
+
+def _limits(engine: Engine) -> Hardware:
+    facts = engine.facts
+    return machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
+
+
+def _measure_rows(
+    engine: Engine, works: list[Work], limits: Hardware, prompts: FreshPrompts, rounds: int
+) -> list[Row]:
+    warm_up = [Row(work) for work in works]
+    rows = [Row(work) for work in works]
+    for number in range(rounds + 1):
+        note(f"Round {number} of {rounds}" if number else "Warming up")
+        for row in rows if number else warm_up:
+            _run_once(engine, row, limits, prompts)
+    return rows
+
+
+def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts) -> None:
+    work, meter = row.work, engine.client.loop.meter
+    job = [prompts.take(work.prompt_length) for _ in range(work.num_streams)]
+    before, watch = meter.strokes, Watch()
+    timing = run_job(engine.client, job, work.num_tokens)
+    row.add(timing, meter.strokes - before, limits, watch.others_share())
+
+
+def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
+    medians = {row.work: Spread.of(row.tokens_per_s).median for row in rows}
+    one, sixteen = medians.get(WORKS["decode-1"]), medians.get(WORKS["decode-16"])
+    text = [table(_HEADER, [row.cells() for row in rows]), ""]
+    if one and sixteen:
+        text += [f"16 streams together write {sixteen / one:.1f} times the tokens of one.", ""]
+    about = (
+        f"{engine.facts.detail}. Limits measured in the same run: {limits.bandwidth / 1e9:.1f} GB/s"
+        f" for a stream of the weights' size, {limits.peak / 1e12:.2f} T operations/s"
+        f" ({limits.peak_kind})."
+    )
+    return [*text, about, ""]
+
+
+def _policies_text(served: list[Served], tokens_per_s: float) -> list[str]:
+    header = ("policy", "TTFT p50", "TTFT p95", "TTFT max", "tokens/s", "latest client")
+    lines = [
+        (
+            one.policy,
+            *(f"{s * 1000:,.0f} ms" for s in (one.ttft_p50_s, one.ttft_p95_s, one.ttft_max_s)),
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.lateness_s * 1000:.0f} ms",
+        )
+        for one in served
+    ]
+    same = all(one.answers == served[0].answers for one in served)
+    about = (
+        f"{_POLICY_REQUESTS} requests, the same Poisson arrivals for each policy, asking for"
+        f" {tokens_per_s:,.0f} tokens/s; batches of {_POLICY_BATCH}. The answers are"
+        f" {'the same, token for token' if same else 'NOT the same'}."
+    )
+    return [table(header, lines), "", about, ""]
+
+
+def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    lines: list[tuple[str, str]] = []
+    if "start" in given.parts:
+        note("Starting cold processes")
+        start = first_token_s(given.model, 2 * given.rounds)
+        result["first_token_s"] = asdict(start)
+        lines.append(("start of the process to first token", start.text(2, " s")))
+    if "memory" in given.parts:
+        lines += _measure_memory(given.model, result)
+    if "size" in given.parts:
+        note("Installing into a fresh environment")
+        size = installed_size()
+        result["installed"] = asdict(size)
+        lines.append(("installed environment without pip", f"{size.without_pip / 1e6:.0f} MB"))
+        lines.append(("installed environment with pip", f"{size.total / 1e6:.0f} MB"))
+        lines.append(("`pip install .`, all included", f"{size.install_s:.0f} s"))
+    if "build" in given.parts:
+        note("Building the native libraries")
+        result["build_s"] = build_s()
+        lines.append(("native build on two cores", f"{result['build_s']:.0f} s"))
+    return [table(("size and start", "Twostroke"), lines), ""] if lines else []
+
+
+def _measure_memory(model: str, result: dict[str, Any]) -> list[tuple[str, str]]:
+    from twostroke.models import build_program
+
+    note("Measuring memory")
+    loaded = load(model)
+    token_bytes = build_program(loaded.spec).cache_bytes_per_token()
+    kv_bytes = _MEMORY_CONTEXT * token_bytes
+    peak = peak_memory(model, _MEMORY_CONTEXT, kv_bytes)
+    limit = _MEMORY_FACTOR * loaded.file_bytes + kv_bytes
+    result["memory"] = {
+        "peak": peak, "model_file": loaded.file_bytes, "kv_pool": kv_bytes, "limit": limit
+    }  # fmt: skip
+    about = (
+        f"{peak / 1e6:.0f} MB; {_MEMORY_FACTOR} x the model's file ({loaded.file_bytes / 1e6:.0f}"
+        f" MB) + pool of {_MEMORY_CONTEXT:,} tokens ({kv_bytes / 1e6:.0f} MB):"
+        f" {limit / 1e6:.0f} MB"
+    )
+    return [("peak memory of a process whose pool is full", about)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The held-out text as token ids: in pieces for quality, as fresh prompts for speed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twostroke.engine.build import build_tokenizer
+
+if TYPE_CHECKING:
+    from twostroke.weights import LoadedModel
+
+HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "heldout.txt"
+
+
+def heldout_tokens(loaded: LoadedModel) -> list[int]:
+    """Return the held-out text by a model's own tokenizer."""
+    return build_tokenizer(loaded).encode(HELDOUT.read_text(encoding="utf-8"))
+
+
+def pieces(tokens: list[int], length: int) -> list[list[int]]:
+    """Cut tokens into pieces of `length`; the last may be shorter."""
+    return [tokens[i : i + length] for i in range(0, len(tokens), length)]
+
+
+class FreshPrompts:
+    """Prompts that no cache can know: the text from anywhere on, behind a few random tokens."""
+
+    def __init__(self, tokens: list[int], seed: int = 0) -> None:
+        """Take prompts from `tokens`; the same seed gives the same prompts."""
+        self._tokens = tokens
+        self._random = random.Random(seed)
+
+    def take(self, length: int) -> list[int]:
+        """Return a prompt of `length` tokens."""
+        prompt = self._random.choices(self._tokens, k=4)
+        start = self._random.randrange(len(self._tokens))
+        while len(prompt) < length:
+            prompt += self._tokens[start : start + length - len(prompt)]
+            start = 0
+        return prompt[:length]

@@ -1,0 +1,66 @@
+"""What is measured, alike for every engine: jobs of given token ids, and what a run of one took.
+
+Only the standard library is used here: peers import this file in environments of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """A row of the tables: so many fresh prompts at once, each answered with `num_tokens`.
+
+    With one token to write it measures prefill, else decode.
+    """
+
+    name: str
+    num_streams: int
+    prompt_length: int
+    num_tokens: int
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the prompt is what counts."""
+        return self.num_tokens == 1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of a job, seen by the one who asked; `first_tokens` has one token a prompt.
+
+    `prefill_s` ends with the last prompt's first token. `decode_s` runs from there until a stream
+    has ended, so that all streams are at work in it; `decode_tokens` were written in it.
+    `wall_s` is the whole job.
+    """
+
+    prompt_tokens: int
+    prefill_s: float
+    decode_tokens: int
+    decode_s: float
+    wall_s: float
+    first_tokens: list[int]
+
+    def tokens_per_s(self, work: Work) -> float:
+        """Return the rate that the row is about."""
+        if work.is_prefill:
+            return self.prompt_tokens / self.prefill_s
+        return self.decode_tokens / self.decode_s
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for `Timing(**fields)` in another process."""
+        return asdict(self)
+
+
+PROMPT_LENGTH = 32
+WORKS = {
+    "decode-1": Work("decode, 1 stream", 1, PROMPT_LENGTH, 128),
+    **{
+        f"decode-{n}": Work(f"decode, {n} streams together", n, PROMPT_LENGTH, 64)
+        for n in (2, 4, 8, 16, 32)
+    },
+    "prefill-512": Work("prefill, 512 tokens", 1, 512, 1),
+    "prefill-2048": Work("prefill, 2,048 tokens", 1, 2048, 1),
+}
