@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+
 from support.heldout import heldout_pieces
 from support.tiny import Tiny, write_tiny_gguf
 from support.transformers_llama import logits, transformers_llama
-
 from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.models import build_program

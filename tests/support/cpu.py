@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,7 +27,7 @@ LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
 PAGE_SIZE = 16
 
 
-def tiny_model(**sizes: int | str | bool) -> Model:
+def tiny_model(**sizes: Any) -> Model:
     """Return the Program and the tensors of a tiny random Llama."""
     tiny = Tiny(**sizes)
     spec = ModelSpec(
@@ -63,7 +63,7 @@ def cpu_backend(
         backend.close()
 
 
-def greedy_request(tokens: list[int], **params: float) -> Request:
+def greedy_request(tokens: list[int], **params: Any) -> Request:
     """Return a greedy request that reports log-probabilities."""
     chosen = SamplingParams(**{"temperature": 0.0, "logprobs": 5, **params})
     return Request("r", list(tokens), len(tokens), chosen, seed=1)

@@ -14,11 +14,11 @@ from twostroke.core.step import StepResult
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
+from twostroke.engine.prompts import Chat
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf
-from twostroke.tokenize.templates import ChatTemplate
 from twostroke.weights import GgufTokenizer, load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def tiny_client(
         created_s=1_700_000_000,
         licence=loaded.licence,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(loaded.chat_template or "", tokenizer),
+        chat_template=Chat(tokenizer),
         cost=CostModel(program, sizes),
     )
     pool = PagePool(num_pages, PAGE_SIZE)

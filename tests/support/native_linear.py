@@ -196,7 +196,7 @@ def random_matrix(
     exact = (rng.standard_normal(shape) * scale).astype(np.float32)
     empty = np.zeros(0, np.float32)
     if kind == F16:
-        source = exact.astype(np.float16)
+        source: np.ndarray = exact.astype(np.float16)
         exact = source.astype(np.float32)
     elif kind == BF16:
         source = bfloat16(exact)
@@ -272,10 +272,11 @@ def multiply_blocks(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
     scales, q = quantize_rows(x)
     sums = q.sum(axis=-1).astype(np.float32) * scales
     total = np.zeros((len(x), len(matrix.exact)), np.float32)
-    wide = np.longdouble if fused else np.float32
+    wide: type[np.floating] = np.longdouble if fused else np.float32
 
     def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(np.float32)
+        wider = a.astype(wide) * b.astype(wide) + c.astype(wide)
+        return np.asarray(wider, np.float32)
 
     for block in range(scales.shape[1]):
         dots = (q[:, block] @ matrix.quants[:, block].T).astype(np.float32)
@@ -290,12 +291,12 @@ def multiply_blocks(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
 
 def multiply_floats(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
     """The float formats' arithmetic: even and odd inputs summed apart, then added."""
-    wide = np.longdouble if fused else np.float32
-    sums = np.zeros((2, len(x), len(matrix.exact)), np.float32)
+    wide: type[np.floating] = np.longdouble if fused else np.float32
+    sums: np.ndarray = np.zeros((2, len(x), len(matrix.exact)), np.float32)
     for i in range(x.shape[1]):
         product = x[:, i, None].astype(wide) * matrix.exact[None, :, i].astype(wide)
         sums[i % 2] = (product + sums[i % 2].astype(wide)).astype(np.float32)
-    return sums[0] + sums[1]
+    return np.asarray(sums[0] + sums[1])
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -65,7 +65,7 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    folder: Path, options: ServeOptions | None = None, **engine: int
+    folder: Path, options: ServeOptions | None = None, **engine: Any
 ) -> Iterator[LiveServer]:
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
     listener = run.bind("127.0.0.1", 0)

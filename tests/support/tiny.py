@@ -74,7 +74,8 @@ def tiny_weights(tiny: Tiny) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(tiny.seed)
 
     def matrix(outputs: int, inputs: int) -> np.ndarray:
-        return (rng.standard_normal((outputs, inputs)) * inputs**-0.5).astype(np.float32)
+        values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
+        return np.asarray(values, np.float32)
 
     def norm() -> np.ndarray:
         return (1 + 0.1 * rng.standard_normal(tiny.hidden_size)).astype(np.float32)
@@ -263,7 +264,7 @@ def _hf_name(name: str) -> str:
 
 
 def _write_shards(folder: Path, tensors: dict[str, QuantTensor], num_shards: int) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         names = list(tensors)[shard::num_shards]

@@ -62,10 +62,10 @@ def transformers_llama(loaded: LoadedModel) -> LlamaForCausalLM:
     return model
 
 
-@torch.inference_mode()
 def logits(model: LlamaForCausalLM, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Return the logits (len(tokens), vocab_size) of one sequence."""
-    result: NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+    with torch.inference_mode():
+        result: NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].float().numpy()
     return result
 
 

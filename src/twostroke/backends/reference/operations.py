@@ -106,8 +106,8 @@ def apply(op: Op, values: Mapping[str, Array], state: StepState) -> Array:
 def _rms_norm(op: RMSNorm, x: Array, weight: Array) -> Array:
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
-    normed: Array = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * weight
-    return normed.reshape(x.shape)
+    normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * weight
+    return np.asarray(normed, np.float32).reshape(x.shape)
 
 
 def _rope(op: Rope, x: Array, positions: NDArray[np.int64]) -> Array:
