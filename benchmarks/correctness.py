@@ -13,6 +13,7 @@ from quality import Quality, engine_quality, reference_logits
 from report import caption, machine_facts, note, save, table
 from texts import heldout_tokens, pieces
 from twostroke.backends.cpu.library import level_reports
+from twostroke.core.config import ComputeOptions
 from twostroke.weights import load
 
 MAX_MEAN_KL = 1e-3  # nats
@@ -33,10 +34,10 @@ def main() -> int:
     parts = pieces(heldout_tokens(loaded), _PIECE)
     note("Computing the reference's logits")
     right = reference_logits(loaded, parts)
-    lines = []
+    lines: list[Quality] = []
     for level in levels:
         note(f"Computing level {level}")
-        lines.append(engine_quality(load(given.model), right, parts, "cpu", level))
+        lines += engine_quality(load(given.model), right, parts, ComputeOptions("cpu", level=level))
     num_tokens = sum(map(len, parts))
     limits = (
         f"Limits: mean KL below {MAX_MEAN_KL:g}, the same likeliest token at least"

@@ -25,7 +25,7 @@ _INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distuti
 
 def first_token_s(model: str, runs: int) -> Spread:
     """Return the seconds from starting `twostroke generate` to the first byte of its answer."""
-    command = _generate(model, "--max-tokens", "2")
+    command = _generate(model, "-p", _PROMPT, "--max-tokens", "2")
     times = []
     for _ in range(runs):
         began = time.monotonic()
@@ -102,7 +102,7 @@ def _generate(model: str, *more: str) -> list[str]:
     start = (
         [program] if program else [sys.executable, "-c", "from twostroke.cli import main; main()"]
     )
-    return [*start, "generate", model, "--temperature", "0", "--quiet", "-p", _PROMPT, *more]
+    return [*start, "generate", model, "--temperature", "0", "--quiet", *more]
 
 
 def _check(process: subprocess.Popen[bytes]) -> None:

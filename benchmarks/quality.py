@@ -57,23 +57,27 @@ class Quality:
 
 def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:
     """Return the reference's logits of each piece."""
-    return _score(_backend(loaded, ComputeOptions("reference")), parts)
-
-
-def engine_quality(
-    loaded: LoadedModel, right: Logits, parts: list[list[int]], backend: str, level: str | None
-) -> Quality:
-    """Compare one of our backends with the reference."""
-    ours = _backend(loaded, ComputeOptions(backend, level=level))
-    name = f"Twostroke, {ours.facts.detail}"
-    comparison = compare(list(zip(right, _score(ours, parts), parts, strict=True)))
-    return Quality(name, asdict(comparison))
-
-
-def _score(backend: Backend, parts: list[list[int]]) -> Logits:
+    backend = _backend(loaded, ComputeOptions("reference"))
     logits = [backend.score(part) for part in parts]
     backend.close()
     return logits
+
+
+def engine_quality(
+    loaded: LoadedModel, right: Logits, parts: list[list[int]], compute: ComputeOptions
+) -> list[Quality]:
+    """Compare one of our backends with the reference: one line for each arithmetic that it uses."""
+    backend = _backend(loaded, compute)
+    name = f"Twostroke, {backend.facts.detail}"
+    rows = {name: False}
+    if not backend.facts.one_arithmetic:
+        rows = {f"{name}, prompt rows": False, f"{name}, generated rows": True}
+    lines = []
+    for line, generated in rows.items():
+        scores = (backend.score(part, generated=generated) for part in parts)
+        lines.append(Quality(line, asdict(compare(list(zip(right, scores, parts, strict=True))))))
+    backend.close()
+    return lines
 
 
 def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:

@@ -45,10 +45,11 @@ class Backend(Protocol):
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
 
-    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence as prompt, on pages of its own.
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
+        """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
 
-        For evaluation; must not be called while requests are running.
+        Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
+        while requests are running.
         """
 
     def forget(self, request: Request) -> None:

@@ -100,10 +100,11 @@ class CpuBackend:
         tokens, logprobs = self._steps.results(plan, requests)
         return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s)
 
-    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence as prompt, on pages of its own.
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
+        """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
 
-        For evaluation; must not be called while requests are running.
+        Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
+        while requests are running.
         """
         pool, weights, _ = self._loaded
         page_size = self.facts.page_size
@@ -121,7 +122,7 @@ class CpuBackend:
             table = np.arange(num_pages, dtype=np.int32)
             for start in range(0, len(tokens), _SCORE_ROWS):
                 part = np.array(tokens[start : start + _SCORE_ROWS], np.int32)
-                _score_rows(plan, part, start, table, logits[start:])
+                _score_rows(plan, part, start, table, logits[start:], generated=generated)
         finally:
             plan.close()
         return logits
@@ -172,8 +173,10 @@ def _score_rows(
     position: int,
     table: NDArray[np.int32],
     logits: NDArray[np.float32],
+    *,
+    generated: bool,
 ) -> None:
-    """Compute prompt rows from `position` on and write all their logits."""
+    """Compute rows of one kind from `position` on and write all their logits."""
     rows = np.arange(len(tokens), dtype=np.int32)
     slices = np.array([0, len(tokens), position, 0], np.int32)
     plan.run(
@@ -185,6 +188,7 @@ def _score_rows(
             logits=logits.ctypes.data,
             table_stride=len(table),
             num_rows=len(tokens),
+            num_generated=len(tokens) if generated else 0,
             num_slices=1,
             num_sampled=len(tokens),
         )

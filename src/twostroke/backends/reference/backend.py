@@ -59,8 +59,9 @@ class ReferenceBackend:
         elapsed = time.perf_counter() - started
         return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed, elapsed)
 
-    def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence."""
+        del generated  # one arithmetic for all rows
         count = len(tokens)
         cache = PagedCache(self._program.cache_layers, 1, count)
         span = Span(slice(0, count), 0, np.zeros(1, np.int64))
