@@ -129,14 +129,21 @@ void Barrier::meet(int thread, int num_threads, Places& places) {
 }
 
 Pool::Pool(int num_threads) : num_threads_(num_threads), owner_(getpid()), places_(num_threads) {
-  for (int thread = 1; thread < num_threads; ++thread) {
-    threads_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      threads_.emplace_back([this, thread] { work(thread); });
+    }
+  } catch (...) {
+    stop();  // those that were made wait on members that would be gone
+    throw;
   }
 }
 
 bool Pool::is_ours() const { return getpid() == owner_; }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stopping_ = true;
   start_.set(start_.value() + 1);
   for (std::thread& thread : threads_) thread.join();

@@ -73,6 +73,7 @@ class Barrier {
 /// A team of threads. One call of `run` at a time, from any thread.
 class Pool {
  public:
+  /// Throws std::exception if the threads cannot be made.
   explicit Pool(int num_threads);
   /// Only in the process that made it: elsewhere the threads to wait for do not exist.
   ~Pool();
@@ -93,6 +94,7 @@ class Pool {
 
  private:
   void work(int thread);
+  void stop();
 
   const int num_threads_;
   const pid_t owner_;

@@ -10,6 +10,8 @@ namespace {
 constexpr int64_t kQueriesPerTask = 96;  // enough to pay for converting a piece to float32
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kSmallestSplit = 2;  // pieces
+// Shares of a step: 64 MB. With many rows far into a long context they would take gigabytes.
+constexpr int64_t kMostShareFloats = 16 << 20;
 
 }  // namespace
 
@@ -41,12 +43,14 @@ void AttentionSchedule::cut_slice(const StepRecord& step, int32_t index, double 
     AttentionTask task{index, row, num_rows, 0, pieces, kNone};
     const auto wanted = static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
     const auto parts = static_cast<int32_t>(std::min(wanted + 1, pieces / kSmallestSplit));
-    if (parts < 2) {
+    const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
+    // The shares of a single row are always small beside the keys and values that it reads.
+    const bool small = num_rows == 1 || share_floats_ + floats * num_kv_heads_ <= kMostShareFloats;
+    if (parts < 2 || !small) {
       tasks_.push_back(task);
       continue;
     }
     task.split = static_cast<int32_t>(splits_.size());
-    const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
     splits_.push_back({parts, share_floats_, floats});
     share_floats_ += floats * num_kv_heads_;
     for (int32_t part = 0; part < parts; ++part) {

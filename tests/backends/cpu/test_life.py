@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.cpu import Sequence, cpu_backend, tiny_model
+from support.cpu import PAGE_SIZE, Sequence, cpu_backend, greedy_request, run, tiny_model
 from support.native import native_dir
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.core.errors import BackendError, UsageError
+from twostroke.core.step import Slice
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +121,41 @@ def test_limits_of_the_machine_are_measured():
     peak, kind = measure_peak("portable", 1)
     assert peak > 1e8
     assert kind
+
+
+def resident_bytes():
+    """How much memory this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_many_rows_far_into_a_long_context_take_little_memory():
+    length = 8192
+    sizes = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 1, "head_dim": 64}
+    model = tiny_model(fmt="F32", context_length=length, **sizes)
+    with cpu_backend(model, "portable", length // PAGE_SIZE, threads=16) as backend:
+        request = greedy_request([i % 250 for i in range(length)])
+        request.pages.extend(range(length // PAGE_SIZE))
+        request.num_computed = length - 384  # on pages that are still zero
+        before = resident_bytes()
+        run(backend, Slice(request, request.num_computed, 384, samples=True))
+        assert resident_bytes() - before < 90e6
+
+
+def test_more_threads_than_the_system_gives_are_refused():
+    script = """
+import resource
+from support.cpu import tiny_model
+from twostroke.backends.cpu import CpuBackend
+from twostroke.core.errors import BackendError
+model = tiny_model(fmt="Q8_0", embedding_fmt="Q8_0")
+limit = 1 << 30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    CpuBackend(*model, 4, 16, 10000, level="portable")
+except BackendError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    assert b"refuses 10000 threads" in done.stdout
