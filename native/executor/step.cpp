@@ -133,8 +133,8 @@ void run_op(Worker& worker, size_t index) {
   }
 }
 
-/// A thread that gave up half-way would leave the others waiting: if the little that threads reserve
-/// for themselves is refused, the process ends.
+/// A thread that gave up half-way would leave the others waiting: if the little that threads
+/// reserve for themselves is refused, the process ends.
 void run_thread(void* context, int thread, int num_threads) noexcept {
   auto& step = *static_cast<StepState*>(context);
   Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
