@@ -107,3 +107,43 @@ def test_score_is_what_a_prompt_computes(level, model):
         request.pages.extend(range(9))
         drawn = run(backend, Slice(request, 0, len(tokens), samples=True))
         assert drawn == [int(np.argmax(logits[-1]))]
+
+
+def test_logprobs_far_into_a_context_do_not_depend_on_how_attention_is_shared_out(level, model):
+    """Several pieces of the context for each thread, several panels of rows, the last slot."""
+    prompt = tokens_of(9, 500)
+    results = []
+    for threads, chunk in ((1, 1000), (2, 480), (4, 300), (3, 7)):
+        with cpu_backend(model, level, 32, threads=threads) as backend:
+            sequence = Sequence(backend, prompt, list(range(32)))
+            results.append([sequence.prefill(chunk), *sequence.decode(12)])
+            assert sequence.request.num_computed == 512
+    assert all(result == results[0] for result in results)
+
+
+def test_drawn_tokens_do_not_depend_on_the_company(level, model):
+    """More rows than logits are held at once, prompt and generated ones, each with its own seed."""
+    sampling = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
+    with cpu_backend(model, level, 80, threads=3) as backend:
+
+        def answers(together):
+            requests = [greedy_request(tokens_of(i, 5 + i % 3), **sampling) for i in range(40)]
+            for i, request in enumerate(requests):
+                request.seed, request.pages[:] = i, [2 * i, 2 * i + 1]
+            for batch in [requests] if together else [[request] for request in requests]:
+                for step in range(8):
+                    # Half of them arrive later, so that prompts meet generated rows.
+                    active = batch if step >= 3 or not together else batch[::2]
+                    pending = [r for r in active if len(r.tokens) < r.num_prompt + 5]
+                    slices = [
+                        Slice(r, r.num_computed, r.num_pending, samples=True) for r in pending
+                    ]
+                    tokens = run(backend, *slices) if slices else []
+                    for request, token in zip(pending, tokens, strict=True):
+                        request.num_computed = len(request.tokens)
+                        request.tokens.append(token)
+            for request in requests:
+                backend.forget(request)
+            return [request.tokens for request in requests]
+
+        assert answers(together=True) == answers(together=False)
