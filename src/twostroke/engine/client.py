@@ -107,6 +107,7 @@ class AsyncGeneration:
 
         self._loop = loop
         self._queue: asyncio.Queue[Output] = Queue()
+        self._num_ended = 0
         wake = get_running_loop().call_soon_threadsafe
         self.mailbox = Mailbox(self._queue.put_nowait, wake)
         self.request_ids: list[str] = []
@@ -114,15 +115,14 @@ class AsyncGeneration:
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield outputs as they come, until every choice has had its last.
 
-        A caller that leaves early calls `cancel`.
+        A caller that leaves early calls `cancel`, or takes up again where it left.
 
         Raises:
             TwostrokeError: the engine failed under the request.
         """
-        open_choices = len(self.request_ids)
-        while open_choices:
+        while self._num_ended < len(self.request_ids):
             output = await self._queue.get()
-            open_choices -= output.finish_reason is not None
+            self._num_ended += output.finish_reason is not None
             if output.error is not None:
                 raise TwostrokeError(output.error)
             yield output

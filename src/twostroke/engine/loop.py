@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import EngineStoppedError, TwostrokeError
+from twostroke.core.errors import EngineStoppedError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.engine.mail import post
@@ -51,6 +51,7 @@ class EngineLoop:
 
     The lock guards the scheduler and the choices. It is free while a step runs, so a request can
     be added or cancelled at any time; the scheduler keeps pages in flight until the commit.
+    Outputs are posted under the lock: nothing may come to a caller after a choice's last output.
     """
 
     def __init__(self, backend: Backend, scheduler: Scheduler, meter: Meter) -> None:
@@ -85,7 +86,7 @@ class EngineLoop:
                     self._scheduler.add(choice.request)
                     self._choices[choice.request.id] = choice
                     added.append(choice)
-            except TwostrokeError:
+            except BaseException:  # an interrupt too must not leave requests that nobody knows
                 for choice in added:
                     self._end(choice, FinishReason.CANCEL)
                 raise
@@ -93,15 +94,15 @@ class EngineLoop:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests at once, wherever they are; unknown or finished ones are left alone."""
-        mail: list[tuple[Mailbox, Output]] = []
         with self._condition:
+            mail: list[tuple[Mailbox, Output]] = []
             for request_id in request_ids:
                 choice = self._choices.get(request_id)
                 if choice is not None:
                     self._end(choice, FinishReason.CANCEL)
                     mail.append((choice.mailbox, choice.cut(FinishReason.CANCEL)))
+            post(mail)
             self._condition.notify()
-        post(mail)
 
     def flush(self) -> None:
         """Tell a policy that waits for a full batch that no more requests will come for now."""
@@ -127,6 +128,7 @@ class EngineLoop:
     def close(self, drain_s: float = 0.0) -> None:
         """Stop: wait up to `drain_s` seconds for running requests, then cut off the rest."""
         deadline = time.monotonic() + drain_s
+        self.flush()
         while time.monotonic() < deadline and self._choices and self._thread.is_alive():
             time.sleep(0.02)
         with self._condition:
@@ -160,12 +162,11 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it
             reason = f"{type(error).__name__}: {error}"
             self._failure = reason
+        message = f"The engine stopped: {reason}"
         with self._condition:
             left = list(self._choices.values())
             self._choices.clear()
-        post(
-            [(c.mailbox, c.cut(FinishReason.ERROR, f"The engine stopped: {reason}")) for c in left]
-        )
+            post([(c.mailbox, c.cut(FinishReason.ERROR, message)) for c in left])
 
     def _step(self) -> bool:
         """Do one step, or wait for work; return False once the engine is to stop."""
@@ -190,7 +191,7 @@ class EngineLoop:
             self.meter.add(plan, result)
             mail = [mail for delta in deltas for mail in self._take(delta)]
             self._step_began_s = None
-        post(mail)
+            post(mail)
         return True
 
     def _take(self, delta: Delta) -> Iterable[tuple[Mailbox, Output]]:
@@ -238,10 +239,9 @@ class EngineLoop:
 
     def _fail(self, request: Request, why: str) -> None:
         """End one request whose computation failed; the others go on."""
+        message = f"The engine failed on this request: {why}"
         with self._condition:
             choice = self._choices.get(request.id)
-            if choice is None:
-                return
-            self._end(choice, FinishReason.ERROR)
-        message = f"The engine failed on this request: {why}"
-        post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])
+            if choice is not None:
+                self._end(choice, FinishReason.ERROR)
+                post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])
