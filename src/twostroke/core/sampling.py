@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -28,7 +29,8 @@ class SamplingParams:
     `temperature` 0 is greedy: the largest logit, the lowest id among equals.
     `max_tokens` None means as many as the context holds. `seed` None draws a fresh one per
     request. `logprobs` None reports none, 0 the chosen token's alone, k the k likeliest beside it;
-    they are taken from the model's own distribution, before any of the above.
+    they are taken from the model's own distribution, before any of the above. `stop` and
+    `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given.
 
     Raises:
         RequestError: a value is outside its bounds; `param` names the field.
@@ -46,8 +48,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -76,8 +78,11 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self) -> None:
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
-            raise RequestError("stop must be a list of strings.", param="stop")
+        stops, ids = (_as_tuple(name, getattr(self, name)) for name in ("stop", "stop_token_ids"))
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", ids)
+        if not all(isinstance(stop, str) for stop in stops):
+            raise RequestError("stop must be a string or a list of strings.", param="stop")
         if len(self.stop) > MAX_STOPS or any(not s or len(s) > 1000 for s in self.stop):
             message = f"stop takes at most {MAX_STOPS} strings of 1 to 1000 characters."
             raise RequestError(message, param="stop")
@@ -87,6 +92,9 @@ class SamplingParams:
             _check_int("stop_token_ids", token, 0, _MAX_TOKENS)
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            message = "logit_bias must map token ids to numbers."
+            raise RequestError(message, param="logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             message = f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens."
             raise RequestError(message, param="logit_bias")
@@ -109,6 +117,14 @@ class SamplingParams:
         )
 
 
+def _as_tuple(param: str, value: object) -> tuple[object, ...]:
+    if isinstance(value, str) and param == "stop":
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{param} must be a list, not {value!r}.", param=param)
+    return tuple(value)
+
+
 def _check_int(param: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{param} must be an integer, not {value!r}.", param=param)
@@ -120,9 +136,20 @@ def _check_int(param: str, value: object, low: int, high: int) -> None:
 def _check_float(
     param: str, value: object, low: float, high: float, *, above: bool = False
 ) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    number = _to_float(value)
+    if not math.isfinite(number):
         raise RequestError(f"{param} must be a finite number, not {value!r}.", param=param)
-    if not low <= value <= high or (above and value == low):
+    if not low <= number <= high or (above and number == low):
         bound = "above" if above else "from"
-        message = f"{param} must be {bound} {low:g} to {high:g}, not {value:g}."
+        message = f"{param} must be {bound} {low:g} to {high:g}, not {number:g}."
         raise RequestError(message, param=param)
+
+
+def _to_float(value: object) -> float:
+    """Return a number as a float; NaN for anything else, too large an integer included."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
