@@ -82,6 +82,17 @@ def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> Non
         assert process.stderr.read() == ""
 
 
+def test_signal_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
+    with served(tmp_path, "20", "static") as (process, url), ThreadPoolExecutor(1) as pool:
+        body = chat_body(max_tokens=4)
+        answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
+        time.sleep(0.3)
+        assert not answer.done()
+        process.terminate()
+        assert answer.result().status_code == 200
+        assert process.wait(10) == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("twice", [False, True])
 def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bool) -> None:

@@ -53,7 +53,11 @@ class Backend(ReferenceBackend):
 
 @contextmanager
 def tiny_client(
-    folder: Path, tiny: Tiny | None = None, num_pages: int = 256, **limits: int
+    folder: Path,
+    tiny: Tiny | None = None,
+    num_pages: int = 256,
+    batch: BatchOptions | None = None,
+    **limits: int,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend; `limits` are `SchedulerConfig`'s."""
     loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny)))
@@ -78,7 +82,7 @@ def tiny_client(
     )
     pool = PagePool(num_pages, PAGE_SIZE)
     config = SchedulerConfig(context_length=card.context_length, **limits)
-    scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
+    scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
     loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
     try:
         yield Client(card, loop), backend

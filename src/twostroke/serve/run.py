@@ -126,6 +126,7 @@ class _Shutdown:
             return
         self._server.should_exit = True
         self._api.is_draining = True
+        self._api.client.loop.flush()  # no more come to fill a batch that waits to be full
         drain_s = self._api.options.drain_s
         self._timer = asyncio.get_running_loop().call_later(drain_s, self._cut)
         if self._on_stop is not None:
