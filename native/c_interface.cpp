@@ -1,6 +1,5 @@
 // The C face of the executor: what src/twostroke/backends/cpu/library.py loads.
-#include <cstdio>
-#include <new>
+#include <exception>
 
 #include "executor/plan.h"
 #include "linear/linear.h"
@@ -69,7 +68,7 @@ TS_EXPORT void ts_pack(Pool* pool, int32_t type, int64_t num_outputs, int64_t nu
 TS_EXPORT Plan* ts_plan_create(Pool* pool, const ts::PlanRecord* record) {
   try {
     return new Plan(*pool, *record);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }
@@ -82,7 +81,7 @@ TS_EXPORT int32_t ts_step(Plan* plan, ts::StepRecord* step) {
   try {
     ts::run_step(*plan, *step);
     return 0;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
 }
