@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
-from typing import Final
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.core.errors import TwostrokeError, nearest
+from twostroke.cli.help import Group
+from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 # Each command lives in a module of its own, imported when it is called: starting stays quick.
 COMMANDS: Final = {
@@ -19,10 +27,13 @@ COMMANDS: Final = {
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_EPILOG: Final = "To begin: twostroke generate smollm2 -p 'Why is the sky blue?'"
+# Exit codes as shells have them: 128 and the number of the signal.
+_INTERRUPTED = 128 + signal.SIGINT
+_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 
-class Commands(click.Group):
+class Commands(Group):
     """The commands of `COMMANDS`, by name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -45,25 +56,40 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or name the nearest."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            hint = nearest(args[0], COMMANDS)
-            known = ", ".join(COMMANDS)
-            ctx.fail(f"There is no command '{args[0]}'.{hint} Commands: {known}.")
-        return super().resolve_command(ctx, args)
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; click itself would take a closed pipe for an error."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+            _drop_output()
+            ctx.exit(_PIPE_CLOSED)
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="twostroke", message="twostroke %(version)s")
-def group() -> None:
+@click.command(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EPILOG,
+)
+@click.option("--version", is_flag=True, help="Show the version and exit.")
+@click.pass_context
+def group(ctx: click.Context, version: bool) -> None:
     """Run language models on this machine, and see how close to its limits they run."""
+    if version:
+        click.echo(f"twostroke {_version()}")
+        ctx.exit()
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 def main() -> None:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # an answer may have characters that a terminal lacks
+            stream.reconfigure(errors="replace")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -71,16 +97,66 @@ def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code; no error leaves a trace."""
     try:
         code = group.main(arguments, prog_name="twostroke", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        return _INTERRUPTED
+        return _fail(_sentence(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt) as error:
+        said = str(error.__cause__ or error)  # click wraps what was raised
+        return _fail(said or "Interrupted.", _INTERRUPTED)
     except TwostrokeError as error:
-        click.echo(f"twostroke: {error.message}", err=True)
-        return error.exit_code
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        sys.stderr.close()
-        return 0
+        return _fail(error.message, error.exit_code)
+    except BrokenPipeError:
+        _drop_output()
+        return _PIPE_CLOSED
+    except OSError as error:  # such as a full disk behind a redirected output
+        _drop_output()
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}.", 1)
+    except MemoryError:
+        message = "Memory ran out: lower --context-length or --kv-memory, or take a smaller model."
+        return _fail(message, MemoryLimitError.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:
+        return "from a source tree that is not installed"
+
+
+def _fail(message: str, code: int) -> int:
+    from twostroke.cli.terminal import printable
+
+    with suppress(OSError):  # nobody hears it
+        click.echo(f"twostroke: {printable(' '.join(message.split()))}", err=True)
+    return code
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Return what click says, with the nearest option's name and where to read on."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return error.format_message()
+    more = f" See: {context.command_path} --help"
+    if isinstance(error, click.NoSuchOption):
+        known = [name for param in context.command.get_params(context) for name in param.opts]
+        hint = nearest(error.option_name, (name for name in known if name.startswith("-")))
+        return f"There is no option '{error.option_name}'.{hint}{more}"
+    if isinstance(error, click.MissingParameter) and error.param and error.param.name == "model":
+        return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
+    return f"{error.format_message().rstrip('.')}.{more}"
+
+
+def _drop_output() -> None:
+    """Send what is still to be written to nowhere, so that the interpreter's end is silent."""
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: it is no file
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leave as an error does, so that whatever is half-done is cleaned up."""
+    del frame
+    sys.exit(128 + number)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.fetch import fetch
+from twostroke.cli.fetch import open_engine
+from twostroke.cli.figures import Figures, describe
+from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import compute_options, engine_options, sampling_options, sampling_params
-from twostroke.cli.terminal import Figures, loading_bar
-from twostroke.core.errors import RequestError, UsageError, nearest
+from twostroke.cli.terminal import no_echo, on_interrupt, printable
+from twostroke.core.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    TwostrokeError,
+    UsageError,
+    nearest,
+)
+from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,36 +35,39 @@ _HELP: Final = {
     "/help": "show this",
     "/new": "begin a new conversation",
     "/again": "answer the last message once more",
-    "/system TEXT": "set the system message and begin anew",
-    "/quit": "leave (Ctrl-D does too)",
+    "/system TEXT": "set the system message and begin anew; without TEXT, remove it",
+    "/quit": "leave, as Ctrl-D does",
+    "Ctrl-C": "stop the answer, or clear the line",
+    "Alt-Enter": "a new line in the message",
 }
 
 
-@click.command("chat")
+@click.command("chat", cls=SectionedCommand)
 @click.argument("model")
 @click.option("--system", help="A system message.")
 @sampling_options
 @compute_options
 def command(**given: Any) -> None:
-    """Talk with MODEL. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk with MODEL (a path, or a name that `twostroke models` lists).
+
+    Ctrl-C stops an answer, Ctrl-D leaves, /help shows more.
+    """
     model, system = given.pop("model"), given.pop("system")
     params, options = sampling_params(given), engine_options(given)
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
-    fetch(model)
-    from rich.console import Console
-
-    from twostroke.engine.build import build
-
-    with loading_bar(f"Loading {model}") as progress:
-        engine = build(model, options, progress)
-    with engine:
-        if engine.card.chat_template is None:
-            message = f"{engine.card.name} has no chat template: use 'generate --raw' instead."
+    with open_engine(model, options) as engine:
+        card = engine.card
+        if card.chat_template is None:
+            message = f"{card.name} has no chat template: use 'twostroke generate --raw' instead."
             raise UsageError(message)
-        console = Console()
-        console.print(f"[bold]{engine.card.name}[/bold] · {engine.facts.detail} · /help for help")
-        Conversation(engine, params, console, system).run()
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        about = f"{card.format} · {engine.facts.detail} · {engine.context_length} tokens of context"
+        console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
+        console.print("/help shows what else there is, Ctrl-D leaves.", style="dim")
+        Conversation(engine, params, console, system).run(_lines())
 
 
 @dataclass(slots=True)
@@ -68,58 +80,68 @@ class Conversation:
     system: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def run(self) -> None:
+    def run(self, lines: Iterator[str]) -> None:
         """Take turns until the person leaves."""
-        for line in _lines():
+        for line in lines:
             if not line.startswith("/"):
-                self._turn(line)
+                self._turn(line.strip())
             elif not self._obey(line):
                 return
 
     def _obey(self, line: str) -> bool:
         """Do what a /command says; False to leave."""
-        word, _, rest = line.partition(" ")
+        word, _, rest = line.strip().partition(" ")
         match word:
             case "/quit" | "/exit" | "/bye":
                 return False
             case "/new":
-                self.messages.clear()
-                self.console.print("A new conversation.", style="dim")
+                self._begin_anew()
             case "/system":
                 self.system = rest.strip() or None
-                self.messages.clear()
-                self.console.print("A new conversation with this system message.", style="dim")
+                self._begin_anew()
             case "/again":
                 self._again()
             case "/help":
                 for name, text in _HELP.items():
-                    self.console.print(f"  {name:14} {text}", markup=False, highlight=False)
+                    self._say(f"  {name:14} {text}", "none")
             case _:
                 hint = nearest(word, [name.split()[0] for name in _HELP])
-                self.console.print(f"There is no command {word}.{hint}", style="red", markup=False)
+                how = "" if hint else " A message may begin with a space before its slash."
+                self._say(f"There is no command {word}.{hint}{how} See /help.", "red")
         return True
 
+    def _begin_anew(self) -> None:
+        self.messages.clear()
+        about = " with this system message" if self.system else ""
+        self._say(f"A new conversation{about}.", "dim")
+
     def _again(self) -> None:
-        while self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
         if self.messages:
+            self.messages.pop()
             self._turn(self.messages.pop()["content"])
         else:
-            self.console.print("Nothing was said yet.", style="dim")
+            self._say("Nothing was said yet.", "dim")
 
     def _turn(self, text: str) -> None:
+        """Have one message answered; a turn without any answer is as if it had not been."""
         from twostroke.engine.prompts import encode_chat
 
-        self.messages.append({"role": "user", "content": text})
+        question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            tokens = encode_chat(self.engine.card, [*system, *self.messages])
+            tokens = encode_chat(self.engine.card, [*system, *self.messages, question])
             completion = self._answer(tokens)
-        except RequestError as error:
-            self.messages.pop()
-            self.console.print(f"{error.message} (/new begins anew)", style="red", markup=False)
+        except EngineStoppedError:
+            raise
+        except ContextLengthError:
+            limit = self.engine.context_length
+            self._say(f"The conversation has outgrown {limit} tokens: /new begins anew.", "red")
             return
-        self.messages.append({"role": "assistant", "content": completion.text})
+        except TwostrokeError as error:
+            self._say(error.message, "red")
+            return
+        if completion.text:
+            self.messages += [question, {"role": "assistant", "content": completion.text}]
 
     def _answer(self, tokens: list[int]) -> Completion:
         """Show one answer as it comes; Ctrl-C ends it, and what was said stays said."""
@@ -129,23 +151,45 @@ class Conversation:
 
         meter = self.engine.client.loop.meter
         before = meter.strokes
-        generation = self.engine.client.generate(tokens, self.params)
+        generation = self.engine.client.generate(tokens, self._params(len(tokens)))
         outputs: list[Output] = []
-        with MarkdownStream(self.console) as stream:
-            while not outputs or outputs[-1].finish_reason is None:
-                try:
-                    for output in generation.outputs():
-                        outputs.append(output)
-                        stream.feed(output.text)
-                except KeyboardInterrupt:
-                    generation.cancel()
+        with no_echo(), on_interrupt(generation.cancel), MarkdownStream(self.console) as stream:
+            for output in generation:
+                outputs.append(output)
+                stream.feed(output.text)
         completion = join(outputs)
         figures = Figures.of(
             completion.usage, completion.timings, meter.strokes - before, limits(self.engine)
         )
-        self.console.print(figures.line(completion.usage), style="dim", highlight=False)
+        notes = self._notes(completion)
+        width = self.console.width
+        self._say(describe(figures, completion.usage, notes=notes, width=width), "dim")
         self.console.print()
         return completion
+
+    def _params(self, num_prompt: int) -> SamplingParams:
+        """Return how to choose tokens: --max-tokens, or as many as there is room for."""
+        room, most = self.engine.context_length - num_prompt, self.params.max_tokens
+        if most is None or room < 1 or most <= room:
+            return self.params
+        return replace(self.params, max_tokens=room, min_tokens=min(room, self.params.min_tokens))
+
+    def _notes(self, completion: Completion) -> tuple[str, ...]:
+        """Return why an answer is not whole."""
+        match completion.finish_reason:
+            case FinishReason.CANCEL:
+                return ("stopped",)
+            case FinishReason.LENGTH if (
+                completion.usage.completion_tokens == self.params.max_tokens
+            ):
+                return ("cut by --max-tokens",)
+            case FinishReason.LENGTH:
+                return ("the context is full: /new begins anew",)
+            case _:
+                return ()
+
+    def _say(self, text: str, style: str) -> None:
+        self.console.print(printable(text), style=style, markup=False, highlight=False)
 
 
 def _lines() -> Iterator[str]:
@@ -153,12 +197,12 @@ def _lines() -> Iterator[str]:
     read = _reader()
     while True:
         try:
-            line = read().strip()
+            line = read()
         except KeyboardInterrupt:
             continue
         except EOFError:
             return
-        if line:
+        if line.strip():
             yield line
 
 
@@ -166,16 +210,24 @@ def _reader() -> Callable[[], str]:
     """Return a line editor that remembers earlier sessions; Alt-Enter starts a new line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from twostroke.core.env import cache_dir
 
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
     history: History
+    path = cache_dir() / "chat_history"
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        path = cache_dir() / "chat_history"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
+        path.open("ab").close()
         history = FileHistory(path)
     except OSError:
         history = InMemoryHistory()
-    session: PromptSession[str] = PromptSession(history=history)
+    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
     return lambda: session.prompt("> ", prompt_continuation="  ")

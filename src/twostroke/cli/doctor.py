@@ -4,76 +4,177 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import sys
-from typing import Any
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
 
 import click
+
+from twostroke.core.machine import (
+    memory_available,
+    memory_total,
+    num_cores,
+    processor_name,
+    resolve_num_threads,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SMALL_BYTES: Final = 100 * 10**6  # a small model's weights, which large caches can hold
+_LARGE_BYTES: Final = 10**9  # what streams from memory on every machine
+_LABEL_WIDTH: Final = 12
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--threads", type=int, help="Measure with this many threads [default: all cores].")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Measure with so many [default: one a core]."
+)
 def command(as_json: bool, threads: int | None) -> None:
     """Measure this machine and show what Twostroke would choose on it."""
-    facts = examine(threads)
-    if as_json:
-        click.echo(json.dumps(facts, ensure_ascii=False))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for heading, rows in facts.items():
-        table = Table(
-            title=heading, title_justify="left", box=None, show_header=False, pad_edge=False
-        )
-        table.add_column(min_width=26)
-        table.add_column()
-        for name, value in rows.items():
-            table.add_row(f"  {name}", _shown(value))
-        console.print(table)
-
-
-def examine(num_threads: int | None) -> dict[str, dict[str, Any]]:
-    """Return the machine's facts by heading; measures bandwidth and peak anew."""
     from twostroke.backends.cpu.library import choose_level, level_reports
     from twostroke.core import env
-    from twostroke.core.machine import (
-        memory_available,
-        memory_total,
-        num_cores,
-        processor_name,
-        resolve_num_threads,
-    )
-    from twostroke.engine.hardware import machine
 
-    threads = resolve_num_threads(num_threads)
     choice = choose_level(None)
-    cached = machine(choice.level, threads, 96 * 2**20, again=True)
-    large = machine(choice.level, threads, 1024 * 2**20, again=True)
-    return {
-        "Machine": {
-            "processor": processor_name(),
-            "cores": num_cores(),
-            "memory": f"{memory_total() / 1e9:.1f} GB, {memory_available() / 1e9:.1f} GB free",
-            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-            "python": sys.version.split()[0],
-        },
-        "Instruction-set levels": level_reports(),
-        "Measured": {
-            "threads": threads,
-            "bandwidth, 100 MB stream": f"{cached.bandwidth / 1e9:.1f} GB/s",
-            "bandwidth, 1 GB stream": f"{large.bandwidth / 1e9:.1f} GB/s",
-            f"peak, {large.peak_kind}": f"{large.peak / 1e12:.2f} T operations/s",
-        },
-        "What auto resolves to": {
-            "backend": "cpu",
-            "level": f"{choice.level} ({choice.reason})",
-            "threads": f"{threads} (TWOSTROKE_NUM_THREADS or --threads changes it)",
-            "cache folder": str(env.cache_dir()),
-        },
-    }
+    auto = Auto(
+        "cpu", choice.level, choice.reason, resolve_num_threads(threads), str(env.cache_dir())
+    )
+    machine, levels = Machine.here(), level_reports()
+    if as_json:
+        result = {
+            "machine": asdict(machine),
+            "levels": {
+                name: {"runs": _runs(report), "report": report} for name, report in levels.items()
+            },
+            "measured": asdict(Measured.now(auto.level, auto.num_threads)),
+            "auto": asdict(auto),
+        }
+        click.echo(json.dumps(result, ensure_ascii=False))
+        return
+    _show("Machine", machine.lines())
+    _show("Instruction-set levels", _level_lines(levels, auto.level))
+    _show("What auto means here", auto.lines(given=threads is not None))
+    if sys.stderr.isatty():
+        click.echo("Measuring…\r", nl=False, err=True)
+    measured = Measured.now(auto.level, auto.num_threads)
+    _show(f"Limits of {auto.level} with {auto.num_threads} threads", measured.lines())
 
 
-def _shown(value: object) -> str:
-    return str(value)
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine and its system. Sizes are in bytes."""
+
+    processor: str
+    num_cores: int
+    memory_bytes: int
+    memory_free_bytes: int
+    system: str
+    python: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this one."""
+        system = f"{platform.system()} {platform.release()} {platform.machine()}"
+        python = platform.python_version()
+        memory = memory_total(), memory_available()
+        return cls(processor_name(), num_cores(), *memory, system, python)
+
+    def lines(self) -> dict[str, str]:
+        """Return what a person reads."""
+        total, free = self.memory_bytes / 1e9, self.memory_free_bytes / 1e9
+        return {
+            "processor": f"{self.processor}, {self.num_cores} cores",
+            "memory": f"{total:.1f} GB, {free:.1f} GB of it free",
+            "system": f"{self.system}, Python {self.python}",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What is chosen where nothing is asked for."""
+
+    backend: str
+    level: str
+    level_reason: str
+    num_threads: int
+    cache_dir: str
+
+    def lines(self, *, given: bool) -> dict[str, str]:
+        """Return what a person reads; `given` says that the number of threads was an option."""
+        reason = self.level_reason.partition(";")[0]  # the levels above it have said why not
+        threads = "as --threads says" if given else "one a core, or TWOSTROKE_NUM_THREADS"
+        return {
+            "backend": f"{self.backend}: our own kernels (--backend)",
+            "level": f"{self.level}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
+            "threads": f"{self.num_threads}: {threads} (--threads)",
+            "context": "the model's own (--context-length)",
+            "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
+            "cache": f"{self.cache_dir} (TWOSTROKE_CACHE)",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The limits that speeds are shown beside.
+
+    Bandwidths are for a small stream and for one that no cache holds (None where memory is too
+    short for it).
+    """
+
+    small_bytes_per_s: float
+    large_bytes_per_s: float | None
+    peak_ops_per_s: float
+    peak_kind: str
+
+    @classmethod
+    def now(cls, level: str, num_threads: int) -> Measured:
+        """Measure, which takes some seconds."""
+        from twostroke.engine.hardware import machine
+
+        small = machine(level, num_threads, _SMALL_BYTES, again=True)
+        if memory_available() < 2 * _LARGE_BYTES:
+            return cls(small.bandwidth, None, small.peak, small.peak_kind)
+        large = machine(level, num_threads, _LARGE_BYTES, again=True)
+        peak = max(small.peak, large.peak)
+        return cls(small.bandwidth, large.bandwidth, peak, small.peak_kind)
+
+    def lines(self) -> dict[str, str]:
+        """Return what a person reads."""
+        bandwidth = f"{self.small_bytes_per_s / 1e9:.1f} GB/s over 100 MB"
+        if self.large_bytes_per_s is not None:
+            bandwidth += f", {self.large_bytes_per_s / 1e9:.1f} GB/s over 1 GB"
+        return {
+            "bandwidth": bandwidth,
+            "peak": f"{self.peak_ops_per_s / 1e12:.2f} T operations/s, {self.peak_kind}",
+        }
+
+
+def _level_lines(reports: Mapping[str, str], chosen: str) -> dict[str, str]:
+    lines = {}
+    for name, report in reports.items():
+        runs = f"yes {report.removeprefix('runs ')}" if _runs(report) else f"no: {report}"
+        lines[name] = f"{runs}: auto takes it" if name == chosen else runs
+    return lines
+
+
+def _runs(report: str) -> bool:
+    return report.startswith("runs")
+
+
+def _show(heading: str, lines: Mapping[str, str]) -> None:
+    """Print a heading and what stands under it, folded to the terminal's width."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    click.secho(heading, bold=True)
+    for name, text in lines.items():
+        click.echo(
+            textwrap.fill(
+                text,
+                width,
+                initial_indent=f"  {name:{_LABEL_WIDTH}}",
+                subsequent_indent=" " * (_LABEL_WIDTH + 2),
+                break_on_hyphens=False,
+            )
+        )

@@ -1,14 +1,17 @@
-"""Fetching a model with a bar: what `pull` does, and every command that needs the model."""
+"""Making a model ready, with a bar: fetching it if need be, then loading it."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
+
+from twostroke.cli.terminal import Bar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.weights import Progress
+    from twostroke.core.config import EngineOptions
+    from twostroke.engine.build import Engine
+    from twostroke.weights import Progress, Watcher
 
 _PHASES: Final = {
     "wait": "Waiting for another download of",
@@ -16,54 +19,10 @@ _PHASES: Final = {
     "unpack": "Unpacking",
     "verify": "Verifying",
 }
+_PATIENCE_S = 0.4  # a small model is loaded before a bar could be read
 
 
-class ProgressBar:
-    """Shows a pull's phases as bars on standard error; says nothing when nobody watches."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._shown = sys.stderr.isatty()
-        self._phase = ""
-
-    def __enter__(self) -> Self:
-        if self._shown:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                Progress,
-                TextColumn,
-                TransferSpeedColumn,
-            )
-
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(f"Fetching {self._name}", total=None)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._shown:
-            self._bar.stop()
-
-    def watch(self, progress: Progress) -> None:
-        """Show how far the pull is."""
-        if not self._shown:
-            return
-        if progress.phase != self._phase:
-            self._phase = progress.phase
-            self._bar.reset(self._task, description=f"{_PHASES[progress.phase]} {self._name}")
-        self._bar.update(self._task, completed=progress.done_bytes, total=progress.total_bytes)
-
-
-def fetch(model: str) -> Path:
+def fetch(model: str, *, quiet: bool = False) -> Path:
     """Return where `model` lies; a catalogue model that is not in the cache is fetched first.
 
     Raises:
@@ -72,5 +31,28 @@ def fetch(model: str) -> Path:
     """
     from twostroke.weights import pull
 
-    with ProgressBar(model) as bar:
-        return pull(model, bar.watch)
+    with Bar(quiet=quiet) as bar:
+        return pull(model, watcher(bar, model))
+
+
+def open_engine(model: str, options: EngineOptions, *, quiet: bool = False) -> Engine:
+    """Fetch `model` if need be, load it, and start an engine for it.
+
+    Raises:
+        TwostrokeError: as `fetch` and `engine.build.build`.
+    """
+    from twostroke.engine.build import build
+
+    label = f"Loading {fetch(model, quiet=quiet).name}"
+    with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
+        return build(model, options, lambda done, total: bar.show(label, done, total))
+
+
+def watcher(bar: Bar, model: str) -> Watcher:
+    """Return what shows a pull's or a check's progress on `bar`."""
+
+    def watch(progress: Progress) -> None:
+        label = f"{_PHASES[progress.phase]} {model}"
+        bar.show(label, progress.done_bytes, progress.total_bytes)
+
+    return watch

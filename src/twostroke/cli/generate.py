@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke.cli.fetch import fetch
+from twostroke.cli.fetch import open_engine
+from twostroke.cli.figures import Figures, describe
+from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import compute_options, engine_options, sampling_options, sampling_params
-from twostroke.cli.terminal import Figures, loading_bar
-from twostroke.core.errors import UsageError
+from twostroke.cli.terminal import printable
+from twostroke.core.errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
@@ -20,49 +24,76 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Completion
 
 
-@click.command("generate")
+@click.command("generate", cls=SectionedCommand)
 @click.argument("model")
-@click.option("-p", "--prompt", help="The prompt; - reads standard input.")
+@click.argument("text", required=False, metavar="[PROMPT]")
+@click.option("-p", "--prompt", help="The prompt; - reads standard input, as does no prompt.")
 @click.option(
-    "-f", "--file", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Read the prompt from a file.",
-)  # fmt: skip
+    "-f", "--file", "path", type=click.Path(path_type=Path), help="Read the prompt from a file."
+)
 @click.option("--system", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", is_flag=True, help="Print the answer and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
+@click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @sampling_options
 @compute_options
 def command(**given: Any) -> None:
-    """Answer one prompt with MODEL (a path, or a name that `twostroke models` lists)."""
-    from twostroke.engine.build import build
+    """Answer one prompt with MODEL (a path, or a name that `twostroke models` lists).
 
-    text = _prompt(given.pop("prompt"), given.pop("path"))
+    A model with a chat template is asked the prompt as a user's message; --raw, and a model
+    without one, continue the prompt's text instead. The answer goes to standard output, the line
+    of figures under it to standard error.
+    """
+    text = _prompt(given.pop("text"), given.pop("prompt"), given.pop("path"))
     as_json, quiet = given.pop("as_json"), given.pop("quiet")
     system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
     params, options = sampling_params(given), engine_options(given)
-    fetch(model)
-    with loading_bar(f"Loading {model}", quiet=quiet or as_json) as progress:
-        engine = build(model, options, progress)
-    with engine:
+    with open_engine(model, options, quiet=quiet or as_json) as engine:
         tokens = _encode(engine, text, system, raw=raw)
         completion = _run(engine, tokens, params, show=not as_json)
-        if as_json or not quiet:
-            _report(engine, completion, as_json=as_json)
+        strokes = engine.client.loop.meter.strokes
+    if quiet and not as_json:
+        return
+    from twostroke.engine.build import limits
+
+    # The limits are measured at their first use, on as much memory as the weights took.
+    figures = Figures.of(completion.usage, completion.timings, strokes, limits(engine))
+    if as_json:
+        click.echo(_as_json(completion, figures))
+    else:
+        click.secho(describe(figures, completion.usage, width=_columns()), dim=True, err=True)
 
 
-def _prompt(text: str | None, path: Path | None) -> str:
-    if text is not None and path is not None:
-        raise UsageError("Give the prompt with -p or with -f, not both.")
+def _prompt(text: str | None, option: str | None, path: Path | None) -> str:
+    """Return the prompt, from wherever it was given."""
+    if sum(source is not None for source in (text, option, path)) > 1:
+        raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
+    text = option if text is None else text
     if path is not None:
-        return path.read_text(encoding="utf-8", errors="replace")
-    if text == "-" or (text is None and not sys.stdin.isatty()):
-        return sys.stdin.read()
+        return _decoded(_read(path), str(path))
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    if text == "-" or (text is None and is_piped):
+        return _decoded(sys.stdin.buffer.read(), "Standard input")
     if text is None:
         raise UsageError(
             "There is no prompt: give one with -p TEXT, -f FILE, or on standard input."
         )
     return text
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"The prompt file '{path}' cannot be read: {error.strerror}.") from None
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        message = f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}."
+        raise UsageError(message) from None
 
 
 def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:
@@ -72,40 +103,68 @@ def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list
         if system is not None:
             raise UsageError("--system needs a chat template; it cannot go with --raw.")
         return encode_text(engine.card, text)
+    if not text.strip():
+        raise UsageError(
+            "The prompt is empty: give one with -p TEXT, -f FILE, or on standard input."
+        )
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return encode_chat(engine.card, [*messages, {"role": "user", "content": text}])
+    # Files and `echo` end in a newline that nobody means to say.
+    message = {"role": "user", "content": text.removesuffix("\n")}
+    return encode_chat(engine.card, [*messages, message])
 
 
 def _run(engine: Engine, tokens: list[int], params: SamplingParams, *, show: bool) -> Completion:
+    """Compute the answer; with `show`, print it as it comes."""
     from twostroke.engine.output import join
 
+    safe = printable if sys.stdout.isatty() else str
     outputs = []
-    for output in engine.client.generate(tokens, params):
-        outputs.append(output)
-        if show:
-            click.echo(output.text, nl=False)
+    try:
+        generation = engine.client.generate(tokens, params)
+    except ContextLengthError:
+        raise _too_long(engine, len(tokens), params.max_tokens) from None
+    try:
+        for output in generation:
+            outputs.append(output)
+            if show:
+                sys.stdout.write(safe(output.text))
+                sys.stdout.flush()
+    finally:
+        if show and outputs:  # also behind an answer that was interrupted
+            sys.stdout.write("\n")
             sys.stdout.flush()
-    if show:
-        click.echo()
     return join(outputs)
 
 
-def _report(engine: Engine, completion: Completion, *, as_json: bool) -> None:
-    import json
+def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:
+    """Return the error for what does not fit, in the words of the command line."""
+    limit, most = engine.context_length, engine.card.cost.program.context_length
+    knob = f", or raise --context-length (up to {most})" if limit < most else ""
+    if num_prompt >= limit:
+        return ContextLengthError(
+            f"The prompt has {num_prompt} tokens, but prompt and answer together may have {limit}: "
+            f"shorten it{knob}."
+        )
+    return ContextLengthError(
+        f"The prompt has {num_prompt} tokens and --max-tokens is {max_tokens}, but prompt and "
+        f"answer together may have {limit}: lower --max-tokens to {limit - num_prompt}{knob}."
+    )
 
-    from twostroke.engine.build import limits
 
-    usage = completion.usage
-    strokes = engine.client.loop.meter.strokes
-    figures = Figures.of(usage, completion.timings, strokes, limits(engine))
-    if not as_json:
-        click.secho(figures.line(usage), dim=True, err=True)
-        return
+def _as_json(completion: Completion, figures: Figures) -> str:
     result = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
-        "usage": asdict(usage),
+        "usage": asdict(completion.usage),
         "timings": asdict(figures),
     }
-    click.echo(json.dumps(result, ensure_ascii=False))
+    return json.dumps(result, ensure_ascii=False)
+
+
+def _columns() -> int:
+    """Return how wide standard error is; 0 where it is no terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0

@@ -2,62 +2,182 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+import time
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from rich.live import Live
-from rich.markdown import Markdown
+from markdown_it import MarkdownIt
+from rich.markdown import CodeBlock, Heading, HorizontalRule, Markdown
+from rich.rule import Rule
+from rich.segment import Segment, Segments
+from rich.syntax import Syntax
+
+from twostroke.cli.terminal import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Callable
 
-_FENCES = ("```", "~~~")
+    from markdown_it.token import Token
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    Line = list[Segment]
+
+_MAX_WIDTH = 100  # longer lines are hard to read
+_MIN_WIDTH = 20
+_REDRAW_S = 0.05
+_MAX_SHARE = 0.2  # of the time may go into drawing: the engine wants the processor
 
 
 class MarkdownStream:
     """Prints Markdown as it comes.
 
-    Blocks that are complete are printed once and scroll away; only the last, unfinished block is
-    drawn again as it grows, so that an answer of any length neither flickers nor is cut off.
+    Blocks that are complete (paragraphs, lists, fenced code) are printed once and scroll away.
+    The last one is drawn again as it grows; what of it no longer fits on the screen is printed for
+    good, so that an answer of any length is whole in the end. Where the console is no terminal,
+    nothing is drawn twice.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        """Write to `console`."""
         self._console = console
-        self._pending = ""
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible")
+        self._clock = clock
+        self._parser = _parser()
+        self._pending = ""  # the text of the block that still grows
+        self._width = 0  # at which that block is drawn
+        self._num_kept = 0  # of its lines were printed for good
+        self._window: list[Line] = []  # those that will be drawn again
+        self._is_first = True
+        self._next_draw_s = 0.0
 
     def __enter__(self) -> Self:
-        self._live.start()
+        """Show that something is to come."""
+        if self._console.is_terminal:
+            self._show([], [[Segment("…")]])
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._live.update(Markdown(self._pending) if self._pending.strip() else "", refresh=True)
-        self._live.stop()
+        """Print what is left."""
+        self._draw(is_last=True)
 
     def feed(self, text: str) -> None:
         """Show more text."""
-        self._pending += text
-        end = _end_of_complete_blocks(self._pending)
-        if end:
-            done, self._pending = self._pending[:end], self._pending[end:]
-            self._live.update("")
-            self._console.print(Markdown(done))
-            if self._pending.strip() or not done.isspace():
-                self._console.print()
-        self._live.update(Markdown(self._pending), refresh=True)
+        self._pending += printable(text)
+        began_s = self._clock()
+        if self._console.is_terminal and began_s < self._next_draw_s:
+            return
+        self._draw()
+        took_s = self._clock() - began_s
+        self._next_draw_s = began_s + max(_REDRAW_S, took_s / _MAX_SHARE)
+
+    def _draw(self, *, is_last: bool = False) -> None:
+        kept: list[Line] = []
+        for block in self._complete_blocks(is_last=is_last):
+            kept += self._lines(block)[self._num_kept :]
+            self._num_kept = self._width = 0
+            self._is_first = False
+        window: list[Line] = []
+        if self._pending.strip() and self._console.is_terminal:
+            window = self._lines(self._pending)[self._num_kept :]
+            excess = len(window) - max(1, self._console.height - 2)
+            if excess > 0:
+                kept += window[:excess]
+                window = window[excess:]
+                self._num_kept += excess
+        self._show(kept, window)
+
+    def _complete_blocks(self, *, is_last: bool) -> list[str]:
+        """Cut the blocks that more text cannot change off the pending text."""
+        lines = self._pending.split("\n")  # what the parser counts as lines
+        starts = [
+            token.map[0]
+            for token in self._parser.parse(self._pending)
+            if token.level == 0 and token.map is not None and token.nesting >= 0
+        ]
+        ends = [*starts[1:], len(lines)] if is_last else starts[1:]
+        if is_last:
+            self._pending = ""
+        elif starts:
+            self._pending = "\n".join(lines[starts[-1] :])
+        pairs = zip(starts, ends, strict=False)
+        return ["\n".join(lines[start:end]) for start, end in pairs]
+
+    def _lines(self, block: str) -> list[Line]:
+        """Return a block's lines, with an empty one before all but an answer's first block."""
+        # Once lines of a block were printed, the others must be broken at the same width.
+        if not self._num_kept:
+            self._width = max(_MIN_WIDTH, min(self._console.width, _MAX_WIDTH))
+        options = self._console.options.update(width=self._width, height=None)
+        lines = self._console.render_lines(_Block(self._parser, block), options, pad=False)
+        return lines if self._is_first else [[], *lines]
+
+    def _show(self, kept: list[Line], window: list[Line]) -> None:
+        """Replace the old window by lines that stay and the new window, in one write."""
+        with self._console.capture() as capture:
+            for line in (*kept, *window):
+                self._console.print(Segments([*line, Segment.line()]), end="")
+        width = max(1, self._console.width)
+        cells = (Segment.get_line_length(line) for line in self._window)
+        num_rows = sum(max(1, -(-count // width)) for count in cells)
+        erase = f"\x1b[{num_rows}A\r\x1b[J" if num_rows else ""
+        self._console.file.write(erase + capture.get())
+        self._console.file.flush()
+        self._window = window
 
 
-def _end_of_complete_blocks(text: str) -> int:
-    """Return where the last blank line outside a fenced block ends; 0 if there is none."""
-    end = position = 0
-    fence = ""
-    for line in text.splitlines(keepends=True):
-        position += len(line)
-        stripped = line.strip()
-        if fence:
-            if stripped == fence:
-                fence = ""
-        elif stripped.startswith(_FENCES):
-            fence = stripped[:3]
-        elif not stripped and line.endswith("\n") and text[:position].strip():
-            end = position
-    return end
+class _Block(Markdown):
+    """A block of Markdown as a chat wants it: line breaks are kept, HTML is text."""
+
+    elements: ClassVar = Markdown.elements
+
+    def __init__(self, parser: MarkdownIt, text: str) -> None:
+        super().__init__("", hyperlinks=False)
+        self.parsed = parser.parse(text)
+        for token in self.parsed:
+            _keep_breaks(token)
+
+
+class _Code(CodeBlock):
+    """Code without a frame, so that it can be copied, on the terminal's own background."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console, options
+        code = str(self.text).rstrip()
+        yield Syntax(
+            code, self.lexer_name, theme="ansi_dark", background_color="default", word_wrap=True
+        )
+
+
+class _Title(Heading):
+    """A heading at the left, whatever its level."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console, options
+        self.text.justify = "left"
+        yield self.text
+
+
+class _Rule(HorizontalRule):
+    """A thin line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        del console, options
+        yield Rule(style="dim")
+
+
+_Block.elements = {
+    **Markdown.elements,
+    "heading_open": _Title,
+    "hr": _Rule,
+    "fence": _Code,
+    "code_block": _Code,
+}
+
+
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+    return parser.disable("reference")  # which shows nothing for what was written
+
+
+def _keep_breaks(token: Token) -> None:
+    for child in token.children or ():
+        if child.type == "softbreak":
+            child.type = "hardbreak"

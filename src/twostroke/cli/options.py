@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from twostroke.cli.help import ByteSize, OneOf, SectionOption
 from twostroke.core.config import (
     BACKENDS,
     POLICIES,
@@ -15,117 +16,159 @@ from twostroke.core.config import (
     ComputeOptions,
     EngineOptions,
 )
+from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+# How the parts of the configuration call what an option sets, where that is not its own name.
+_NAMES: Final = {
+    "threads": "--threads",
+    "page size": "--page-size",
+    "KV memory": "--kv-memory",
+    "context length": "--context-length",
+    "max_running": "--max-running",
+    "token_budget": "--token-budget",
+    "batch_size": "--batch-size",
+    "max_wait_s": "--max-wait",
+    "max_waiting_requests": "--max-waiting",
+}
+_BATCH = BatchOptions()
 
 
-class ByteSize(click.ParamType):
-    """A number of bytes, such as 512M, 2GB or 1GiB."""
-
-    name = "size"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Return the number of bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", str(value).strip().lower())
-        if match is None or match[2] not in _UNITS:
-            self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
-
-
-def compute_options(function: F) -> F:
-    """Add the options of `ComputeOptions` and `CacheOptions`."""
-    for decorate in reversed(
-        (
-            click.option(
-                "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True
-            ),
-            click.option("--threads", type=int, help="Compute threads [default: all cores]."),
-            click.option(
-                "--level", help="Instruction-set level [default: the best that runs here]."
-            ),
-            click.option("--context-length", type=int, help="Longest prompt and answer in tokens."),
-            click.option("--kv-memory", type=ByteSize(), help="Memory for keys and values: 2GB."),
-            click.option("--page-size", type=int, default=16, show_default=True),
-            click.option("--prefix-cache/--no-prefix-cache", default=True, show_default=True),
-            click.option(
-                "--strict-prefix", is_flag=True, help="Never reuse pages of generated tokens."
-            ),
-        )
-    ):
-        function = decorate(function)
-    return function
-
-
-def batch_options(function: F) -> F:
-    """Add the options of `BatchOptions`."""
-    defaults = BatchOptions()
-    for decorate in reversed(
-        (
-            click.option("--policy", type=click.Choice(POLICIES), default=defaults.policy),
-            click.option("--max-running", type=int, default=defaults.max_running),
-            click.option("--token-budget", type=int, default=defaults.token_budget),
-            click.option("--batch-size", type=int, default=defaults.batch_size),
-            click.option("--max-wait", "max_wait_s", type=float, default=defaults.max_wait_s),
-            click.option("--max-waiting", type=int, default=defaults.max_waiting_requests),
-        )
-    ):
-        function = decorate(function)
-    return function
+def option(section: str, *names: str, **attributes: Any) -> Callable[[F], F]:
+    """Return `click.option` for an option under the heading `section`."""
+    return click.option(*names, cls=SectionOption, section=section, **attributes)
 
 
 def sampling_options(function: F) -> F:
     """Add the options of `SamplingParams`."""
-    for decorate in reversed(
+    return _add(
+        function,
+        "Choosing tokens",
+        (("--max-tokens",), {"type": int, "help": "Most tokens to write [default: the context]."}),
         (
-            click.option("--max-tokens", type=int, help="Most tokens to write."),
-            click.option("--min-tokens", type=int, default=0),
-            click.option("--temperature", type=float, default=0.7, show_default=True),
-            click.option("--top-k", type=int, default=0),
-            click.option("--top-p", type=float, default=1.0),
-            click.option("--min-p", type=float, default=0.0),
-            click.option("--repetition-penalty", type=float, default=1.0),
-            click.option("--presence-penalty", type=float, default=0.0),
-            click.option("--frequency-penalty", type=float, default=0.0),
-            click.option("--seed", type=int),
-            click.option("--stop", multiple=True, help="Stop before this text; repeatable."),
-            click.option("--ignore-eos", is_flag=True, help="Do not stop at end tokens."),
-        )
-    ):
-        function = decorate(function)
-    return function
+            ("--temperature",),
+            {"type": float, "default": 0.7, "help": "0 always takes the likeliest token."},
+        ),
+        (("--seed",), {"type": int, "help": "The same seed gives the same answer again."}),
+        (("--top-k",), {"type": int, "default": 0, "help": "Among the k likeliest; 0: all."}),
+        (
+            ("--top-p",),
+            {"type": float, "default": 1.0, "help": "Among the likeliest that sum to p."},
+        ),
+        (
+            ("--min-p",),
+            {"type": float, "default": 0.0, "help": "Among those with p times the best's chance."},
+        ),
+        (
+            ("--repetition-penalty",),
+            {"type": float, "default": 1.0, "help": "Above 1: against tokens met before."},
+        ),
+        (
+            ("--presence-penalty",),
+            {"type": float, "default": 0.0, "help": "Against tokens written before."},
+        ),
+        (
+            ("--frequency-penalty",),
+            {"type": float, "default": 0.0, "help": "The same, for each time."},
+        ),
+        (("--stop",), {"multiple": True, "help": "Stop before this text; repeatable."}),
+        (("--min-tokens",), {"type": int, "default": 0, "help": "Do not end before so many."}),
+        (("--ignore-eos",), {"is_flag": True, "help": "Do not stop at end tokens."}),
+    )
+
+
+def compute_options(function: F) -> F:
+    """Add the options of `ComputeOptions` and `CacheOptions`."""
+    return _add(
+        function,
+        "Machine",
+        (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Who computes."}),
+        (("--threads",), {"type": int, "help": "Compute threads [default: one a core]."}),
+        (("--level",), {"help": "Instruction set [default: the best here, see doctor]."}),
+        (
+            ("--context-length",),
+            {"type": int, "help": "Most tokens of prompt and answer [default: the model's]."},
+        ),
+        (
+            ("--kv-memory",),
+            {"type": ByteSize(), "help": "Memory for keys and values, such as 2GB."},
+        ),
+        (("--page-size",), {"type": int, "default": 16, "help": "Tokens a page of that memory."}),
+        (
+            ("--prefix-cache/--no-prefix-cache",),
+            {"default": True, "help": "Reuse what prompts have in common."},
+        ),
+        (("--strict-prefix",), {"is_flag": True, "help": "Never reuse pages of generated tokens."}),
+    )
+
+
+def batch_options(function: F) -> F:
+    """Add the options of `BatchOptions`."""
+    return _add(
+        function,
+        "Batching",
+        (
+            ("--policy",),
+            {"type": OneOf(POLICIES), "default": _BATCH.policy, "help": "Who joins when."},
+        ),
+        (
+            ("--max-running",),
+            {"type": int, "help": "Most requests side by side [default: 256]."},
+        ),
+        (
+            ("--token-budget",),
+            {"type": int, "default": _BATCH.token_budget, "help": "Most tokens a step."},
+        ),
+        (
+            ("--batch-size",),
+            {"type": int, "default": _BATCH.batch_size, "help": "Of dynamic and static batches."},
+        ),
+        (
+            ("--max-wait", "max_wait_s"),
+            {
+                "type": float,
+                "default": _BATCH.max_wait_s,
+                "help": "Seconds that a dynamic batch waits to fill.",
+            },
+        ),
+        (
+            ("--max-waiting",),
+            {
+                "type": int,
+                "default": _BATCH.max_waiting_requests,
+                "help": "Requests in the queue; more are refused.",
+            },
+        ),
+    )
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `given` and build them."""
-    compute = ComputeOptions(given.pop("backend"), given.pop("threads"), given.pop("level"))
-    cache = CacheOptions(
-        memory_bytes=given.pop("kv_memory"),
-        context_length=given.pop("context_length"),
-        page_size=given.pop("page_size"),
-        prefix_cache=given.pop("prefix_cache"),
-        strict_prefix=given.pop("strict_prefix"),
-    )
-    if "policy" not in given:
-        return EngineOptions(compute, cache)
-    batch = BatchOptions(
-        policy=given.pop("policy"),
-        max_running=given.pop("max_running"),
-        token_budget=given.pop("token_budget"),
-        batch_size=given.pop("batch_size"),
-        max_wait_s=given.pop("max_wait_s"),
-        max_waiting_requests=given.pop("max_waiting"),
-    )
-    return EngineOptions(compute, cache, batch)
+    with _named_as_options():
+        compute = ComputeOptions(given.pop("backend"), given.pop("threads"), given.pop("level"))
+        cache = CacheOptions(
+            memory_bytes=given.pop("kv_memory"),
+            context_length=given.pop("context_length"),
+            page_size=given.pop("page_size"),
+            prefix_cache=given.pop("prefix_cache"),
+            strict_prefix=given.pop("strict_prefix"),
+        )
+        if "policy" not in given:
+            return EngineOptions(compute, cache)
+        batch = BatchOptions(
+            policy=given.pop("policy"),
+            max_running=given.pop("max_running"),
+            token_budget=given.pop("token_budget"),
+            batch_size=given.pop("batch_size"),
+            max_wait_s=given.pop("max_wait_s"),
+            max_waiting_requests=given.pop("max_waiting"),
+        )
+        return EngineOptions(compute, cache, batch)
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -144,4 +187,30 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         "stop",
         "ignore_eos",
     )
-    return SamplingParams(**{name: given.pop(name) for name in names})
+    with _named_as_options():
+        return SamplingParams(**{name: given.pop(name) for name in names})
+
+
+def _add(function: F, section: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> F:
+    """Add options to a command's function, in the order in which the help shows them."""
+    for names, attributes in reversed(options):
+        shown = attributes.get("default") is not None
+        decorate: Callable[[F], F] = option(section, *names, show_default=shown, **attributes)
+        function = decorate(function)
+    return function
+
+
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Let errors name the option that was wrong, as it is typed."""
+    try:
+        yield
+    except RequestError as error:
+        flags = {name: f"--{name.replace('_', '-')}" for name in ("max_tokens", error.param or "")}
+        message = error.message
+        for name, flag in flags.items():
+            message = message.replace(name, flag) if name else message
+        raise UsageError(message) from None
+    except UsageError as error:
+        name = next((name for name in _NAMES if error.message.startswith(name)), "")
+        raise UsageError(_NAMES.get(name, "") + error.message.removeprefix(name)) from None

@@ -2,63 +2,80 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from typing import Any
 
 import click
 
-from twostroke.cli.fetch import fetch
+from twostroke.cli.fetch import open_engine
+from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import batch_options, compute_options, engine_options
-from twostroke.cli.terminal import loading_bar
 
 
-@click.command("serve")
+@click.command("serve", cls=SectionedCommand)
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option("--name", help="The model's name in the API [default: MODEL's own].")
-@click.option("--drain", "drain_s", type=float, default=30.0, help="Seconds to finish at the end.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option(
+    "--port", type=int, default=8000, show_default=True, help="The port; 0 takes a free one."
+)
+@click.option(
+    "--name", "names", multiple=True, help="What clients call the model [default: its own name]."
+)
+@click.option(
+    "--drain",
+    "drain_s",
+    type=click.FloatRange(0, 86_400),
+    default=30.0,
+    show_default=True,
+    help="Seconds that running answers get when the server is stopped.",
+)
 @compute_options
 @batch_options
-def command(**given: Any) -> None:
-    """Serve MODEL (a path, or a name that `twostroke models` lists) over HTTP."""
+def command(**given: Any) -> int:
+    """Serve MODEL (a path, or a name that `twostroke models` lists) over HTTP.
+
+    Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
+    """
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.run import bind, run_server
 
-    host, port, name = given.pop("host"), given.pop("port"), given.pop("name")
-    drain_s, model = given.pop("drain_s"), given.pop("model")
+    model = given.pop("model")
+    serving = ServeOptions(
+        host=given.pop("host"),
+        port=given.pop("port"),
+        model_names=given.pop("names"),
+        drain_s=given.pop("drain_s"),
+    )
     options = engine_options(given)
-    listener = bind(host, port)  # before the weights are loaded: a port in use is known at once
-    try:
-        fetch(model)
-        from twostroke.engine.build import build, limits
+    # Before the weights are loaded: a port in use is known at once.
+    listener = bind(serving.host, serving.port)
+    with listener, open_engine(model, options) as engine:
+        from twostroke.engine.build import limits
 
-        with loading_bar(f"Loading {model}") as progress:
-            engine = build(model, options, progress)
-    except BaseException:
-        listener.close()
-        raise
-    names = (name,) if name else (engine.card.name,)
-    with engine:
-        code = run_server(
+        name = serving.model_names[0] if serving.model_names else engine.card.name
+        return run_server(
             engine.client,
-            ServeOptions(host=host, port=port, model_names=names, drain_s=drain_s),
+            serving,
             listener=listener,
             hardware=limits(engine),
-            on_ready=lambda url: _announce(url, names[0]),
-            on_stop=_say_goodbye,
+            on_ready=lambda url: _announce(url, name, engine.facts.detail),
+            on_stop=_say_stop,
         )
-    sys.exit(code)
 
 
-def _say_goodbye(num_running: int) -> None:
-    if num_running:
-        click.echo(f"Finishing {num_running} running requests; again to cut them off.", err=True)
+def _announce(url: str, name: str, detail: str) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    click.echo(
+        f"Twostroke serves {name} at {url} ({detail}; Ctrl-C stops it). Try it:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{quoted}'",
+        err=True,
+    )
 
 
-def _announce(url: str, name: str) -> None:
-    click.echo(f"Twostroke serves {name} at {url} (Ctrl-C stops it).", err=True)
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    click.echo("Try it:", err=True)
-    click.echo(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", err=True)
-    click.echo(f"    -d '{body}'", err=True)
+def _say_stop(num_running: int) -> None:
+    waiting = f": {num_running} running answers may finish first" if num_running else ""
+    click.echo(
+        f"Stopping{waiting}. Ctrl-C again cuts them off." if waiting else "Stopping.", err=True
+    )

@@ -1,78 +1,112 @@
-"""What the commands show on the terminal: bars while something is made ready, figures after."""
+"""What the commands show on the terminal: safe text, bars while something is made ready."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import termios
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
-    from twostroke.core.hardware import Hardware
-    from twostroke.engine.meter import Strokes
-    from twostroke.engine.output import Timings, Usage
+    from rich.progress import Progress
 
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What an answer achieved, for a person or, as JSON, for a script.
-
-    Rates are tokens per second; `mfu` is prefill's share of the arithmetic peak and `mbu`
-    decode's share of the memory bandwidth, from 0 to 1; None where nothing was measured.
-    """
-
-    ttft_s: float
-    prefill_tokens_per_s: float | None
-    decode_tokens_per_s: float | None
-    mfu: float | None
-    mbu: float | None
-
-    @classmethod
-    def of(cls, usage: Usage, timings: Timings, strokes: Strokes, hardware: Hardware) -> Figures:
-        """Work out one choice's figures; `strokes` are those of its own steps."""
-        computed = usage.prompt_tokens - usage.cached_tokens
-        prefill_s = timings.first_token_s - timings.started_s
-        decode_s = timings.last_token_s - timings.first_token_s
-        more = usage.completion_tokens - 1
-        return cls(
-            ttft_s=timings.ttft_s,
-            prefill_tokens_per_s=computed / prefill_s if prefill_s > 0 else None,
-            decode_tokens_per_s=more / decode_s if more > 0 and decode_s > 0 else None,
-            mfu=strokes.prefill.mfu(hardware) if strokes.prefill.steps else None,
-            mbu=strokes.decode.mbu(hardware) if strokes.decode.steps else None,
-        )
-
-    def line(self, usage: Usage) -> str:
-        """Return the figures as one line for a person."""
-        cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
-        parts = [
-            f"first token {self.ttft_s * 1000:.0f} ms",
-            f"prefill {usage.prompt_tokens} tokens{cached}"
-            + _rate(self.prefill_tokens_per_s, self.mfu, "of the arithmetic peak"),
-            f"decode {usage.completion_tokens} tokens"
-            + _rate(self.decode_tokens_per_s, self.mbu, "of the memory bandwidth"),
-        ]
-        return " · ".join(parts)
+# A model may write any byte, and a terminal obeys some: they are shown as pictures instead.
+_CONTROLS: Final = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x0D: None,
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 
 
-def _rate(tokens_per_s: float | None, share: float | None, of: str) -> str:
-    if tokens_per_s is None:
-        return ""
-    return f" at {tokens_per_s:,.0f}/s" + (f", {share:.0%} {of}" if share is not None else "")
+def printable(text: str) -> str:
+    """Return `text` without characters that would steer a terminal."""
+    return text.translate(_CONTROLS)
+
+
+class Bar:
+    """A bar of bytes on standard error; nothing when nobody watches, or when it is over soon."""
+
+    def __init__(self, *, patience_s: float = 0.0, quiet: bool = False) -> None:
+        """Appear after `patience_s` seconds at the earliest."""
+        self._from_s = time.monotonic() + patience_s
+        self._quiet = quiet or not sys.stderr.isatty()
+        self._progress: Progress | None = None
+        self._label = ""
+
+    def __enter__(self) -> Self:
+        """Show it while the block runs."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Take it off the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, label: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Say what is being done and how far it is."""
+        if self._quiet or time.monotonic() < self._from_s:
+            return
+        if self._progress is None:
+            self._progress = _start()
+        progress, task = self._progress, self._progress.task_ids[0]
+        if label != self._label:
+            self._label = label
+            progress.reset(task, description=printable(label))
+        progress.update(task, completed=done_bytes, total=total_bytes)
+
+
+def _start() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    progress.add_task("", total=None)
+    progress.start()
+    return progress
 
 
 @contextmanager
-def loading_bar(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a bar of bytes on standard error while the block runs; none when nobody watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, the first Ctrl-C calls `action`; the next one raises as usual."""
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    def first(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGINT, before)
+        action()
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """While the block runs, keys do not show up in what is being written; they are not lost."""
+    try:
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+    except (OSError, ValueError, termios.error):  # it is no terminal
+        yield
+        return
+    silent = before.copy()
+    silent[3] &= ~termios.ECHO  # 3: the local modes
+    termios.tcsetattr(keyboard, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)

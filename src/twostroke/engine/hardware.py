@@ -48,7 +48,8 @@ def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = Fa
 
 def _read(path: Path) -> Hardware | None:
     try:
-        return Hardware(**json.loads(path.read_text()))
+        known = Hardware(**json.loads(path.read_text()))
+        return known if known.bandwidth > 0 and known.peak > 0 else None
     except (OSError, ValueError, TypeError):
         return None
 

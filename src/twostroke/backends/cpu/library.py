@@ -61,18 +61,21 @@ def choose_level(requested: str | None) -> LevelChoice:
     Raises:
         BackendError: that level is unknown, is not built, or cannot run on this machine.
     """
-    wanted, knob = requested, "the level asked for"
+    wanted, knob = requested, "--level"
     if wanted is None:
         wanted, knob = env.cpu_level(), "TWOSTROKE_CPU_LEVEL"
     if wanted is None:
-        level = next(name for name in _LEVELS if _obstacle(name) is None)
+        level = next((name for name in _LEVELS if _obstacle(name) is None), None)
+        if level is None:
+            load_library("portable")  # which says what is wrong with it
+            raise BackendError("No native library runs here; reinstall twostroke.")
         better = [f"{name}: {_obstacle(name)}" for name in _LEVELS if _bit(name) > _bit(level)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
     known = _LEVELS | _EMULATED
     usable = ", ".join(name for name in known if _obstacle(name) is None)
     if wanted not in known:
         hint = nearest(wanted, known)
-        message = f"There is no instruction-set level '{wanted}'; here run: {usable}.{hint}"
+        message = f"There is no instruction-set level '{wanted}' ({knob}); here run: {usable}.{hint}"
         raise BackendError(message)
     if obstacle := _obstacle(wanted):
         message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}; here run: {usable}."
