@@ -147,3 +147,13 @@ def test_drawn_tokens_do_not_depend_on_the_company(level, model):
             return [request.tokens for request in requests]
 
         assert answers(together=True) == answers(together=False)
+
+
+def test_vector_levels_agree_bit_for_bit(level, model):
+    """AVX2, AVX-512 and the generated rows of AMX (docs/adr/0003)."""
+    if level in {"portable", "avx512"}:
+        pytest.skip("portable rounds twice where the others fuse; AVX-512 is what they meet here")
+    tokens = tokens_of(10, 300)
+    with cpu_backend(model, level, 4) as backend, cpu_backend(model, "avx512", 4) as other:
+        actual = backend.score(tokens, generated=True)
+        assert np.array_equal(actual, other.score(tokens, generated=True))
