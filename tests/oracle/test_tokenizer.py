@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.character_classes import disputed
 from support.tokenizer_texts import CHATS, texts
 from support.transformers_tokenizer import chat_ids, plain_ids, smollm2_tokenizer
 from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
@@ -36,14 +37,14 @@ def from_folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokeni
 def test_ids_of_ten_thousand_texts_are_equal(
     ours: Tokenizer, from_folder: Tokenizer, theirs: Any
 ) -> None:
-    for text in texts(num_random=10_000, seed=2):
+    for text in _undisputed(num_random=10_000, seed=2):
         expected = plain_ids(theirs, text)
         assert ours.encode(text) == expected, ascii(text)
         assert from_folder.encode(text) == expected, ascii(text)
 
 
 def test_special_tokens_of_vouched_text_are_equal(ours: Tokenizer, theirs: Any) -> None:
-    for text in texts(num_random=2_000, seed=3):
+    for text in _undisputed(num_random=2_000, seed=3):
         expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, parse_special=True) == expected, ascii(text)
 
@@ -56,3 +57,10 @@ def test_chats_are_equal(ours: Tokenizer, theirs: Any, place: int, prompted: boo
     text, ids = chat_ids(theirs, CHATS[place], prompted=prompted)
     assert prompt.text == text
     assert ours.encode_prompt(prompt) == ids
+
+
+def _undisputed(num_random: int, seed: int) -> list[str]:
+    """Texts without the characters that Unicode got after one side's tables (ADR 0008)."""
+    kept = [text for text in texts(num_random, seed) if disputed().isdisjoint(text)]
+    assert len(kept) > 0.98 * num_random
+    return kept

@@ -16,9 +16,9 @@ CHATML = (
 
 def byte_characters() -> list[str]:
     """The 256 characters of the byte-level alphabet, in the order of the bytes they stand for."""
-    to_bytes = byte_level_bytes()
     candidates = (chr(code) for code in range(0x21, 0x180))
-    found = {to_bytes(char)[0]: char for char in candidates if len(to_bytes(char)) == 1}
+    spelled = ((byte_level_bytes(char), char) for char in candidates)
+    found = {value[0]: char for value, char in spelled if len(value) == 1}
     return [found[value] for value in range(256)]
 
 

@@ -188,6 +188,51 @@ def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
     assert _load(tmp_path, description).encode("hello") == FROM_GGUF.encode("hello")
 
 
+@pytest.mark.parametrize(
+    ("members", "options", "words"),
+    [
+        ({}, {"end_of_word_suffix": "</w>"}, "option end_of_word_suffix"),
+        ({}, {"dropout": 0.1}, "option dropout"),
+        ({}, {"unk_token": "<none>"}, "unknown token '<none>'"),
+        ({}, {"vocab": {"a": -1}, "merges": []}, "token ids"),
+        ({"normalizer": {"type": "Precompiled"}}, {}, "normalizer 'Precompiled' is not known"),
+        ({"pre_tokenizer": {"type": "Sequence"}}, {}, "damaged"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}},
+            {},
+            r"pattern '\(' is not valid",
+        ),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"String": "a"}, "behavior": "X"}},
+            {},
+            "damaged",
+        ),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTE_LEVEL, BYTE_LEVEL]}},
+            {},
+            "ByteLevel is not the last",
+        ),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [{"type": "Digits"}, {"type": "Metaspace"}],
+                }
+            },
+            {},
+            "Metaspace is not the first",
+        ),
+    ],
+)
+def test_what_would_change_the_ids_unseen_is_refused(
+    tmp_path: Path, members: dict[str, object], options: dict[str, object], words: str
+) -> None:
+    description = _byte_level(**members)
+    description["model"].update(options)
+    with pytest.raises(ModelFormatError, match=words):
+        _load(tmp_path, description)
+
+
 def test_no_text_merges_into_a_special_token(tmp_path: Path) -> None:
     description = _sentencepiece()
     description["model"]["merges"] += ["< s", "<s >"]

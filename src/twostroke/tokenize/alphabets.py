@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def byte_level_bytes() -> Callable[[str], bytes]:
-    """Return a function from a byte-level token's text to its bytes.
+def _byte_characters() -> list[str]:
+    """Return the character that stands for each byte value.
 
     GPT-2's table (encoder.py of openai/gpt-2): the printable Latin-1 characters stand for
-    themselves, the other byte values for U+0100 onwards in order. A character outside the table
-    (a damaged vocabulary) stands for its own UTF-8.
+    themselves, the other byte values for U+0100 onwards in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [value for value in range(256) if value not in printable]
-    table = {chr(value): value for value in printable}
-    table.update((chr(0x100 + place), value) for place, value in enumerate(others))
+    others = (chr(code) for code in range(0x100, 0x200))
+    return [chr(value) if value in printable else next(others) for value in range(256)]
 
-    def to_bytes(text: str) -> bytes:
-        try:
-            return bytes([table[char] for char in text])
-        except KeyError:
-            return b"".join(
-                bytes([table[char]]) if char in table else char.encode("utf-8", "replace")
-                for char in text
-            )
 
-    return to_bytes
+_CHARACTERS = _byte_characters()
+_VALUES = {char: value for value, char in enumerate(_CHARACTERS)}
+
+
+def byte_level_text(word: str) -> str:
+    """Return a word's UTF-8 bytes, each as the character that byte-level tokens have for it."""
+    return "".join([_CHARACTERS[value] for value in word.encode()])
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """Return the bytes of a byte-level token's text.
+
+    A character outside the alphabet (a damaged vocabulary) stands for its own UTF-8.
+    """
+    try:
+        return bytes([_VALUES[char] for char in text])
+    except KeyError:
+        return b"".join(
+            bytes([_VALUES[char]]) if char in _VALUES else char.encode("utf-8", "replace")
+            for char in text
+        )
 
 
 def sentencepiece_bytes(text: str) -> bytes:

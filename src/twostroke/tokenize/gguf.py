@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import tokenizers
-from tokenizers.models import BPE
-
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import byte_level_bytes, byte_token
 from twostroke.tokenize.ends import end_ids
-from twostroke.tokenize.pretokenizers import (
-    PreTokenizer,
-    build_normalizer,
-    build_pre_tokenizer,
-    pre_tokenizer,
-)
+from twostroke.tokenize.merges import MergeOptions, Merges
+from twostroke.tokenize.pretokenizers import PreTokenizer, pre_tokenizer
 from twostroke.tokenize.specials import AddedToken
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
+from twostroke.tokenize.words import cut_at, unicode_form, words_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -67,18 +61,14 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
     for token in added:
         vocabulary.pop(token.text, None)
     lines = cast("Sequence[str]", _array(metadata, "merges"))
-    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
-    core = tokenizers.Tokenizer(_merger(vocabulary, merges, spec, added))
-    core.pre_tokenizer = build_pre_tokenizer(spec)
-    if (normalizer := build_normalizer(spec)) is not None:
-        core.normalizer = normalizer
     bos_id = _token_id(metadata, "bos_token_id", len(tokens))
     ends = [_token_id(metadata, key, len(tokens)) for key in _END_KEYS]
     return Tokenizer(
         TokenizerParts(
-            core=core,
+            merges=_merges(vocabulary, lines, spec, added),
+            cut=words_by([unicode_form("NFC")] if spec.nfc else [], [*map(cut_at, spec.patterns)]),
             vocab_size=len(tokens),
-            to_bytes=byte_level_bytes(),
+            to_bytes=byte_level_bytes,
             added=added,
             odd_texts=odd_texts,
             odd_bytes=_byte_tokens(tokens, odd),
@@ -97,26 +87,26 @@ def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
 _KINDS: dict[str, Callable[[Mapping[str, object]], Tokenizer]] = {"gpt2": _byte_level}
 
 
-def _merger(
+def _merges(
     vocabulary: dict[str, int],
-    merges: list[tuple[str, str]],
+    lines: Sequence[str],
     spec: PreTokenizer,
     added: tuple[AddedToken, ...],
-) -> BPE:
+) -> Merges:
+    options = MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges)
     try:
-        return _bpe(vocabulary, merges, spec)
+        return Merges(vocabulary, _pairs(lines), options)
     except ModelFormatError:
         # Merges may pass through a control token, which is not in the vocabulary on purpose.
         apart = {token.text for token in added}
-        kept = [(a, b) for a, b in merges if not apart.intersection((a, b, a + b))]
-        return _bpe(vocabulary, kept, spec)
+        kept = [(a, b) for a, b in _pairs(lines) if not apart.intersection((a, b, a + b))]
+        return Merges(vocabulary, kept, options)
 
 
-def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], spec: PreTokenizer) -> BPE:
-    try:
-        return BPE(vocabulary, merges, ignore_merges=spec.ignore_merges)
-    except Exception as error:  # the library raises a bare Exception for every fault
-        raise ModelFormatError(f"The tokenizer's merges do not fit its tokens: {error}.") from error
+def _pairs(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for line in lines:
+        left, _, right = line.partition(" ")
+        yield left, right
 
 
 def _doubles(tokens: Sequence[str], vocabulary: dict[str, int]) -> dict[int, str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-from tokenizers import pre_tokenizers
-from tokenizers.models import BPE
-
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
+from twostroke.tokenize.descriptions import read_words
 from twostroke.tokenize.ends import end_ids
+from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.specials import AddedToken
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 
@@ -21,15 +19,8 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 256 * 1024**2
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
-_BPE_OPTIONS = (
-    "dropout",
-    "unk_token",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "fuse_unk",
-    "byte_fallback",
-    "ignore_merges",
-)
+# Options of the format that no language model sets, and that would change the ids.
+_NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def from_tokenizer_json(path: Path) -> Tokenizer:
@@ -74,24 +65,29 @@ def _build(
     )
     named = _named_texts(config, _read(folder / "special_tokens_map.json"))
     by_text = {token.text: token.id for token in added}
+    byte_level = '"ByteLevel"' in json.dumps(
+        [description.get("pre_tokenizer"), description.get("decoder")]
+    )
     vocabulary: dict[str, int] = model["vocab"]
     vocab_size = 1 + max((*vocabulary.values(), *by_text.values()), default=-1)
     for token in added:
         if token.text != model.get("unk_token"):  # the merger itself writes that one
             vocabulary.pop(token.text, None)
-    core = _core(description, model, set(by_text))
-    byte_level = '"ByteLevel"' in json.dumps(
-        [description.get("pre_tokenizer"), description.get("decoder")]
-    )
+    try:
+        words = read_words(description)
+        merges = _merges(model, set(by_text), byte_level=words.byte_level)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
     prefix, suffix = _around(description.get("post_processor"))
     ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
     ends += _configured_ends(folder)
     return Tokenizer(
         TokenizerParts(
-            core=core,
-            core_rest=_core_rest(core, description.get("pre_tokenizer")),
+            merges=merges,
+            cut=words.cut,
+            cut_rest=words.cut_rest,
             vocab_size=vocab_size,
-            to_bytes=byte_level_bytes() if byte_level else sentencepiece_bytes,
+            to_bytes=byte_level_bytes if byte_level else sentencepiece_bytes,
             added=added,
             bos_id=by_text.get(named.get("bos_token", "")),
             eos_ids=end_ids(ends, added),
@@ -104,43 +100,23 @@ def _build(
     )
 
 
-def _core(
-    description: dict[str, Any], model: dict[str, Any], apart: set[str]
-) -> tokenizers.Tokenizer:
-    """Return the merger alone: everything of the description but its added tokens."""
-    shell: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": description.get("normalizer"),
-        "pre_tokenizer": description.get("pre_tokenizer"),
-        "model": {"type": "BPE", "vocab": {}, "merges": []},
-    }
+def _merges(model: dict[str, Any], apart: set[str], *, byte_level: bool) -> Merges:
+    """Return the merger alone: no merge leads to or through the added tokens `apart`."""
+    for name in _NOT_KNOWN:
+        if model.get(name):
+            raise ModelFormatError(f"its option {name} is not known.")
     pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
-    merges = [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))]
-    options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
-    try:
-        core = tokenizers.Tokenizer.from_str(json.dumps(shell))
-        core.model = BPE(model["vocab"], merges, **options)
-    except Exception as error:  # the library raises a bare Exception for every fault
-        raise ModelFormatError(f"tokenizer.json cannot be used: {error}.") from error
-    return core
-
-
-def _core_rest(
-    core: tokenizers.Tokenizer, description: dict[str, Any] | None
-) -> tokenizers.Tokenizer | None:
-    """Return what merges stretches after the first, where only the first gets a space before it."""
-    if not description or description.get("prepend_scheme") != "first":
-        return None
-    rest = tokenizers.Tokenizer(core.model)
-    if core.normalizer is not None:
-        rest.normalizer = core.normalizer
-    rest.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement=description.get("replacement", "\u2581"),
-        prepend_scheme="never",
-        split=description.get("split", True),
+    return Merges(
+        model["vocab"],
+        [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))],
+        MergeOptions(
+            byte_level=byte_level,
+            ignore_merges=bool(model.get("ignore_merges")),
+            byte_fallback=bool(model.get("byte_fallback")),
+            unknown=model.get("unk_token"),
+            fuse_unknown=bool(model.get("fuse_unk")),
+        ),
     )
-    return rest
 
 
 def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

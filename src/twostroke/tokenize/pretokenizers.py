@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, normalizers, pre_tokenizers
-
 from twostroke.core.errors import ModelFormatError, nearest
+from twostroke.tokenize.words import GPT2
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -18,17 +16,15 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    r"""How text is cut before merging.
+    """How text is cut before merging.
 
-    `single_digits` first sets every numeric character apart (by the library's own notion of
-    numeric, which knows some that `\p{N}` does not). `patterns` apply one after the other, each
-    cutting further what the ones before it left whole; matches and the stretches between them
-    both stay. `ignore_merges` takes a word that is in the vocabulary as it stands. `nfc` composes
-    characters first. `add_bos` is the default where the file does not say.
+    `patterns` apply one after the other, each cutting further what the ones before it left whole;
+    matches and the stretches between them both stay. `ignore_merges` takes a word that is in the
+    vocabulary as it stands. `nfc` composes characters first. `add_bos` is the default where the
+    file does not say.
     """
 
     patterns: tuple[str, ...]
-    single_digits: bool = False
     ignore_merges: bool = False
     nfc: bool = False
     add_bos: bool = False
@@ -37,11 +33,11 @@ class PreTokenizer:
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     # What a file without a name means, as llama.cpp reads it.
     "default": PreTokenizer(
-        (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+        (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    # HuggingFaceTB/SmolLM2 tokenizer.json: Digits, then ByteLevel with its own pattern, GPT-2's.
-    "smollm": PreTokenizer((_GPT2,), single_digits=True),
+    "gpt-2": PreTokenizer((GPT2,)),
+    # HuggingFaceTB/SmolLM2 tokenizer.json: single digits, then ByteLevel with its own pattern.
+    "smollm": PreTokenizer((r"\p{N}", GPT2)),
     # meta-llama/Meta-Llama-3 tokenizer.json.
     "llama-bpe": PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     # Qwen/Qwen2 tokenizer.json, which normalizes to NFC.
@@ -59,16 +55,3 @@ def pre_tokenizer(name: str) -> PreTokenizer:
             f"known are {known}.{nearest(name, PRE_TOKENIZERS)}"
         )
     return found
-
-
-def build_pre_tokenizer(spec: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    """Return the `tokenizers` object that cuts as `spec` says and maps bytes to characters."""
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if spec.single_digits else []
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in spec.patterns]
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*digits, *cuts, spell])
-
-
-def build_normalizer(spec: PreTokenizer) -> normalizers.Normalizer | None:
-    """Return the `tokenizers` normalizer that `spec` asks for, if any."""
-    return normalizers.NFC() if spec.nfc else None

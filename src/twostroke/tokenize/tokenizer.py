@@ -12,29 +12,31 @@ from twostroke.tokenize.specials import AddedToken, Splitter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    import tokenizers
-
+    from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.prompt import Prompt
+    from twostroke.tokenize.words import Cut
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
     """What a reader of a model's files hands to `Tokenizer`.
 
-    `core` merges plain text and knows no added token; control tokens are not in its vocabulary,
-    so no text reaches them by merging. `core_rest`, where it differs, does the stretches after
-    the first (SentencePiece puts a space before the first word only). `to_bytes` gives the bytes
-    of an ordinary token's text; `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are
+    `cut` makes words of plain text and `merges` tokens of words. `merges` knows no added token;
+    control tokens are not in its vocabulary, so no text reaches them by merging. `cut_rest`, where
+    it differs, does the stretches after the first (SentencePiece puts a space before the first
+    word only). `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it
+    by id. `prefix_ids` and `suffix_ids` are
     what `add_special` puts around a text. `space_prefix` puts a space before a text without one;
     `strip_space` takes the first space of decoded text away again (SentencePiece). `named_texts`
     are the texts of `bos_token`, `eos_token` and the like, under the names that templates use.
     """
 
-    core: tokenizers.Tokenizer
+    merges: Merges
+    cut: Cut
     vocab_size: int
     to_bytes: Callable[[str], bytes]
     added: tuple[AddedToken, ...] = ()
-    core_rest: tokenizers.Tokenizer | None = None
+    cut_rest: Cut | None = None
     odd_texts: Mapping[int, str] = field(default_factory=dict)
     odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
     bos_id: int | None = None
@@ -56,8 +58,9 @@ class Tokenizer:
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
-        self._core = parts.core
-        self._rest = parts.core_rest or parts.core
+        self._merges = parts.merges
+        self._cut = parts.cut
+        self._cut_rest = parts.cut_rest or parts.cut
         self._to_bytes = parts.to_bytes
         self._odd_texts = dict(parts.odd_texts)
         self._odd_texts.update((token.id, token.text) for token in parts.added)
@@ -133,16 +136,12 @@ class Tokenizer:
             return odd
         if not 0 <= token_id < 1 << 31:
             raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
-        text: str | None = self._core.id_to_token(token_id)
-        return text
+        return self._merges.text_of(token_id)
 
     def find(self, token_text: str) -> int | None:
         """Return the id of the token that the vocabulary spells `token_text`, or None."""
         added = self._added_by_text.get(token_text)
-        if added is not None:
-            return added.id
-        found: int | None = self._core.token_to_id(token_text)
-        return found
+        return added.id if added is not None else self._merges.id_of(token_text)
 
     def special_texts(self) -> list[str]:
         """Return the texts of the control tokens."""
@@ -163,25 +162,27 @@ class Tokenizer:
 
     def _encode_pieces(self, pieces: Iterable[str | AddedToken]) -> list[int]:
         ids: list[int] = []
-        core = self._core
+        cut = self._cut
         for place, piece in enumerate(pieces):
             if isinstance(piece, AddedToken):
                 ids.append(piece.id)
             else:
                 prefix = place == 0 and self._space_prefix and not piece[0].isspace()
-                ids.extend(_merge(core, " " + piece if prefix else piece))
-            core = self._rest
+                ids += self._merges.encode(cut(_mended(" " + piece if prefix else piece)))
+            cut = self._cut_rest
         return ids
 
 
-def _merge(core: tokenizers.Tokenizer, text: str) -> list[int]:
+def _mended(text: str) -> str:
+    """Return `text` without halves of surrogate pairs, which JSON can carry.
+
+    Two halves that meet are one character; a half alone becomes U+FFFD.
+    """
     try:
-        ids: list[int] = core.encode(text, add_special_tokens=False).ids
-    except TypeError:  # how the library says that a string has no UTF-8
-        # JSON can carry half a surrogate pair; two halves that meet are one character.
-        mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = core.encode(mended, add_special_tokens=False).ids
-    return ids
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _splitter(tokens: Iterable[AddedToken]) -> Splitter | None:

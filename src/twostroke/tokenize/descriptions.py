@@ -1,0 +1,128 @@
+"""A tokenizer.json's normalizer and pre-tokenizer, as functions on text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize.words import GPT2, cut_at, replacing, unicode_form, words_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.tokenize.words import Cut, Normalize
+
+Description = dict[str, Any]
+_SPACE = "\u2581"
+# The schemes of Metaspace that put a space before the first stretch, and before the others.
+_SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}))
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How words are made of a text: of its first stretch, and of those after an added token.
+
+    `byte_level` says whether the merges see a word's bytes in place of its characters.
+    """
+
+    cut: Cut
+    cut_rest: Cut
+    byte_level: bool
+
+
+def read_words(description: Description) -> Words:
+    """Return how the description of a whole tokenizer makes words.
+
+    Raises ModelFormatError for a step of a kind that is not known; what a damaged description
+    raises beside it (KeyError, TypeError, AttributeError, ValueError) is the caller's.
+    """
+    normalizers = [
+        _step(_NORMALIZERS, step, "normalizer")(step)
+        for step in _flat(description.get("normalizer"), "normalizers")
+    ]
+    steps = list(_flat(description.get("pre_tokenizer"), "pretokenizers"))
+    for place, step in enumerate(steps):
+        _step(_PRE_TOKENIZERS, step, "pre-tokenizer")
+        # After it a text has no characters any more, only bytes.
+        if step["type"] == "ByteLevel" and place < len(steps) - 1:
+            raise ModelFormatError("its pre-tokenizer ByteLevel is not the last step.")
+        if step["type"] == "Metaspace" and place > 0:
+            raise ModelFormatError("its pre-tokenizer Metaspace is not the first step.")
+    first, rest = (
+        words_by(normalizers, [_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps])
+        for schemes in _SCHEMES
+    )
+    return Words(first, rest, byte_level=bool(steps) and steps[-1]["type"] == "ByteLevel")
+
+
+def _flat(description: Description | None, key: str) -> Iterator[Description]:
+    """Yield the steps of a description, those of sequences in sequences too."""
+    if description is None:
+        return
+    if description.get("type") != "Sequence":
+        yield description
+        return
+    for step in description[key]:
+        yield from _flat(step, key)
+
+
+def _step(known: dict[str, Any], step: Description, what: str) -> Any:
+    found = known.get(step.get("type", ""))
+    if found is None:
+        raise ModelFormatError(
+            f"its {what} '{step.get('type')}' is not known; known are {', '.join(known)}."
+        )
+    return found
+
+
+def _pattern(step: Description) -> str:
+    """Return a step's pattern, which is a text or a regular expression."""
+    ((kind, pattern),) = step["pattern"].items()
+    return re.escape(pattern) if kind == "String" else str(pattern)
+
+
+_NORMALIZERS: dict[str, Callable[[Description], Normalize]] = {
+    "NFC": lambda _step: unicode_form("NFC"),
+    "NFD": lambda _step: unicode_form("NFD"),
+    "NFKC": lambda _step: unicode_form("NFKC"),
+    "NFKD": lambda _step: unicode_form("NFKD"),
+    "Prepend": lambda step: lambda text: str(step["prepend"]) + text if text else text,
+    "Replace": lambda step: replacing(_pattern(step), str(step["content"])),
+}
+
+
+def _byte_level(step: Description, _schemes: frozenset[str]) -> Cut:
+    words = cut_at(GPT2) if step.get("use_regex", True) else lambda text: [text]
+    if not step.get("add_prefix_space"):
+        return words
+    return lambda text: words(text if text.startswith(" ") else " " + text)
+
+
+def _metaspace(step: Description, schemes: frozenset[str]) -> Cut:
+    mark = str(step.get("replacement", _SPACE))
+    scheme = step.get("prepend_scheme", "always")
+    if step.get("add_prefix_space") is False:
+        scheme = "never"
+    prefix = mark if scheme in schemes else ""
+    split = step.get("split", True)
+    words = cut_at(re.escape(mark), "MergedWithNext") if split else lambda text: [text]
+
+    def cut(text: str) -> list[str]:
+        marked = text.replace(" ", mark)
+        return words(marked if marked.startswith(mark) else prefix + marked)
+
+    return cut
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
+    "ByteLevel": _byte_level,
+    "Split": lambda step, _schemes: cut_at(
+        _pattern(step), step["behavior"], invert=bool(step.get("invert"))
+    ),
+    "Digits": lambda step, _schemes: cut_at(
+        r"\p{N}", "Isolated" if step.get("individual_digits") else "Contiguous"
+    ),
+    "Metaspace": _metaspace,
+}

@@ -1,0 +1,113 @@
+"""Text into words: normalize it, and cut it at patterns in the ways that `tokenizers` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Literal
+from unicodedata import normalize
+
+import regex
+
+from twostroke.core.errors import ModelFormatError
+
+Normalize = Callable[[str], str]
+Cut = Callable[[str], list[str]]
+Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
+
+# The pattern of GPT-2 (encoder.py of openai/gpt-2).
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def words_by(normalizers: Sequence[Normalize], cuts: Sequence[Cut]) -> Cut:
+    """Return what normalizes a text, then cuts it; a cut works on the pieces of those before."""
+
+    def words_of(text: str) -> list[str]:
+        for step in normalizers:
+            text = step(text)
+        words = [text] if text else []
+        for cut in cuts:
+            words = list(chain.from_iterable(map(cut, words)))
+        return words
+
+    return words_of
+
+
+def unicode_form(form: Literal["NFC", "NFD", "NFKC", "NFKD"]) -> Normalize:
+    """Return what brings a text into a normal form of Unicode."""
+    return lambda text: normalize(form, text)
+
+
+def replacing(pattern: str, content: str) -> Normalize:
+    """Return what puts `content` in the place of every match of `pattern`."""
+    compiled = _compile(pattern)
+    return lambda text: compiled.sub(lambda _match: content, text)
+
+
+def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
+    """Return what cuts a text at every match of `pattern`.
+
+    `behavior` says what becomes of a match, `invert` takes the stretches between matches for the
+    matches (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for a pattern that
+    is not valid, KeyError for another behavior.
+    """
+    if behavior == "Contiguous":
+        pattern = f"(?:{pattern})+"
+    join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
+    compiled = _compile(pattern)
+    if join is _isolated and compiled.groups == 0:
+        # One call for the whole text: a pattern in parentheses stays among what it splits.
+        split = _compile(f"({pattern})").split
+        return lambda text: [word for word in split(text) if word]
+
+    def cut(text: str) -> list[str]:
+        gaps: list[str] = []
+        matches: list[str] = []
+        done = 0
+        for match in compiled.finditer(text):
+            start, end = match.span()
+            gaps.append(text[done:start])
+            matches.append(text[start:end])
+            done = end
+        gaps.append(text[done:])
+        return [word for word in join(gaps, matches) if word]
+
+    return cut
+
+
+def _isolated(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return chain(chain.from_iterable(zip(gaps, matches, strict=False)), gaps[-1:])
+
+
+def _with_previous(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return [*map("".join, zip(gaps, matches, strict=False)), gaps[-1]]
+
+
+def _with_next(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
+    return [gaps[0], *map("".join, zip(matches, gaps[1:], strict=True))]
+
+
+# What becomes of the n matches between n + 1 gaps.
+_JOINS: dict[str, Join] = {
+    "Isolated": _isolated,
+    "Contiguous": _isolated,
+    "Removed": lambda gaps, _matches: gaps,
+    "Kept": lambda _gaps, matches: matches,
+    "MergedWithPrevious": _with_previous,
+    "MergedWithNext": _with_next,
+}
+_INVERTED = {
+    "Removed": "Kept",
+    "MergedWithPrevious": "MergedWithNext",
+    "MergedWithNext": "MergedWithPrevious",
+}
+
+
+def _compile(pattern: str) -> regex.Pattern[str]:
+    # The patterns of model files are Oniguruma's, where ^ and $ stand at every line.
+    try:
+        return regex.compile(pattern, regex.MULTILINE)
+    except regex.error as error:
+        raise ModelFormatError(
+            f"The tokenizer's pattern {pattern[:80]!r} is not valid: {error}."
+        ) from error

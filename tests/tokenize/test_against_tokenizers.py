@@ -1,0 +1,158 @@
+"""Ids beside those of Hugging Face's `tokenizers`: every step of a file, and vocabularies at odds.
+
+Characters are few and old, since the two know different versions of Unicode (ADR 0008).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.byte_tokenizer import byte_characters
+from support.character_classes import disputed, here, there
+from twostroke.tokenize import Tokenizer, from_tokenizer_json, merges
+from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LETTERS = "aabbccdABC' 'sS12 .,-<|>_\t\n\r\x00\x1c\x85\xa0\u2003\u3000\u2581\u200d"
+LETTERS += "²٣Ⅷ½éñſßﬁαж日本ก👍e\u0301"
+TEXTS = st.text(LETTERS, max_size=40)
+SPLIT = {"type": "Split", "invert": False, "behavior": "Isolated"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+BEHAVIORS = ["Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"]
+MERGES = ["a b", "b c", "ab c", "a a", "aa aa", "b b", "a bc", "d a", "da b", "\u2581 a", "1 2"]
+MERGES += ["\u2581 \u2581", "\u2581\u2581 \u2581\u2581", "\u2581 ab"]
+
+
+def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(steps)}
+
+
+def _at(pattern: str, **members: object) -> dict[str, Any]:
+    return {**SPLIT, "pattern": {"Regex": pattern}, **members}
+
+
+def _description(model: dict[str, Any], **members: object) -> dict[str, Any]:
+    shell = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
+    return {**shell, **members, "model": {"type": "BPE", **model}}
+
+
+def _byte_level(*steps: dict[str, Any], **members: object) -> dict[str, Any]:
+    merged = [merge.replace("\u2581", "Ġ") for merge in MERGES]
+    texts = dict.fromkeys([*byte_characters(), *(merge.replace(" ", "") for merge in merged)])
+    vocabulary = {text: id_ for id_, text in enumerate(texts)}
+    model = {"vocab": vocabulary, "merges": merged, "ignore_merges": bool(members.pop("whole", 0))}
+    return _description(model, pre_tokenizer=_sequence(*steps), **members)
+
+
+def _pieces(**members: object) -> dict[str, Any]:
+    """A SentencePiece style file; `bytes` is how many of the 256 byte tokens there are."""
+    options = {name: members.pop(name) for name in ("byte_fallback", "fuse_unk") if name in members}
+    byte_tokens = [f"<0x{value:02X}>" for value in range(int(str(members.pop("bytes", 256))))]
+    letters = [*"abcd12\u2581.é", *(merge.replace(" ", "") for merge in MERGES)]
+    texts = dict.fromkeys(["<unk>", *byte_tokens, *letters])
+    vocabulary = {text: id_ for id_, text in enumerate(texts)}
+    model = {"vocab": vocabulary, "merges": MERGES, "unk_token": "<unk>", **options}
+    return _description(model, **members)
+
+
+def _files() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, spec in PRE_TOKENIZERS.items():
+        normalizer = {"type": "NFC"} if spec.nfc else None
+        cuts = [_at(pattern) for pattern in spec.patterns]
+        yield name, _byte_level(*cuts, BYTES, normalizer=normalizer, whole=spec.ignore_merges)
+    for form in ("NFC", "NFD", "NFKC", "NFKD"):
+        yield form, _byte_level(BYTES, normalizer={"type": form})
+    for single in (True, False):
+        digits = {"type": "Digits", "individual_digits": single}
+        yield f"digits {single}", _byte_level(digits, {**BYTES, "use_regex": True})
+        yield f"prefix {single}", _byte_level(digits, {**BYTES, "add_prefix_space": True})
+    for behavior in BEHAVIORS:
+        for invert in (True, False):
+            how = {"behavior": behavior, "invert": invert}
+            yield f"{behavior} {invert}", _byte_level(_at("[ab]|  |(\\s)c|^.$", **how), BYTES)
+        literal = {**SPLIT, "pattern": {"String": "b."}, "behavior": behavior}
+        yield f"{behavior} of a text", _byte_level(literal, BYTES)
+    yield "a space dropped", _byte_level(_at(" ", behavior="Removed"), _at(r"\p{L}+"), BYTES)
+    for scheme in ("always", "first", "never"):
+        for split in (True, False):
+            mark = {**METASPACE, "prepend_scheme": scheme, "split": split}
+            yield f"metaspace {scheme} {split}", _pieces(pre_tokenizer=mark, byte_fallback=True)
+    prefix = {"type": "Prepend", "prepend": "\u2581"}
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    runs = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\\1 "}
+    both = {"type": "Sequence", "normalizers": [prefix, spaces]}
+    yield "runs of spaces", _pieces(normalizer={"type": "Sequence", "normalizers": [runs, both]})
+    for fuse in (True, False):
+        for num_bytes in (0, 200, 256):
+            options = {"byte_fallback": num_bytes > 0, "fuse_unk": fuse, "bytes": num_bytes}
+            yield f"{num_bytes} bytes {fuse}", _pieces(normalizer=both, **options)
+
+
+FILES = dict(_files())
+
+
+def _both(folder: Path, description: dict[str, Any]) -> tuple[Tokenizer, Any]:
+    (folder / "tokenizer.json").write_text(json.dumps(description), encoding="utf-8")
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(description))
+    return from_tokenizer_json(folder), theirs
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Any]]:
+    return {name: _both(tmp_path_factory.mktemp("file"), file) for name, file in FILES.items()}
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(text=TEXTS)
+def test_ids_are_equal(pairs: dict[str, tuple[Tokenizer, Any]], name: str, text: str) -> None:
+    ours, theirs = pairs[name]
+    assert ours.encode(text) == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ids_of_vocabularies_at_odds_with_their_merges_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Ids in no order, several ways to one token, tokens that no merge makes, bytes missing."""
+    rng = random.Random(seed)
+    texts, pairs_of = [*"abcd"], []
+    while len(pairs_of) < 14:
+        pair = (rng.choice(texts), rng.choice(texts))
+        if len("".join(pair)) <= 6 and pair not in pairs_of:
+            pairs_of.append(pair)
+            texts = list(dict.fromkeys([*texts, "".join(pair)]))
+    texts += [text for text in ("abd", "cab", "bdd") if text not in texts]
+    ids = rng.sample(range(100), len(texts))
+    model = {"vocab": dict(zip(texts, ids, strict=True)), "merges": pairs_of}
+    ours, theirs = _both(tmp_path, _description(model, pre_tokenizer=BYTES))
+    for length in (1, 2, 3, 10, 100, 127, 128, 129, 1000):
+        text = "".join(rng.choices("abcde", weights=[5, 5, 5, 5, 1], k=length))
+        expected = theirs.encode(text).ids
+        assert ours.encode(text) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(merges, "_SHORT_WORD", 0 if length < 128 else 10**6)
+            assert ours._merges._encode_word(text) == expected
+
+
+def test_a_huge_word_is_merged_like_any_other(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+    """Were the time quadratic, this would take minutes."""
+    ours, theirs = pairs["gpt-2"]
+    for text in ("a" * 100_000, "".join(random.Random(1).choices("abcd", k=100_000))):
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_only_characters_that_one_side_does_not_know_yet_are_in_different_classes() -> None:
+    characters = "".join(disputed())
+    unknown = here(r"\p{Cn}", characters) | there(r"\p{Cn}", characters)
+    assert unknown == set(characters)
