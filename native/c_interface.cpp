@@ -1,5 +1,6 @@
 // The C face of the executor: what src/twostroke/backends/cpu/library.py loads.
 #include <exception>
+#include <stdexcept>
 
 #include "executor/plan.h"
 #include "linear/linear.h"
@@ -76,11 +77,14 @@ TS_EXPORT Plan* ts_plan_create(Pool* pool, const ts::PlanRecord* record) {
 /// Before its pool is destroyed.
 TS_EXPORT void ts_plan_destroy(Plan* plan) { delete plan; }
 
-/// 0, or 1 if there is not enough memory for a step of this size.
+/// 0; 1 if there is not enough memory for a step of this size; 2 if it names a token or a page that
+/// does not exist.
 TS_EXPORT int32_t ts_step(Plan* plan, ts::StepRecord* step) {
   try {
     ts::run_step(*plan, *step);
     return 0;
+  } catch (const std::out_of_range&) {
+    return 2;
   } catch (const std::exception&) {
     return 1;
   }

@@ -61,7 +61,8 @@ Plan::Plan(Pool& team, const PlanRecord& record)
     page_halves += 2 * record.page_size * layer.num_kv_heads * layer.head_dim;
   }
   for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
-  cache_bytes = page_bytes() * record.num_pages;
+  num_pages = record.num_pages;
+  cache_bytes = page_bytes() * num_pages;
   if (cache_bytes == 0) return;
   cache = map_memory(cache_bytes);
   if (cache == nullptr) throw std::bad_alloc();

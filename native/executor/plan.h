@@ -61,6 +61,7 @@ struct Plan {
   std::vector<int32_t> schedule_of;          // for each operation: index into schedules, or kNone
   std::vector<AttentionSchedule> schedules;  // one for each shape of attention
   int64_t page_halves = 0;
+  int64_t num_pages = 0;
   int64_t cache_bytes = 0;
   void* cache = nullptr;
   Block prepared;  // shared by the threads
@@ -72,7 +73,8 @@ struct Plan {
   int32_t schedule_for(const OpRecord& op);
 };
 
-/// Computes one step; throws std::bad_alloc.
+/// Computes one step; throws std::bad_alloc, or std::out_of_range for a token or page that does not
+/// exist.
 void run_step(Plan& plan, StepRecord& record);
 
 }  // namespace ts

@@ -1,5 +1,6 @@
 // Runs a step: every thread walks through the operations and meets the others between them.
 #include <algorithm>
+#include <stdexcept>
 
 #include "executor/worker.h"
 #include "kernels/rows.h"
@@ -153,6 +154,31 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
 }
 
+bool is_inside(const Plan& plan, const StepRecord& record, const SliceRecord& slice) {
+  if (plan.layers.empty()) return true;
+  const int64_t page_size = plan.layers[0].page_size;
+  const int64_t num_pages = (slice.position + slice.num_rows + page_size - 1) / page_size;
+  if (slice.position < 0 || num_pages > record.table_stride) return false;
+  const int32_t* table = record.page_tables + slice.table * record.table_stride;
+  return std::all_of(table, table + num_pages,
+                     [&](int32_t page) { return page >= 0 && page < plan.num_pages; });
+}
+
+/// The last guard before memory: whoever let them come here, tokens and pages must exist.
+void check(const Plan& plan, const StepRecord& record) {
+  for (const OpRecord& op : plan.ops) {
+    if (op.kind != OpKind::Embed) continue;
+    const int64_t count = plan.weights[static_cast<size_t>(op.outputs[0].weight)].num_outputs;
+    const auto is_known = [&](int32_t token) { return token >= 0 && token < count; };
+    if (!std::all_of(record.tokens, record.tokens + record.num_rows, is_known)) {
+      throw std::out_of_range("token");
+    }
+  }
+  for (int32_t i = 0; i < record.num_slices; ++i) {
+    if (!is_inside(plan, record, record.slices[i])) throw std::out_of_range("page");
+  }
+}
+
 /// Makes room and tables before the threads start, so that none of them has to allocate together.
 void get_ready(StepState& step) {
   Plan& plan = step.plan;
@@ -186,6 +212,7 @@ void get_ready(StepState& step) {
 
 void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
+  check(plan, record);
   StepState step{plan, record, {}, {}};
   step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);
   get_ready(step);

@@ -159,3 +159,15 @@ except BackendError as error:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
     assert b"refuses 10000 threads" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("token", "pages"), [(-1, [0, 1]), (10**6, [0, 1]), (5, [0, 8]), (5, [-1, 0])]
+)
+def test_tokens_and_pages_that_do_not_exist_never_reach_memory(model, token, pages):
+    with cpu_backend(model, "portable", 8) as backend:
+        request = greedy_request([*range(20), token])
+        request.pages.extend(pages)
+        with pytest.raises(BackendError, match="does not have"):
+            run(backend, Slice(request, 0, 21, samples=True))
+        Sequence(backend, TOKENS, list(range(8))).prefill(1000)  # and it goes on

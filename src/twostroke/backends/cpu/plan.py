@@ -14,12 +14,14 @@ from twostroke.backends.cpu.records import (
     RopeRecord,
     StepRecord,
 )
-from twostroke.core.errors import MemoryLimitError
+from twostroke.core.errors import BackendError, MemoryLimitError
 
 if TYPE_CHECKING:
     from twostroke.backends.cpu.lower import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
     from twostroke.program import CacheLayer, Rope
+
+_NOT_THERE = 2  # what `ts_step` returns for a token or a page that does not exist
 
 
 class NativePlan:
@@ -69,8 +71,12 @@ class NativePlan:
 
         Raises:
             MemoryLimitError: there is no room for a step of so many rows.
+            BackendError: a token or a page that does not exist; nothing was computed.
         """
-        if self._library.ts_step(self._plan, byref(step)):
+        outcome = self._library.ts_step(self._plan, byref(step))
+        if outcome == _NOT_THERE:
+            raise BackendError("The step names a token or a page that the model does not have.")
+        if outcome:
             message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
             raise MemoryLimitError(message)
 
