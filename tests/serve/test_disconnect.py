@@ -12,8 +12,14 @@ import pytest
 from support.engines import tiny_client
 from support.servers import LiveServer, chat_body, live_server, post_bytes, wait_for
 from support.tiny import Tiny
+from twostroke.core.sampling import SamplingParams
 from twostroke.serve.app import create_app
+from twostroke.serve.completions import DIALECT
+from twostroke.serve.dialect import Reply
+from twostroke.serve.job import Answers, Job
+from twostroke.serve.metrics import Metrics
 from twostroke.serve.options import Limits, ServeOptions
+from twostroke.serve.stream import EventStream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,6 +127,31 @@ def test_silent_stream_is_kept_alive_by_comments(tmp_path: Path) -> None:
             server.backend.gate.set()
             rest = [line for line in lines if line.startswith("data")]
         assert rest[-1] == "data: [DONE]"
+
+
+def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """A client may stop reading while its stream is silent."""
+
+    async def run() -> None:
+        options = ServeOptions(keep_alive_s=0.1, limits=Limits(reader_timeout_s=0.3))
+        with tiny_client(tmp_path) as (client, backend):
+            backend.gate.clear()
+            params = SamplingParams(max_tokens=2)
+            job = Job(None, ([5],), params, stream=True)
+            tokenizer = client.card.tokenizer
+            reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
+            answers = Answers(client, job, [[5]], Metrics(client), set())
+            stream = EventStream(answers, DIALECT.write(reply), options)
+
+            async def never(_message: Any = None) -> Any:
+                await asyncio.Event().wait()
+
+            async with asyncio.timeout(5):
+                await stream({"type": "http"}, never, never)
+            assert not client.loop._choices
+            backend.gate.set()
+
+    asyncio.run(run())
 
 
 def ask(server: LiveServer, **fields: Any) -> socket.socket:

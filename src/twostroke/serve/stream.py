@@ -54,6 +54,7 @@ class EventStream:
         """Respond. Raises what happened, if it happened before the first byte."""
         pump = asyncio.create_task(self._pump(send))
         gone = asyncio.create_task(_until_gone(receive))
+        tasks = [pump, gone]
         limits = self._options.limits
         tick_s = min(self._options.keep_alive_s, limits.reader_timeout_s) / 2
         try:
@@ -64,15 +65,16 @@ class EventStream:
                 if self._is_stuck():
                     await _drop(scope)
                     break
-                if self._is_silent():
-                    await self._send(send, _COMMENT)
+                if self._is_silent():  # a task: a client that does not read holds up this too
+                    tasks[2:] = [asyncio.create_task(self._send(send, _COMMENT))]
+                    await asyncio.sleep(0)
             if pump.done():
                 await pump
         finally:
             self._answers.cancel()
-            for task in (pump, gone):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, send: Send) -> None:
         """Pass on every event, then the end."""
