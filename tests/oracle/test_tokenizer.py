@@ -60,7 +60,7 @@ def test_chats_are_equal(ours: Tokenizer, theirs: Any, place: int, prompted: boo
 
 
 def _undisputed(num_random: int, seed: int) -> list[str]:
-    """Texts without the characters that Unicode got after one side's tables (ADR 0008)."""
+    """Texts without the characters that Unicode got after one side's tables (ADR 0005)."""
     kept = [text for text in texts(num_random, seed) if disputed().isdisjoint(text)]
     assert len(kept) > 0.98 * num_random
     return kept

@@ -1,6 +1,6 @@
 """Ids beside those of Hugging Face's `tokenizers`: every step of a file, and vocabularies at odds.
 
-Characters are few and old, since the two know different versions of Unicode (ADR 0008).
+Characters are few and old, since the two know different versions of Unicode (ADR 0005).
 """
 
 from __future__ import annotations
