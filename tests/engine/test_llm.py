@@ -1,0 +1,211 @@
+"""The Python interface on a tiny model, with both backends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.gguf_writer import write_gguf
+from support.native import native_dir
+from support.servers import wait_for
+from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_folder, write_tiny_gguf
+from twostroke import LLM, AsyncLLM, SamplingParams
+from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    ModelNotFoundError,
+    RequestError,
+    UsageError,
+)
+from twostroke.core.request import FinishReason
+from twostroke.engine import build as build_module
+from twostroke.engine.build import build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = CacheOptions(memory_bytes=4_000_000)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    if request.param == "cpu":
+        native_dir()
+    compute = ComputeOptions(backend=request.param, num_threads=2)
+    with LLM(str(path), EngineOptions(compute, SMALL)) as llm:
+        yield llm
+
+
+def test_each_prompt_has_its_own_answers_in_order(llm: LLM) -> None:
+    prompts = ["hello", "the world is", "a"]
+    found = llm.generate(prompts, GREEDY)
+    assert [len(answers) for answers in found] == [1, 1, 1]
+    alone = [llm.generate(prompt, GREEDY)[0][0].token_ids for prompt in prompts]
+    assert [answers[0].token_ids for answers in found] == alone
+    assert all(len(tokens) == 8 for tokens in alone)
+
+
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
+    tokens = llm.engine.card.tokenizer.encode("hello world")
+    by_text = llm.generate("hello world", GREEDY)
+    assert llm.generate(tokens, GREEDY)[0][0].token_ids == by_text[0][0].token_ids
+    both = llm.generate([tokens, "hello world"], GREEDY)
+    assert both[0][0].token_ids == both[1][0].token_ids == by_text[0][0].token_ids
+
+
+def test_no_prompts_have_no_answers(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_params_may_differ_and_must_be_as_many(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=count, n=2, ignore_eos=True) for count in (1, 3)]
+    found = llm.generate(["a", "a"], each)
+    assert [[len(one.token_ids) for one in answers] for answers in found] == [[1, 1], [3, 3]]
+    with pytest.raises(UsageError, match="2 prompts but 1 sampling"):
+        llm.generate(["a", "a"], each[:1])
+
+
+def test_the_same_seed_gives_the_same_answer(llm: LLM) -> None:
+    params = SamplingParams(seed=7, max_tokens=16, ignore_eos=True)
+    first, again = (llm.generate("hello", params)[0][0].token_ids for _ in range(2))
+    other = llm.generate("hello", SamplingParams(seed=8, max_tokens=16, ignore_eos=True))
+    assert first == again != other[0][0].token_ids
+
+
+def test_streamed_pieces_are_the_whole(llm: LLM) -> None:
+    outputs = list(llm.stream("hello", GREEDY))
+    assert "".join(output.text for output in outputs) == llm.generate("hello", GREEDY)[0][0].text
+
+
+def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
+    [answer] = llm.chat(HELLO, GREEDY)
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    tokens = llm.engine.card.tokenizer.encode(text, parse_special=True)
+    assert answer.usage.prompt_tokens == len(tokens)
+    assert answer.token_ids == llm.generate(tokens, GREEDY)[0][0].token_ids
+    with pytest.raises(RequestError):
+        llm.chat([{"role": "user"}], GREEDY)
+
+
+def test_one_prompt_that_is_refused_stops_the_others(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate(["a", [5] * 600], SamplingParams(ignore_eos=True))
+    wait_for(lambda: llm.engine.client.loop.stats().num_running == 0)
+    assert llm.engine.client.loop.stats().num_waiting == 0
+
+
+def test_async_answers_stream_side_by_side(llm: LLM) -> None:
+    async def answer(text: str) -> str:
+        return "".join(
+            [output.text async for output in AsyncLLM(llm.engine).generate(text, GREEDY)]
+        )
+
+    async def both() -> list[str]:
+        return await asyncio.gather(answer("hello"), answer("a"))
+
+    assert asyncio.run(both()) == [llm.generate(text, GREEDY)[0][0].text for text in ("hello", "a")]
+
+
+def test_leaving_an_async_answer_cancels_it(llm: LLM) -> None:
+    async def leave() -> None:
+        answers = AsyncLLM(llm.engine).chat(HELLO, SamplingParams(ignore_eos=True))
+        async for _ in answers:
+            break
+        await answers.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    wait_for(lambda: llm.engine.client.loop.stats().num_running == 0)
+
+
+def test_async_loading_and_closing(path: Path) -> None:
+    async def life() -> str:
+        options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
+        llm = await AsyncLLM.load(str(path), options)
+        text = "".join([output.text async for output in llm.generate("hello", GREEDY)])
+        await llm.close()
+        with pytest.raises(EngineStoppedError):
+            async for _ in llm.generate("hello", GREEDY):
+                pass
+        return text
+
+    assert asyncio.run(life())
+
+
+def test_a_closed_model_answers_no_more(path: Path) -> None:
+    options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
+    with LLM(str(path), options) as llm:
+        llm.generate("a", GREEDY)
+    with pytest.raises(EngineStoppedError):
+        llm.generate("a", GREEDY)
+
+
+def test_a_static_batch_does_not_wait_for_prompts_that_never_come(path: Path) -> None:
+    options = EngineOptions(
+        ComputeOptions(backend="reference"), SMALL, BatchOptions(policy="static", batch_size=4)
+    )
+    with LLM(str(path), options) as llm:
+        found = llm.generate(["a"] * 6, GREEDY)
+        assert len({answers[0].token_ids for answers in found}) == 1
+
+
+def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "some-model")
+    options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
+    with LLM(str(folder), options) as llm:
+        assert llm.engine.card.name == "some-model"
+        assert llm.engine.card.format == "F32"
+        assert llm.chat(HELLO, GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    metadata = tiny_metadata(Tiny())
+    del metadata["tokenizer.chat_template"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = ["<s>" if t == "<|im_start|>" else t for t in tokens]
+    path = write_gguf(tmp_path / "base.gguf", metadata, tiny_tensors(Tiny()))
+    options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
+    with LLM(str(path), options) as llm:
+        with pytest.raises(RequestError, match="no chat template"):
+            llm.chat(HELLO)
+        assert llm.generate("hello", GREEDY)
+
+
+def test_an_unknown_model_is_no_engine() -> None:
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'smollm2'"):
+        LLM("smolm2")
+
+
+def test_building_reports_progress_and_fails_clean(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native_dir()
+    seen: list[tuple[int, int]] = []
+    closed: list[bool] = []
+
+    def fail(*arguments: object) -> None:
+        raise UsageError("no scheduler today.")
+
+    real_close = build_module.CpuBackend.close
+
+    def close(self: Any) -> None:
+        closed.append(True)
+        real_close(self)
+
+    monkeypatch.setattr(build_module, "_build_scheduler", fail)
+    monkeypatch.setattr(build_module.CpuBackend, "close", close)
+    with pytest.raises(UsageError, match="no scheduler"):
+        build(str(path), EngineOptions(cache=SMALL), lambda done, total: seen.append((done, total)))
+    assert closed == [True]
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert seen == sorted(seen)

@@ -1,0 +1,225 @@
+"""The loop: failures that stay with their request, the end, policies, health, counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.engines import tiny_client
+from support.servers import wait_for
+from support.tiny import write_tiny_gguf
+from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.errors import EngineStoppedError, TwostrokeError, UsageError
+from twostroke.core.request import FinishReason
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import NO_TOKEN, StepResult
+from twostroke.engine import loop as loop_module
+from twostroke.engine.build import build
+from twostroke.engine.loop import Health
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.engines import Backend
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+    from twostroke.engine.build import Engine
+    from twostroke.engine.client import Client
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def answers(client: Client, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
+    """Return each prompt's tokens, all of them computed together, or its error."""
+    generations = [client.generate(prompt, GREEDY) for prompt in prompts]
+    found: list[tuple[int, ...] | str] = []
+    for generation in generations:
+        try:
+            found.append(generation.wait()[0].token_ids)
+        except TwostrokeError as error:
+            found.append(error.message)
+    return found
+
+
+def test_a_request_that_breaks_a_step_fails_alone(tmp_path: Path) -> None:
+    prompts = [[5], [99], [7, 8], [9]]
+    with tiny_client(tmp_path) as (client, backend):
+        expected = [answers(client, [prompt])[0] for prompt in prompts]
+        backend.poison = 99
+        backend.gate.clear()
+        threading.Timer(0.2, backend.gate.set).start()
+        found = answers(client, prompts)
+        assert found[0] == expected[0]
+        assert found[2:] == expected[2:]
+        assert str(found[1]).startswith("The engine failed on this request: ValueError")
+        assert client.loop.stats().num_referenced_pages == 0
+        assert client.loop.health is Health.READY
+
+
+def test_a_request_without_a_token_to_draw_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_client(tmp_path) as (client, backend):
+        run = backend.run
+
+        def draw_nothing_for_99(plan: StepPlan) -> StepResult:
+            result = run(plan)
+            sampling = [part.request for part in plan.slices if part.samples]
+            tokens = [
+                NO_TOKEN if 99 in request.prompt and request.num_output == 2 else token
+                for request, token in zip(sampling, result.tokens, strict=True)
+            ]
+            return StepResult(tokens, result.logprobs)
+
+        expected = answers(client, [[5]])
+        monkeypatch.setattr(backend, "run", draw_nothing_for_99)
+        assert answers(client, [[5], [99]]) == [
+            *expected,
+            "The engine failed on this request: its logits leave no token to draw.",
+        ]
+        assert client.loop.stats().num_referenced_pages == 0
+
+
+def test_a_broken_loop_tells_everyone_and_takes_no_more(tmp_path: Path) -> None:
+    with tiny_client(tmp_path, max_running=1) as (client, backend):
+        backend.gate.clear()
+        generations = [client.generate([token], GREEDY) for token in (5, 6)]
+        backend.is_broken = True
+        backend.gate.set()
+        for generation in generations:
+            with pytest.raises(TwostrokeError, match="The engine stopped"):
+                generation.wait()
+        assert client.loop.health is Health.STOPPED
+        with pytest.raises(EngineStoppedError, match="The engine stopped"):
+            client.generate([5], GREEDY)
+
+
+def test_closing_lets_running_requests_finish_in_time(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, _):
+        generation = client.generate([5], GREEDY)
+        client.loop.close(drain_s=10)
+        assert generation.wait()[0].finish_reason is FinishReason.LENGTH
+        assert client.loop.health is Health.STOPPED
+
+
+def test_closing_cuts_off_what_takes_longer(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, backend):
+        backend.gate.clear()
+        generation = client.generate([5], GREEDY)
+        wait_for(lambda: backend.num_steps == 1)
+        threading.Timer(0.5, backend.gate.set).start()
+        began = time.monotonic()
+        client.loop.close(drain_s=0.1)
+        assert time.monotonic() - began < 5
+        with pytest.raises(TwostrokeError, match="shut down"):
+            generation.wait()
+
+
+def test_nothing_is_taken_after_closing_which_may_come_twice(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, _):
+        client.loop.close()
+        client.loop.close()
+        with pytest.raises(EngineStoppedError, match="shutting down") as caught:
+            client.generate([5], GREEDY)
+        assert caught.value.http_status == 503
+
+
+def test_the_backend_hears_of_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[str] = []
+
+    def forget(self: Backend, request: Request) -> None:
+        forgotten.append(request.id)
+
+    with tiny_client(tmp_path) as (client, backend):
+        monkeypatch.setattr(type(backend), "forget", forget)
+        done = client.generate([5], GREEDY)
+        done.wait()
+        stopped = client.generate([6], SamplingParams(ignore_eos=True))
+        next(stopped.outputs())
+        stopped.cancel()
+        expected = {*done.request_ids, *stopped.request_ids}
+        wait_for(lambda: set(forgotten) == expected)
+
+
+def test_health_shows_a_step_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_client(tmp_path) as (client, backend):
+        assert client.loop.health is Health.READY
+        monkeypatch.setattr(loop_module, "_STALLED_AFTER_S", 0.05)
+        backend.gate.clear()
+        generation = client.generate([5], GREEDY)
+        wait_for(lambda: client.loop.health is Health.STALLED)
+        monkeypatch.undo()
+        backend.gate.set()
+        generation.wait()
+        wait_for(lambda: client.loop.health is Health.READY)
+
+
+def test_counts_add_up(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, _):
+        client.generate([5] * 40, GREEDY).wait()
+        client.generate([5] * 40, SamplingParams(n=2, max_tokens=1, seed=1)).wait()
+        wait_for(lambda: client.loop.counters.requests == 3)
+        counters = client.loop.counters
+        assert counters.prompt_tokens == 120
+        assert counters.cached_tokens == 64
+        assert counters.completion_tokens == 8
+        strokes = client.loop.meter.strokes
+        assert strokes.prefill.rows == 40 + 2 * 8
+        assert strokes.decode.rows == strokes.decode.steps == 5
+        assert strokes.decode.bytes > 0
+        assert (strokes - strokes).prefill.flops == 0
+
+
+def engine(folder: Path, **batch: object) -> Engine:
+    options = EngineOptions(
+        ComputeOptions(backend="reference"),
+        CacheOptions(memory_bytes=2_000_000),
+        BatchOptions(**batch),  # type: ignore[arg-type]
+    )
+    return build(str(write_tiny_gguf(folder / "tiny.gguf")), options)
+
+
+def test_a_static_batch_waits_until_it_is_full(tmp_path: Path) -> None:
+    with engine(tmp_path, policy="static", batch_size=3) as built:
+        loop = built.client.loop
+        first = [built.client.generate([token], GREEDY) for token in (5, 6)]
+        time.sleep(0.1)
+        assert loop.stats().num_waiting == 2
+        first.append(built.client.generate([7], GREEDY))
+        assert all(generation.wait() for generation in first)
+
+
+def test_a_flush_starts_a_static_batch_that_is_not_full(tmp_path: Path) -> None:
+    with engine(tmp_path, policy="static", batch_size=3) as built:
+        generation = built.client.generate([5], GREEDY)
+        built.client.loop.flush()
+        assert generation.wait()
+
+
+def test_a_dynamic_batch_starts_when_its_time_is_over(tmp_path: Path) -> None:
+    with engine(tmp_path, policy="dynamic", batch_size=3, max_wait_s=0.2) as built:
+        began = time.monotonic()
+        [found] = built.client.generate([5], GREEDY).wait()
+        assert time.monotonic() - began > 0.19
+        assert found.timings.started_s - found.timings.arrival_s > 0.19
+
+
+def test_every_policy_gives_the_same_tokens(tmp_path: Path) -> None:
+    prompts = [[5], [6, 7], [8, 9, 10], [11]]
+    found = []
+    for policy in ("continuous", "dynamic", "static"):
+        with engine(tmp_path, policy=policy, batch_size=4, token_budget=5) as built:
+            found.append(answers(built.client, prompts))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_batch_beyond_what_may_run_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError, match="batch of 9"):
+        engine(tmp_path, policy="static", batch_size=9, max_running=8)
+    assert threading.active_count() == before

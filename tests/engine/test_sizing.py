@@ -1,0 +1,135 @@
+"""How much key-value cache there is, and sentences whose advice works when it is followed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.core.config import PAGE_SIZES, CacheOptions
+from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.engine.sizing import CacheSize, size_cache
+from twostroke.program import Program
+from twostroke.program.program import CacheLayer
+
+MB = 10**6
+CONTEXT = 8192
+PROGRAM = Program("small", (), (CacheLayer(3, 64),) * 30, 49152, CONTEXT)
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+WEIGHT_BYTES = 98 * MB
+
+
+def size(free_bytes: int = 10**11, **options: int | None) -> CacheSize:
+    return size_cache(PROGRAM, CacheOptions(**options), WEIGHT_BYTES, free_bytes)
+
+
+def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
+    with pytest.raises(MemoryLimitError) as caught:
+        size(free_bytes, **options)
+    assert caught.value.exit_code == 6
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_plenty_of_memory_holds_eight_whole_contexts() -> None:
+    assert size() == CacheSize(CONTEXT, 8 * 512, 16, 8 * CONTEXT * TOKEN_BYTES)
+
+
+def test_pages_take_half_of_what_is_free() -> None:
+    free = 10**9
+    found = size(free)
+    assert 512 <= found.num_pages < 8 * 512
+    assert 0.45 * free < found.cache_bytes + WEIGHT_BYTES < 0.6 * free
+
+
+def test_one_whole_context_may_take_more_than_half() -> None:
+    found = size(WEIGHT_BYTES + 128 * 2**20 + 200 * MB)
+    assert (found.num_pages, found.context_length) == (512, CONTEXT)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_memory_asked_for_is_filled_and_not_exceeded(page_size: int) -> None:
+    found = size(memory_bytes=200 * MB, page_size=page_size)
+    assert found.page_size == page_size
+    assert 0 <= 200 * MB - found.cache_bytes < page_size * TOKEN_BYTES
+    assert found.cache_bytes == found.num_pages * page_size * TOKEN_BYTES
+
+
+def test_a_context_that_is_no_multiple_of_a_page_fits_whole() -> None:
+    assert size(context_length=17).num_pages == 8 * 2
+
+
+def test_a_context_beyond_the_model_s_names_the_knob() -> None:
+    with pytest.raises(UsageError, match=r"at most 8192 .* not 8193: lower --context-length"):
+        size(context_length=8193)
+
+
+def test_too_little_memory_says_weights_cache_and_what_would_fit() -> None:
+    said = refusal(WEIGHT_BYTES + 128 * 2**20 + 24 * MB)
+    for part in ("98 MB for its weights", "189 MB of KV cache", "8192 tokens", "256 MB of memory"):
+        assert part in said
+    assert "1040 tokens would fit: use --context-length 1040." in said
+    assert "--kv-memory" not in said
+
+
+def test_a_small_cache_offers_both_knobs() -> None:
+    said = refusal(memory_bytes=24 * MB)
+    assert said.endswith("use --context-length 1040, or --kv-memory 189MB.")
+
+
+def test_a_cache_larger_than_memory_is_told_apart() -> None:
+    said = refusal(10**9, memory_bytes=2 * 10**9)
+    assert "--kv-memory asks for 2,000 MB" in said
+    assert re.search(r"Lower --kv-memory to at most 767MB, which holds \d+ tokens", said)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 10**6}])
+def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) -> None:
+    assert "no context would fit" in refusal(WEIGHT_BYTES + 10 * MB, **options)
+
+
+@given(
+    free_mb=st.integers(1, 2000),
+    memory_mb=st.none() | st.integers(1, 3000),
+    context=st.none() | st.integers(2, CONTEXT),
+    page_size=st.sampled_from(PAGE_SIZES),
+)
+def test_every_advice_works_when_it_is_followed(
+    free_mb: int, memory_mb: int | None, context: int | None, page_size: int
+) -> None:
+    options = CacheOptions(
+        memory_bytes=None if memory_mb is None else memory_mb * MB,
+        context_length=context,
+        page_size=page_size,
+    )
+    for _ in range(3):  # lowering the cache may make the context the next thing to lower
+        found = _size_or_refusal(options, free_mb * MB)
+        if isinstance(found, CacheSize):
+            assert found.num_pages * page_size >= found.context_length
+            assert found.cache_bytes <= free_mb * MB - WEIGHT_BYTES
+            return
+        advised = _follow(found, options)
+        if advised is None:
+            assert "no context would fit" in found
+            return
+        options = advised
+    pytest.fail("the advice led nowhere")
+
+
+def _size_or_refusal(options: CacheOptions, free_bytes: int) -> CacheSize | str:
+    try:
+        return size_cache(PROGRAM, options, WEIGHT_BYTES, free_bytes)
+    except MemoryLimitError as error:
+        return error.message
+
+
+def _follow(message: str, options: CacheOptions) -> CacheOptions | None:
+    """Return the options as a refusal advises them; None if it gives no advice."""
+    if found := re.search(r"use --context-length (\d+)", message):
+        return replace(options, context_length=int(found[1]))
+    if found := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):
+        return replace(options, memory_bytes=int(found[1]) * MB)
+    return None
