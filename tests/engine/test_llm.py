@@ -209,3 +209,43 @@ def test_building_reports_progress_and_fails_clean(
     assert closed == [True]
     assert seen[-1][0] == seen[-1][1] > 0
     assert seen == sorted(seen)
+
+
+def test_more_prompts_than_the_queue_takes_are_answered_in_order(path: Path) -> None:
+    options = EngineOptions(
+        ComputeOptions(num_threads=1), SMALL, BatchOptions(max_running=2, max_waiting_requests=3)
+    )
+    prompts = [f"hello {number}" for number in range(20)]
+    with LLM(str(path), options) as llm:
+        found = llm.generate(prompts, GREEDY)
+        alone = [llm.generate(prompt, GREEDY)[0][0].token_ids for prompt in prompts]
+    assert [answers[0].token_ids for answers in found] == alone
+
+
+def test_a_stream_does_not_wait_for_the_rest_of_a_static_batch(path: Path) -> None:
+    batch = BatchOptions(policy="static", batch_size=3)
+    with LLM(str(path), EngineOptions(ComputeOptions(num_threads=1), SMALL, batch)) as llm:
+        assert list(llm.stream("hello", GREEDY))[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_stop_strings_wait_for_the_fewest_tokens(llm: LLM) -> None:
+    free = llm.generate("hello", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    letter = free[0][0].text[0]
+    params = SamplingParams(
+        temperature=0, max_tokens=12, min_tokens=5, stop=(letter,), ignore_eos=True
+    )
+    stopped = llm.generate("hello", params)[0][0]
+    assert len(stopped.token_ids) > 5
+    assert stopped.token_ids == free[0][0].token_ids[: len(stopped.token_ids)]
+
+
+def test_an_async_model_closes_with_its_block(path: Path) -> None:
+    async def use() -> AsyncLLM:
+        async with await AsyncLLM.load(str(path), EngineOptions(cache=SMALL)) as llm:
+            async for output in llm.generate("hello", GREEDY):
+                last = output
+        assert last.finish_reason is FinishReason.LENGTH
+        return llm
+
+    with pytest.raises(EngineStoppedError):
+        asyncio.run(use()).engine.client.generate([1], GREEDY)

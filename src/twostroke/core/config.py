@@ -64,7 +64,7 @@ class BatchOptions:
 
     policy: str = "continuous"
     max_running: int | None = None
-    token_budget: int = 512
+    token_budget: int = 256
     batch_size: int = 16
     max_wait_s: float = 0.05
     max_waiting_requests: int = 4096

@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Self
 
 from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
@@ -92,6 +93,8 @@ def build(
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
+    if options.compute.backend != "reference":
+        _know_limits(options.compute, weight_bytes)
     backend = _build_backend(tensors, program, options.compute, size, release, progress)
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
@@ -106,6 +109,12 @@ def limits(engine: Engine) -> Hardware:
     """Return this machine's limits for an engine; measured on first use, then remembered."""
     facts = engine.facts
     return machine(facts.level, facts.num_threads, facts.weight_bytes)
+
+
+def _know_limits(compute: ComputeOptions, weight_bytes: int) -> None:
+    """Measure the machine, if that was not done yet, while there is room for a stream to read."""
+    level = choose_level(compute.level).level
+    machine(level, resolve_num_threads(compute.num_threads), weight_bytes)
 
 
 def build_tokenizer(loaded: LoadedModel) -> Tokenizer:

@@ -32,7 +32,9 @@ class Choice:
     def of(cls, request: Request, index: int, tokenizer: Tokenizer, mailbox: Mailbox) -> Choice:
         """Make the choice of a new request."""
         params = request.params
-        decoder = StreamDecoder(tokenizer, params.stop, include_stop=params.include_stop)
+        decoder = StreamDecoder(
+            tokenizer, params.stop, include_stop=params.include_stop, min_tokens=params.min_tokens
+        )
         return cls(request, index, decoder, mailbox)
 
     def take(self, delta: Delta, now_s: float) -> Output:

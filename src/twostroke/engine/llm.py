@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Self
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.prompts import encode_chat, encode_text
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from twostroke.core.config import EngineOptions
-    from twostroke.engine.client import AsyncGeneration
+    from twostroke.engine.client import AsyncGeneration, Client, Generation
     from twostroke.engine.output import Completion, Output
 
     Message = Mapping[str, object]
@@ -66,9 +67,12 @@ class LLM:
         return self._run([tokens], [params or SamplingParams()])[0]
 
     def stream(self, prompt: Text, params: SamplingParams | None = None) -> Iterator[Output]:
-        """Continue one prompt and yield its outputs as they come."""
+        """Continue one prompt and yield its outputs; leaving early cancels what still runs."""
+        client = self.engine.client
         tokens = encode_text(self.engine.card, prompt)
-        return iter(self.engine.client.generate(tokens, params or SamplingParams()))
+        generation = client.generate(tokens, params or SamplingParams())
+        client.loop.flush()
+        yield from generation
 
     def close(self) -> None:
         """Stop the engine and give back its memory."""
@@ -85,17 +89,24 @@ class LLM:
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
+        """Answer all prompts, as many at a time as the engine's queue takes."""
         client = self.engine.client
-        generations = []
+        open_generations: deque[Generation] = deque()
+        answers: list[list[Completion]] = []
         try:
             for tokens, one in zip(prompts, params, strict=True):
-                generations.append(client.generate(tokens, one))
+                while (generation := _queued(client, tokens, one, open_generations)) is None:
+                    client.loop.flush()
+                    answers.append(open_generations[0].wait())
+                    open_generations.popleft()
+                open_generations.append(generation)
             client.loop.flush()
-            return [generation.wait() for generation in generations]
+            answers += [generation.wait() for generation in open_generations]
         except BaseException:  # an interrupt too must not leave the rest running
-            for generation in generations:
+            for generation in open_generations:
                 generation.cancel()
             raise
+        return answers
 
 
 class AsyncLLM:
@@ -139,12 +150,21 @@ class AsyncLLM:
 
         await to_thread(self.engine.close)
 
+    async def __aenter__(self) -> Self:
+        """Use the model in an `async with` block, which closes it."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Close the model."""
+        await self.close()
+
     async def _outputs(
         self, tokens: list[int], params: SamplingParams | None
     ) -> AsyncIterator[Output]:
         generation: AsyncGeneration = self.engine.client.generate_async(
             tokens, params or SamplingParams()
         )
+        self.engine.client.loop.flush()
         try:
             async for output in generation:
                 yield output
@@ -155,6 +175,18 @@ class AsyncLLM:
 def _fetch_and_build(model: str, options: EngineOptions | None) -> Engine:
     pull(model)
     return build(model, options)
+
+
+def _queued(
+    client: Client, tokens: list[int], params: SamplingParams, earlier: deque[Generation]
+) -> Generation | None:
+    """Submit a prompt; None if the queue is full of `earlier` ones, which will make room."""
+    try:
+        return client.generate(tokens, params)
+    except OverloadedError:
+        if not earlier:
+            raise
+        return None
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:

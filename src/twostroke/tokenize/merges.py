@@ -13,7 +13,7 @@ from twostroke.tokenize.alphabets import byte_level_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_MAX_IDS = 1 << 31
+_MAX_IDS = 1 << 24  # far above any vocabulary: a table of texts has one place for each id
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
 # Up to this many symbols it is quicker to look at all of them for each merge.
@@ -63,7 +63,9 @@ class Merges:
             raise ModelFormatError(
                 f"The tokenizer's unknown token '{options.unknown}' is no token."
             )
-        self._texts = {id_: text for text, id_ in ids.items()}
+        self._texts: list[str | None] = [None] * (max(ids.values(), default=-1) + 1)
+        for text, id_ in ids.items():
+            self._texts[id_] = text
         self._ranks: dict[int, int] = {}  # of the two ids, the first 32 bits further left
         self._made: list[int] = []  # the token that the merge of each rank makes
         try:
@@ -86,7 +88,7 @@ class Merges:
 
     def text_of(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None for an id that it lacks."""
-        return self._texts.get(token_id)
+        return self._texts[token_id] if 0 <= token_id < len(self._texts) else None
 
     def id_of(self, token_text: str) -> int | None:
         """Return the id of the token that the vocabulary spells `token_text`, or None."""

@@ -31,10 +31,13 @@ class StreamDecoder:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """`min_tokens` tokens pass before their text is searched for stop strings."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._include_stop = include_stop
+        self._num_unsearched = min_tokens
         self._matcher = StopMatcher(stop_strings) if any(stop_strings) else None
         self._decoder = _UTF8("replace")
         self._partial = False  # the decoder holds the first bytes of a character
@@ -56,6 +59,9 @@ class StreamDecoder:
         if self._strip_space and text:
             text = text.removeprefix(" ")
             self._strip_space = False
+        if self._num_unsearched:
+            self._num_unsearched -= 1
+            return text
         return self._release(text) if self._matcher else text
 
     def finish(self) -> str:
