@@ -28,9 +28,13 @@ COMMANDS: Final = {
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }
 _EPILOG: Final = "To begin: twostroke generate smollm2 -p 'Why is the sky blue?'"
-# Exit codes as shells have them: 128 and the number of the signal.
-_INTERRUPTED = 128 + signal.SIGINT
-_PIPE_CLOSED = 128 + signal.SIGPIPE
+_PIPE_CLOSED: Final = 128 + signal.SIGPIPE  # as shells have it
+
+
+class Interruption(click.ClickException):
+    """Ctrl-C, and what became of what was being done."""
+
+    exit_code = 128 + signal.SIGINT
 
 
 class Commands(Group):
@@ -57,9 +61,11 @@ class Commands(Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; click itself would take a closed pipe for an error."""
+        """Run the command; click itself would say less of these two."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interruption(str(error) or "Interrupted.") from None
         except BrokenPipeError:  # the reader of our output has gone, as `| head` does
             _drop_output()
             ctx.exit(_PIPE_CLOSED)
@@ -100,9 +106,8 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except click.ClickException as error:
         return _fail(_sentence(error), error.exit_code)
-    except (click.Abort, KeyboardInterrupt) as error:
-        said = str(error.__cause__ or error)  # click wraps what was raised
-        return _fail(said or "Interrupted.", _INTERRUPTED)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("Interrupted.", Interruption.exit_code)
     except TwostrokeError as error:
         return _fail(error.message, error.exit_code)
     except BrokenPipeError:
@@ -131,6 +136,8 @@ def _fail(message: str, code: int) -> int:
     from twostroke.cli.terminal import printable
 
     with suppress(OSError):  # nobody hears it
+        if code == Interruption.exit_code and sys.stderr.isatty():
+            click.echo(err=True)  # behind the ^C on the screen
         click.echo(f"twostroke: {printable(' '.join(message.split()))}", err=True)
     return code
 

@@ -83,10 +83,13 @@ class Conversation:
     def run(self, lines: Iterator[str]) -> None:
         """Take turns until the person leaves."""
         for line in lines:
-            if not line.startswith("/"):
-                self._turn(line.strip())
-            elif not self._obey(line):
-                return
+            try:
+                if not line.startswith("/"):
+                    self._turn(line.strip())
+                elif not self._obey(line):
+                    return
+            except KeyboardInterrupt:  # before there was an answer to stop, or once more
+                self._say("stopped", "dim")
 
     def _obey(self, line: str) -> bool:
         """Do what a /command says; False to leave."""
@@ -153,10 +156,17 @@ class Conversation:
         before = meter.strokes
         generation = self.engine.client.generate(tokens, self._params(len(tokens)))
         outputs: list[Output] = []
-        with no_echo(), on_interrupt(generation.cancel), MarkdownStream(self.console) as stream:
-            for output in generation:
-                outputs.append(output)
-                stream.feed(output.text)
+        try:
+            with (
+                no_echo(),
+                on_interrupt(generation.cancel),
+                MarkdownStream(self.console) as stream,
+            ):
+                for output in generation.outputs():
+                    outputs.append(output)
+                    stream.feed(output.text)
+        finally:
+            generation.cancel()
         completion = join(outputs)
         figures = Figures.of(
             completion.usage, completion.timings, meter.strokes - before, limits(self.engine)

@@ -56,7 +56,7 @@ class Figures:
         ):
             if rate is not None:
                 of_limit = f", {share:.0%} of {limit}" if share is not None else ""
-                parts.append(f"{stroke} {rate:,.0f} tok/s{of_limit}")
+                parts.append(f"{stroke} {rate:,.0f} t/s{of_limit}")
         return parts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from markdown_it import MarkdownIt
@@ -71,56 +72,72 @@ class MarkdownStream:
     def _draw(self, *, is_last: bool = False) -> None:
         kept: list[Line] = []
         for block in self._complete_blocks(is_last=is_last):
-            kept += self._lines(block)[self._num_kept :]
-            self._num_kept = self._width = 0
-            self._is_first = False
+            lines = self._lines(block, is_first=self._is_first)
+            self._is_first = self._is_first and not lines
+            kept += lines[self._num_kept :]
+            self._num_kept = max(0, self._num_kept - len(lines))
         window: list[Line] = []
-        if self._pending.strip() and self._console.is_terminal:
-            window = self._lines(self._pending)[self._num_kept :]
-            excess = len(window) - max(1, self._console.height - 2)
-            if excess > 0:
-                kept += window[:excess]
-                window = window[excess:]
-                self._num_kept += excess
+        if self._console.is_terminal:
+            window = self._growing_lines()[self._num_kept :]
+            excess = self._num_rows(window) - max(1, self._console.height - 2)
+            while excess > 0:
+                excess -= self._num_rows(window[:1])
+                kept.append(window.pop(0))
+                self._num_kept += 1
         self._show(kept, window)
 
     def _complete_blocks(self, *, is_last: bool) -> list[str]:
-        """Cut the blocks that more text cannot change off the pending text."""
+        """Cut the blocks that more text cannot change off the pending text.
+
+        These are all but the last one of its whole lines; half a line may yet become anything.
+        """
         lines = self._pending.split("\n")  # what the parser counts as lines
-        starts = [
-            token.map[0]
-            for token in self._parser.parse(self._pending)
-            if token.level == 0 and token.map is not None and token.nesting >= 0
-        ]
-        ends = [*starts[1:], len(lines)] if is_last else starts[1:]
+        blocks = self._blocks(lines if is_last else lines[:-1])
         if is_last:
             self._pending = ""
-        elif starts:
-            self._pending = "\n".join(lines[starts[-1] :])
-        pairs = zip(starts, ends, strict=False)
-        return ["\n".join(lines[start:end]) for start, end in pairs]
+        elif blocks:
+            self._pending = "\n".join([blocks.pop(), *lines[-1:]])
+        return blocks
 
-    def _lines(self, block: str) -> list[Line]:
+    def _blocks(self, lines: list[str]) -> list[str]:
+        """Return the texts of the top-level blocks: a paragraph, a whole list, a fence."""
+        tokens = self._parser.parse("\n".join(lines))
+        starts = [token.map[0] for token in tokens if token.level == 0 and token.map is not None]
+        ends = pairwise([*starts, len(lines)])
+        return ["\n".join(lines[start:end]) for start, end in ends]
+
+    def _growing_lines(self) -> list[Line]:
+        """Return the lines of what is pending: a block, and perhaps the first words of the next."""
+        found: list[Line] = []
+        for block in self._blocks(self._pending.split("\n")):
+            found += self._lines(block, is_first=self._is_first and not found)
+        return found
+
+    def _lines(self, block: str, *, is_first: bool) -> list[Line]:
         """Return a block's lines, with an empty one before all but an answer's first block."""
         # Once lines of a block were printed, the others must be broken at the same width.
         if not self._num_kept:
             self._width = max(_MIN_WIDTH, min(self._console.width, _MAX_WIDTH))
         options = self._console.options.update(width=self._width, height=None)
         lines = self._console.render_lines(_Block(self._parser, block), options, pad=False)
-        return lines if self._is_first else [[], *lines]
+        stripped = _between_blanks([_stripped(line) for line in lines])
+        return stripped if is_first or not stripped else [[], *stripped]
 
     def _show(self, kept: list[Line], window: list[Line]) -> None:
         """Replace the old window by lines that stay and the new window, in one write."""
         with self._console.capture() as capture:
             for line in (*kept, *window):
                 self._console.print(Segments([*line, Segment.line()]), end="")
-        width = max(1, self._console.width)
-        cells = (Segment.get_line_length(line) for line in self._window)
-        num_rows = sum(max(1, -(-count // width)) for count in cells)
+        num_rows = self._num_rows(self._window)
         erase = f"\x1b[{num_rows}A\r\x1b[J" if num_rows else ""
         self._console.file.write(erase + capture.get())
         self._console.file.flush()
         self._window = window
+
+    def _num_rows(self, lines: list[Line]) -> int:
+        """Return how many rows lines take on the screen, which may have become narrower."""
+        width = max(1, self._console.width)
+        return sum(max(1, -(-Segment.get_line_length(line) // width)) for line in lines)
 
 
 class _Block(Markdown):
@@ -170,6 +187,22 @@ _Block.elements = {
     "fence": _Code,
     "code_block": _Code,
 }
+
+
+def _between_blanks(lines: list[Line]) -> list[Line]:
+    """Return lines without the empty ones at both ends."""
+    filled = [place for place, line in enumerate(lines) if line]
+    return lines[filled[0] : filled[-1] + 1] if filled else []
+
+
+def _stripped(line: Line) -> Line:
+    """Return a line without the blanks that fill it up, which nobody wants to copy."""
+    kept = list(line)
+    while kept and not (kept[-1].style and kept[-1].style.bgcolor):
+        text, style, control = kept.pop()
+        if text.rstrip(" "):
+            return [*kept, Segment(text.rstrip(" "), style, control)]
+    return kept
 
 
 def _parser() -> MarkdownIt:

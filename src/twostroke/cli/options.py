@@ -114,7 +114,11 @@ def batch_options(function: F) -> F:
         "Batching",
         (
             ("--policy",),
-            {"type": OneOf(POLICIES), "default": _BATCH.policy, "help": "Who joins when; static waits for a whole batch."},
+            {
+                "type": OneOf(POLICIES),
+                "default": _BATCH.policy,
+                "help": "Who joins when; static waits for a whole batch.",
+            },
         ),
         (
             ("--max-running",),

@@ -75,7 +75,8 @@ def _announce(url: str, name: str, detail: str) -> None:
 
 
 def _say_stop(num_running: int) -> None:
-    waiting = f": {num_running} running answers may finish first" if num_running else ""
-    click.echo(
-        f"Stopping{waiting}. Ctrl-C again cuts them off." if waiting else "Stopping.", err=True
-    )
+    if num_running:
+        answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
+        click.echo(f"Stopping after {answers}; Ctrl-C again cuts them off.", err=True)
+    else:
+        click.echo("Stopping.", err=True)

@@ -1,0 +1,74 @@
+"""A tiny model, a cache of our own, and the command line called as a function."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.native import native_dir
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.cli.app import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which the machine's limits are measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep every test out of the user's cache, and free of the user's settings."""
+    native_dir()
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(shared_cache))
+    for name in ("TWOSTROKE_NUM_THREADS", "TWOSTROKE_CPU_LEVEL", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    return shared_cache
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tiny model."""
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tiny model whose context takes minutes to fill."""
+    sizes = Tiny(context_length=200_000, num_layers=4)
+    return str(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "endless.gguf", sizes))
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Call the command line; `stdin` is what stands on standard input, None for a terminal."""
+
+    def call(*arguments: str, stdin: bytes | None = b"") -> Ran:
+        capfd.readouterr()
+        terminal = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
+        if stdin is None:
+            terminal.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stdin", terminal)
+        code = run(list(arguments))
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return Ran(code, out, err)
+
+    return call

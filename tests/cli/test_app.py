@@ -1,0 +1,184 @@
+"""The frame of the command line: help, unknown names, and errors as one sentence and a code."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from support.commands import SOURCE
+from twostroke.cli import app, pull
+from twostroke.cli.terminal import printable
+from twostroke.core import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+
+def test_no_command_shows_help_and_is_no_success(cli: Cli) -> None:
+    ran = cli()
+    assert ran.code == 2
+    assert "Usage: twostroke" in ran.err
+    assert "twostroke generate smollm2" in ran.err
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_command(cli: Cli, flag: str) -> None:
+    ran = cli(flag)
+    assert ran.code == 0
+    assert all(f"  {name} " in ran.out for name in app.COMMANDS)
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_every_command_explains_itself(cli: Cli, name: str) -> None:
+    ran = cli(name, "--help")
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: twostroke {name}")
+    command = app.group.get_command(click.Context(app.group), name)
+    assert command is not None
+    assert command.name == name
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve"])
+def test_every_option_has_its_help(name: str) -> None:
+    command = app.group.get_command(click.Context(app.group), name)
+    assert command is not None
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    assert options
+    assert [option.name for option in options if not option.help] == []
+
+
+def test_options_stand_in_sections(cli: Cli) -> None:
+    out = cli("serve", "--help").out
+    assert out.index("\nOptions:") < out.index("\nMachine:") < out.index("\nBatching:")
+    out = cli("generate", "--help").out
+    assert out.index("\nChoosing tokens:") < out.index("--top-p X") < out.index("\nMachine:")
+
+
+def test_version_is_printed(cli: Cli) -> None:
+    ran = cli("--version")
+    assert ran.code == 0
+    assert ran.out.startswith("twostroke ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["genrate"], "no command 'genrate'. Did you mean 'generate'?"),
+        (["models", "rm"], "no command 'rm'. Did you mean 'remove'?"),
+        (["--vresion"], "no option '--vresion'. Did you mean '--version'?"),
+        (["generate", "x", "--max-token", "3"], "no option '--max-token'. Did you mean '--max-tok"),
+        (["serve", "x", "--polciy", "static"], "no option '--polciy'. Did you mean '--policy'?"),
+        (["generate"], "Which model?"),
+        (["pull", "a", "b"], "unexpected extra argument"),
+        (["generate", "x", "-p"], "requires an argument"),
+    ],
+)
+def test_a_wrong_line_is_one_sentence(cli: Cli, arguments: list[str], said: str) -> None:
+    ran = cli(*arguments)
+    assert ran.code == 2
+    assert ran.err.startswith("twostroke: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+
+
+class Planted:
+    """Makes `twostroke pull` raise what a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def __call__(self, error: BaseException) -> None:
+        def fail(model: str) -> None:
+            raise error
+
+        monkeypatch = self._monkeypatch
+        monkeypatch.setattr(pull.command, "callback", fail)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Planted:
+    return Planted(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        errors.UsageError,
+        errors.ModelNotFoundError,
+        errors.ModelFormatError,
+        errors.DownloadError,
+        errors.MemoryLimitError,
+        errors.PortInUseError,
+        errors.BackendError,
+        errors.EngineStoppedError,
+    ],
+)
+def test_every_kind_of_error_has_its_code(
+    cli: Cli, planted: Planted, kind: type[errors.TwostrokeError]
+) -> None:
+    planted(kind("It is\n so."))
+    ran = cli("pull", "x")
+    assert (ran.code, ran.err) == (kind.exit_code, "twostroke: It is so.\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (KeyboardInterrupt("Nothing was kept."), 130, "Nothing was kept."),
+        (OSError(errno.ENOSPC, "No space left"), 1, "No space left."),
+        (OSError(errno.EACCES, "Not allowed", "/x"), 1, "/x: Not allowed."),
+        (MemoryError(), 6, "Memory ran out"),
+        (errors.UsageError("A \x1b[2J trap."), 2, "A ␛[2J trap."),
+    ],
+)
+def test_what_else_may_happen_is_one_sentence_too(
+    cli: Cli, planted: Planted, error: BaseException, code: int, said: str
+) -> None:
+    planted(error)
+    ran = cli("pull", "x")
+    assert ran.code == code
+    assert said in ran.err
+    assert ran.err.strip().count("\n") == 0
+
+
+def test_a_closed_pipe_is_silent(
+    cli: Cli, planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_drop_output", lambda: None)
+    planted(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    ran = cli("pull", "x")
+    assert (ran.code, ran.err, ran.out) == (128 + signal.SIGPIPE, "", "")
+
+
+def test_text_cannot_steer_the_terminal() -> None:
+    text = "a\x1b[31mb\x07\x00\r\nc\td\x7f\x9b2Je é 漢"
+    assert printable(text) == "a␛[31mb␇␀\nc\td␡�2Je é 漢"
+
+
+def test_help_needs_no_numpy() -> None:
+    script = (
+        "import sys; from twostroke.cli.app import run\n"
+        "for name in ('', 'generate', 'chat', 'serve', 'models', 'pull'):\n"
+        "    assert run([name, '--help'] if name else ['--help']) == 0\n"
+        "heavy = {'numpy', 'rich', 'jinja2', 'starlette', 'uvicorn', 'prompt_toolkit', 'asyncio'}\n"
+        "print(*sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stderr.split() == []

@@ -1,0 +1,115 @@
+"""`twostroke doctor`: the machine, what runs on it, and what auto means."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.cli import doctor
+from twostroke.cli.doctor import Measured
+from twostroke.engine import hardware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing large."""
+    monkeypatch.setattr(doctor, "_SMALL_BYTES", 10**6)
+    monkeypatch.setattr(doctor, "_LARGE_BYTES", 2 * 10**6)
+
+
+def test_every_level_is_shown_with_its_reason(cli: Cli) -> None:
+    ran = cli("doctor")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.split("\n")
+    for heading in ("Machine", "Instruction-set levels", "What auto means here"):
+        assert heading in lines
+    for level in ("amx", "avx512", "avx2", "portable"):
+        [line] = [line for line in lines if line.startswith(f"  {level:12}")]
+        assert line[14:].startswith(("yes (needs ", "no: "))
+    assert ran.out.count(": auto takes it") == 1
+    assert "GB/s over 100 MB" in ran.out
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_is_for_scripts(cli: Cli) -> None:
+    found = json.loads(cli("doctor", "--json", "--threads", "1").out)
+    assert list(found) == ["machine", "levels", "measured", "auto"]
+    assert found["auto"]["num_threads"] == 1
+    assert found["levels"][found["auto"]["level"]]["runs"] is True
+    assert found["levels"]["portable"] == {"runs": True, "report": "runs (needs nothing)"}
+    assert found["measured"]["small_bytes_per_s"] > 1e8
+    assert found["measured"]["peak_ops_per_s"] > 1e8
+    assert found["machine"]["memory_bytes"] > found["machine"]["memory_free_bytes"] > 0
+
+
+def test_a_level_of_the_environment_is_named_as_the_reason(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CPU_LEVEL", "portable")
+    auto = json.loads(cli("doctor", "--json").out)["auto"]
+    assert (auto["level"], auto["level_reason"]) == ("portable", "TWOSTROKE_CPU_LEVEL")
+
+
+@pytest.mark.parametrize("count", ["0", "1025"])
+def test_impossible_threads_are_refused(cli: Cli, count: str) -> None:
+    ran = cli("doctor", "--threads", count)
+    assert ran.code == 2
+    assert "--threads" in ran.err
+
+
+def test_little_memory_skips_the_large_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_available", lambda: 10**6)
+    measured = Measured.now("portable", 1)
+    assert measured.large_bytes_per_s is None
+    assert "1 GB" not in measured.lines()["bandwidth"]
+
+
+def test_missing_libraries_are_one_sentence(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from twostroke.backends.cpu import library
+
+    monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(tmp_path))
+    library._obstacle.cache_clear()
+    library.load_library.cache_clear()
+    try:
+        ran = cli("doctor")
+    finally:
+        monkeypatch.undo()
+        library._obstacle.cache_clear()
+        library.load_library.cache_clear()
+    assert ran.code == 8
+    assert str(tmp_path) in ran.err
+    assert "make build" in ran.err
+
+
+def test_limits_are_remembered_unless_they_make_no_sense(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    first = hardware.machine("portable", 1, 10**6)
+    [path] = (tmp_path / "machine").iterdir()
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps(kept | {"bandwidth": 5.0}))
+    assert hardware.machine("portable", 1, 10**6).bandwidth == 5.0
+    for bad in ("", "{}", "[]", json.dumps(kept | {"peak": 0}), json.dumps(kept | {"peak": "x"})):
+        path.write_text(bad)
+        assert hardware.machine("portable", 1, 10**6).peak > 1e8
+    assert first.peak > 1e8
+
+
+def test_a_cache_that_cannot_be_written_only_measures_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", "/proc/nowhere")
+    assert hardware.machine("portable", 1, 10**6).bandwidth > 1e8

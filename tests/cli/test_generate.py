@@ -1,0 +1,253 @@
+"""`twostroke generate`: the answer, the figures, the JSON that scripts rely on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.gguf_writer import write_gguf
+from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
+from twostroke import LLM, EngineOptions, SamplingParams
+from twostroke.cli.generate import _prompt
+from twostroke.core.config import CacheOptions
+from twostroke.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: str) -> dict[str, list[int]]:
+    """The tokens of greedy answers, by what was asked."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(tiny, EngineOptions(cache=CacheOptions(memory_bytes=4_000_000))) as llm:
+        message = {"role": "user", "content": "hello world"}
+        system = {"role": "system", "content": "be kind"}
+        return {
+            "chat": list(llm.chat([message], params)[0].token_ids),
+            "system": list(llm.chat([system, message], params)[0].token_ids),
+            "raw": list(llm.generate("hello world", params)[0][0].token_ids),
+        }
+
+
+def test_json_is_one_object_as_promised(
+    cli: Cli, tiny: str, expected: dict[str, list[int]]
+) -> None:
+    ran = cli("generate", tiny, "-p", "hello world", *GREEDY, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.count("\n") == 1
+    found = json.loads(ran.out)
+    assert list(found) == ["text", "token_ids", "finish_reason", "usage", "timings"]
+    assert found["token_ids"] == expected["chat"]
+    assert found["finish_reason"] == "length"
+    assert list(found["usage"]) == ["prompt_tokens", "cached_tokens", "completion_tokens"]
+    assert found["usage"]["completion_tokens"] == 12
+    assert list(found["timings"]) == [
+        "ttft_s",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "mfu",
+        "mbu",
+    ]
+    assert all(value > 0 for value in found["timings"].values())
+
+
+def test_what_was_not_measured_is_null(cli: Cli, tiny: str) -> None:
+    ran = cli("generate", tiny, "-p", "a", "--max-tokens", "1", "--ignore-eos", "--json")
+    timings = json.loads(ran.out)["timings"]
+    assert timings["decode_tokens_per_s"] is timings["mbu"] is None
+
+
+def test_text_goes_out_and_figures_go_aside(cli: Cli, tiny: str) -> None:
+    ran = cli("generate", tiny, "-p", "hello world", *GREEDY)
+    text = json.loads(cli("generate", tiny, "-p", "hello world", *GREEDY, "--json").out)["text"]
+    assert ran.out == f"{text}\n"
+    assert ran.err.startswith("TTFT ")
+    assert "% of peak · decode " in ran.err
+    assert ran.err.endswith("% of bandwidth\n")
+    quiet = cli("generate", tiny, "-p", "hello world", *GREEDY, "--quiet")
+    assert (quiet.out, quiet.err) == (ran.out, "")
+
+
+def test_the_prompt_comes_from_everywhere(
+    cli: Cli, tiny: str, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("hello world\n")
+    for arguments, stdin in (
+        (("hello world",), b""),
+        (("-p", "hello world"), b"not this"),
+        (("-p", "-"), b"hello world\n"),
+        (("-",), b"hello world"),
+        ((), b"hello world\n"),
+        (("-f", str(path)), b"not this"),
+    ):
+        ran = cli("generate", tiny, *arguments, *GREEDY, "--json", stdin=stdin)
+        assert json.loads(ran.out)["token_ids"] == expected["chat"], arguments
+
+
+def test_raw_continues_the_text_as_it_is(
+    cli: Cli, tiny: str, expected: dict[str, list[int]]
+) -> None:
+    ran = cli("generate", tiny, "-p", "hello world", "--raw", *GREEDY, "--json")
+    assert json.loads(ran.out)["token_ids"] == expected["raw"] != expected["chat"]
+
+
+def test_a_system_message_goes_before(cli: Cli, tiny: str, expected: dict[str, list[int]]) -> None:
+    ran = cli("generate", tiny, "hello world", "--system", "be kind", *GREEDY, "--json")
+    assert json.loads(ran.out)["token_ids"] == expected["system"] != expected["chat"]
+    assert cli("generate", tiny, "hello", "--system", "x", "--raw").code == 2
+
+
+def test_a_model_without_a_template_continues(cli: Cli, tmp_path: Path) -> None:
+    metadata = tiny_metadata(Tiny())
+    del metadata["tokenizer.chat_template"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = ["<s>" if t == "<|im_start|>" else t for t in tokens]
+    path = str(write_gguf(tmp_path / "base.gguf", metadata, tiny_tensors(Tiny())))
+    plain, raw = (
+        json.loads(cli("generate", path, "hello", *flags, *GREEDY, "--json").out)["token_ids"]
+        for flags in ((), ("--raw",))
+    )
+    assert plain == raw
+
+
+def test_the_same_seed_gives_the_same_answer(cli: Cli, tiny: str) -> None:
+    line = ("generate", tiny, "hi", "--max-tokens", "20", "--ignore-eos", "--json", "--seed")
+    texts = [json.loads(cli(*line, seed).out)["token_ids"] for seed in ("5", "5", "6")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_stop_string_ends_the_answer(cli: Cli, tiny: str) -> None:
+    whole = cli("generate", tiny, "hello", *GREEDY, "-q").out.removesuffix("\n")
+    stop = whole[3:5]
+    ran = cli("generate", tiny, "hello", *GREEDY, "--stop", stop, "--json")
+    found = json.loads(ran.out)
+    assert found["finish_reason"] == "stop"
+    assert found["text"] == whole[: whole.index(stop)]
+
+
+def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, list[int]]) -> None:
+    ran = cli("generate", tiny, "hello world", *GREEDY, "--json", "--backend", "reference")
+    assert json.loads(ran.out)["token_ids"][:4] == expected["chat"][:4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "code", "said"),
+    [
+        (("-p", "a", "b"), b"", 2, "Give the prompt once"),
+        (("-p", "a", "-f", "b"), b"", 2, "Give the prompt once"),
+        ((), None, 2, "There is no prompt"),
+        ((), b"", 2, "The prompt is empty"),
+        (("-p", "  "), b"", 2, "The prompt is empty"),
+        (("-p", "", "--raw"), b"", 2, "The prompt is empty"),
+        ((), b"caf\xe9", 2, "Standard input is not UTF-8 text: byte 3 is 0xe9."),
+        (("-f", "/nowhere/x"), b"", 2, "'/nowhere/x' cannot be read: No such file"),
+        (("-f", "/"), b"", 2, "cannot be read: Is a directory"),
+        (("-p", "a", "--context-length", "513"), b"", 2, "at most 512 tokens of context, not 513"),
+        (("-p", "a", "--kv-memory", "1k"), b"", 6, "--kv-memory allows 0 MB"),
+        (("-p", "a", "--level", "avx51"), b"", 8, "Did you mean 'avx512'?"),
+        (("-p", "a" * 2000), b"", 2, "prompt and answer together may have 512: shorten it."),
+        (
+            ("-p", "a" * 100, "--context-length", "64"),
+            b"",
+            2,
+            "shorten it, or raise --context-length (up to 512).",
+        ),
+        (("-p", "a", "--max-tokens", "510"), b"", 2, "lower --max-tokens to 4"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_and_a_code(
+    cli: Cli, tiny: str, arguments: tuple[str, ...], stdin: bytes | None, code: int, said: str
+) -> None:
+    ran = cli("generate", tiny, *arguments, stdin=stdin)
+    assert ran.code == code
+    assert ran.err.startswith("twostroke: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        (b"", 4, "is empty"),
+        (b"not a model", 4, "is not a GGUF file"),
+        (b"GGUF", 4, "is truncated"),
+    ],
+)
+def test_a_bad_model_file_is_one_sentence(
+    cli: Cli, tmp_path: Path, content: bytes, code: int, said: str
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    ran = cli("generate", str(path), "-p", "a")
+    assert ran.code == code
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_truncated_model_is_one_sentence(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "cut.gguf")
+    path.write_bytes(path.read_bytes()[:-5000])
+    ran = cli("generate", str(path), "-p", "a", "--json")
+    assert (ran.code, ran.out) == (4, "")
+    assert "is truncated" in ran.err
+
+
+@pytest.mark.parametrize("name", ["smolm2", "./nowhere.gguf", "ftp://x/y"])
+def test_an_unknown_model_is_one_sentence(cli: Cli, name: str) -> None:
+    ran = cli("generate", name, "-p", "a")
+    assert ran.code == 3
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "code", "said"),
+    [
+        ("TWOSTROKE_NUM_THREADS", "abc", 2, "from 1 to 1024, not 'abc'"),
+        ("TWOSTROKE_CPU_LEVEL", "avx51", 8, "(TWOSTROKE_CPU_LEVEL)"),
+    ],
+)
+def test_a_wrong_setting_names_its_variable(
+    cli: Cli,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    ran = cli("generate", tiny, "-p", "a")
+    assert ran.code == code
+    assert said in ran.err
+    assert variable in ran.err
+
+
+def test_without_standard_input_the_prompt_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="There is no prompt"):
+        _prompt(None, None, None)
+
+
+@pytest.mark.model
+def test_the_real_model_knows_a_capital(
+    cli: Cli, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = cli(
+        "generate",
+        str(smollm2_path),
+        *("-p", "What is the capital of France?", "--temperature", "0", "--max-tokens", "20"),
+        "--json",
+    )
+    assert "Paris" in json.loads(ran.out)["text"]

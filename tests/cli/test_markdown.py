@@ -1,0 +1,236 @@
+"""Markdown as it comes: what stands on the screen in the end is the whole answer, once."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from twostroke.cli.markdown import MarkdownStream
+
+ANSWER = """\
+# A heading
+
+Some *intro* with `code` and a [link](http://example.com/x).
+A second line.
+
+1. First item
+
+   which goes on
+
+2. Second
+   - nested
+
+```python
+def f():
+
+    return 1
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+
+<b>html</b> stays, and [1]: http://x.y too
+
+[ref]: http://nowhere.example
+
+~~gone~~
+
+---
+The end."""
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal:
+    """A screen of a few rows, and what a stream wrote to it."""
+
+    def __init__(self, *, width: int = 60, height: int = 10) -> None:
+        self.file = io.StringIO()
+        self.console = Console(
+            file=self.file, force_terminal=True, width=width, height=height, color_system=None
+        )
+        self.clock = Clock()
+        self.stream = MarkdownStream(self.console, self.clock)
+
+    def feed(self, text: str, after_s: float = 1.0) -> None:
+        self.clock.now_s += after_s
+        self.stream.feed(text)
+
+    @property
+    def shown(self) -> str:
+        """What is to be seen, all that scrolled away included."""
+        return replayed(self.file.getvalue(), self.console.height)
+
+
+def shown(text: str, size: int, after_s: float = 1.0, *, width: int = 60, height: int = 10) -> str:
+    """Return what a terminal shows in the end of a text that came in pieces of `size`."""
+    terminal = Terminal(width=width, height=height)
+    with terminal.stream:
+        for start in range(0, len(text), size):
+            terminal.feed(text[start : start + size], after_s)
+    return terminal.shown
+
+
+def replayed(output: str, height: int) -> str:
+    """Carry out the control sequences that the stream uses, as a terminal would."""
+    lines = [""]
+    for part in re.split(r"(\x1b\[\d+A\r\x1b\[J)", output):
+        if match := re.match(r"\x1b\[(\d+)A", part):
+            num_rows = int(match[1])
+            assert num_rows <= max(1, height - 2), "what has scrolled away cannot be drawn again"
+            assert lines[-1] == ""
+            del lines[-1 - num_rows :]
+            lines.append("")
+        else:
+            first, *others = part.split("\n")
+            lines[-1] += first
+            lines += others
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plain(text: str, width: int = 60) -> str:
+    """Return what is printed where nothing can be drawn twice."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None)
+    with MarkdownStream(console) as stream:
+        stream.feed(text)
+    assert "\x1b" not in file.getvalue()
+    return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
+
+
+def test_an_answer_is_laid_out() -> None:
+    assert plain(ANSWER).split("\n") == [
+        "A heading",
+        "",
+        "Some intro with code and a link (http://example.com/x).",
+        "A second line.",
+        "",
+        " 1 First item",
+        "   which goes on",
+        " 2 Second",
+        "    • nested",
+        "",
+        "def f():",
+        "",
+        "    return 1",
+        "",
+        " a  b",
+        " ────",
+        " 1  2",
+        "",
+        "▌ quoted",
+        "",
+        "<b>html</b> stays, and [1]: http://x.y too",
+        "",
+        "[ref]: http://nowhere.example",
+        "",
+        "gone",
+        "",
+        "─" * 60,
+        "",
+        "The end.",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50])
+@pytest.mark.parametrize("after_s", [0.001, 1.0])
+def test_pieces_of_any_size_end_as_the_whole(size: int, after_s: float) -> None:
+    assert shown(ANSWER, size, after_s) == plain(ANSWER)
+
+
+@pytest.mark.parametrize("height", [3, 5, 24])
+def test_a_block_taller_than_the_screen_is_whole_and_stands_once(height: int) -> None:
+    code = "\n".join(f"line {number}" for number in range(60))
+    text = f"Before.\n\n```\n{code}\n```\n\nAfter."
+    lines = shown(text, 3, height=height).split("\n")
+    assert lines == plain(text).split("\n")
+    assert [line for line in lines if line.startswith("line")] == code.split("\n")
+
+
+def test_a_paragraph_taller_than_the_screen_may_follow_a_tall_block() -> None:
+    items = "\n".join(f"- item {number}" for number in range(15))
+    words = " ".join(f"word{number}" for number in range(120))
+    text = f"{items}\n\n{words}\n\n{words}\n\nThe end."
+    assert shown(text, 9) == plain(text)
+
+
+def test_the_block_that_grows_is_seen_before_it_is_complete() -> None:
+    terminal = Terminal()
+    with terminal.stream:
+        assert terminal.shown == "…\n"
+        terminal.feed("A paragraph that is **bo")
+        assert terminal.shown == "A paragraph that is **bo\n"
+        terminal.feed("ld** now")
+        assert terminal.shown == "A paragraph that is bold now\n"
+    assert terminal.shown == "A paragraph that is bold now\n"
+
+
+def test_drawing_leaves_the_processor_to_the_engine() -> None:
+    terminal = Terminal()
+    with terminal.stream:
+        for _ in range(500):
+            terminal.feed("word ", after_s=0.001)
+    assert terminal.file.getvalue().count("\x1b[J") <= 12
+
+
+def test_a_screen_that_changes_its_width_keeps_every_line() -> None:
+    terminal = Terminal(height=6)
+    with terminal.stream:
+        terminal.feed("```\n")
+        for number in range(40):
+            terminal.console.width = 60 if number % 2 else 45
+            terminal.feed(f"line {number}\n")
+    lines = terminal.shown.split("\n")
+    assert [line for line in lines if line] == [f"line {number}" for number in range(40)]
+
+
+def test_an_answer_of_nothing_leaves_nothing() -> None:
+    assert shown("", 1) == ""
+    assert shown(" \n\n", 1) == ""
+    assert plain("") == ""
+
+
+def test_no_line_ends_in_blanks() -> None:
+    terminal = Terminal()
+    with terminal.stream:
+        terminal.feed("# Title\n\nSome words.\n\n- an item\n")
+    assert not re.search(r" \n", terminal.file.getvalue())
+
+
+def test_text_cannot_steer_the_terminal() -> None:
+    assert plain("a\x1b[2J\x07b") == "a␛[2J␇b\n"
+
+
+_PIECES = (
+    *("> ", "- ", "1. ", "99999999. ", "```", "```py\n", "~~~", "\n", "\n\n", "    ", "# "),
+    *("|a|b|\n|-|-|\n", "|", "**", "_", "`", "[x](", "](y)", "[x]: y", "![a](b)", "<b>", "&#0;"),
+    *("\\", "word ", "長い漢字 ", "\t", "\r\n", "---\n", "===\n", "é", "\u2028", "[bold]", "[/]"),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from(_PIECES), max_size=40).map("".join),
+    st.sampled_from([20, 60]),
+    st.sampled_from([3, 5, 24]),
+)
+def test_any_text_can_be_drawn(text: str, width: int, height: int) -> None:
+    shown(text, 5, width=width, height=height)
+    plain(text, width)

@@ -1,0 +1,159 @@
+"""Options become what they are named after, and wrong values name the option and its limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+
+from twostroke.cli import generate, serve
+from twostroke.cli.help import ByteSize, OneOf
+from twostroke.cli.options import engine_options, sampling_params
+from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Ran
+
+
+def given(command: click.Command, *arguments: str) -> dict[str, Any]:
+    """Return what click hands to a command's function."""
+    return command.make_context("x", ["some-model", *arguments]).params
+
+
+def test_options_left_alone_are_the_defaults() -> None:
+    assert engine_options(given(serve.command)) == EngineOptions()
+    assert engine_options(given(generate.command)) == EngineOptions()
+    assert sampling_params(given(generate.command)) == SamplingParams(temperature=0.7)
+
+
+def test_engine_options_reach_their_fields() -> None:
+    line = (
+        "--backend reference --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
+        "--page-size 32 --no-prefix-cache --strict-prefix --policy dynamic --max-running 7 "
+        "--token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9"
+    )
+    assert engine_options(given(serve.command, *line.split())) == EngineOptions(
+        ComputeOptions("reference", 3, "avx2"),
+        CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True),
+        BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
+    )
+
+
+def test_sampling_options_reach_their_fields() -> None:
+    line = (
+        "--max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 "
+        "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --seed 4 "
+        "--stop a --stop b --ignore-eos"
+    )
+    assert sampling_params(given(generate.command, *line.split())) == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        seed=4,
+        stop=("a", "b"),
+        ignore_eos=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--max-tokens 0", "--max-tokens must be from 1 to 2147483647, not 0."),
+        ("--min-tokens 9 --max-tokens 3", "--min-tokens (9) exceeds --max-tokens (3)."),
+        ("--temperature -1", "--temperature must be from 0 to 100, not -1."),
+        ("--temperature nan", "--temperature must be a finite number, not nan."),
+        ("--top-p 0", "--top-p must be above 0 to 1, not 0."),
+        ("--top-k -1", "--top-k must be from 0 "),
+        ("--min-p 2", "--min-p must be from 0 to 1, not 2."),
+        ("--repetition-penalty 0", "--repetition-penalty must be above 0"),
+        ("--presence-penalty 3", "--presence-penalty must be from -2 to 2, not 3."),
+        ("--frequency-penalty -3", "--frequency-penalty must be from -2 to 2, not -3."),
+        ("--seed 99999999999999999999999", "--seed must be from "),
+        (f"--stop {'x' * 1001}", "--stop takes at most 16 strings of 1 to 1000 characters."),
+    ],
+)
+def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        sampling_params(given(generate.command, *line.split()))
+    assert caught.value.message.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--threads 0", "--threads must be from 1 to 1024, not 0."),
+        ("--page-size 17", "--page-size must be one of (16, 32, 64), not 17."),
+        ("--kv-memory 0", "--kv-memory must be above 0 bytes, not 0."),
+        ("--context-length 1", "--context-length must be at least 2, not 1."),
+        ("--max-running 0", "--max-running must be at least 1, not 0."),
+        ("--token-budget 0", "--token-budget must be at least 1, not 0."),
+        ("--batch-size 0", "--batch-size must be at least 1, not 0."),
+        ("--max-wait -1", "--max-wait must be at least 0, not -1.0."),
+        ("--max-wait nan", "--max-wait must be at least 0, not nan."),
+        ("--max-waiting 0", "--max-waiting must be at least 1, not 0."),
+    ],
+)
+def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine_options(given(serve.command, *line.split()))
+    assert caught.value.message == said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--backend cp", "'cp' is not one of auto, cpu, reference. Did you mean 'cpu'?"),
+        ("--policy continous", "Did you mean 'continuous'?"),
+        ("--kv-memory 12x", "'12x' is not a size: write 512M, 2GB or 1GiB."),
+        ("--threads many", "'many' is not a valid integer"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(
+    cli: Callable[..., Ran], line: str, said: str
+) -> None:
+    ran = cli("serve", "x", *line.split())
+    assert ran.code == 2
+    assert said in ran.err
+    assert line.split(maxsplit=1)[0] in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512", 512),
+        ("512B", 512),
+        ("3k", 3000),
+        ("2MB", 2_000_000),
+        ("1.5g", 1_500_000_000),
+        ("1GiB", 2**30),
+        ("2 MiB", 2**21),
+        ("4Ki", 4096),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert ByteSize().convert(text, None, None) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1T", "1..5G", "1e9", "i", "1iB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        ByteSize().convert(text, None, None)
+
+
+def test_one_of_shows_its_words() -> None:
+    option = click.Option(["--kind"], type=OneOf(("this", "that")))
+    context = click.Context(click.Command("x"))
+    record = option.get_help_record(context)
+    assert record is not None
+    assert record[0] == "--kind [this|that]"

@@ -1,0 +1,178 @@
+"""Commands as processes: signals, pipes that close, disks that are full, and the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from support.commands import started
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from conftest import Ran
+
+LONG = ("--temperature", "0", "--ignore-eos", "--backend", "reference", "hello")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_answer_with_a_whole_line(endless: str, number: signal.Signals) -> None:
+    with started("generate", endless, *LONG) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert (first + out).endswith(b"\n")
+    said = b"twostroke: Interrupted.\n" if number == signal.SIGINT else b""
+    assert err == said
+
+
+def test_an_interrupted_script_gets_no_half_object(endless: str) -> None:
+    with started("generate", endless, *LONG, "--json") as process:
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, b"")
+    assert err == b"twostroke: Interrupted.\n"
+
+
+def test_a_reader_that_leaves_ends_the_answer_silently(endless: str) -> None:
+    with started("generate", endless, *LONG) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(30) == 128 + signal.SIGPIPE
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_sentence(tiny: str) -> None:
+    with Path("/dev/full").open("wb") as full, started("models", stdout=full) as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err == b"twostroke: No space left on device.\n"
+
+
+def test_controls_are_shown_on_a_terminal_and_kept_in_a_pipe(tiny: str) -> None:
+    escape = "\x1b[2J"
+    tokens = ("generate", tiny, "--raw", "--temperature", "0", "--max-tokens", "40", "-q")
+    line = (*tokens, "--ignore-eos", "--seed", "1", escape)
+    with started(*line) as process:
+        piped, _ = process.communicate(timeout=30)
+    master, slave = pty.openpty()
+    with started(*line, stdout=slave) as process:
+        os.close(slave)
+        shown = b""
+        with suppress(OSError):  # how a pseudo-terminal says that its other end is closed
+            while more := os.read(master, 65536):
+                shown += more
+    os.close(master)
+    controls = {code for code in piped if code < 32 and code not in b"\t\n"}
+    assert controls, "the tiny model's answer has none: choose another prompt"
+    assert not controls & (set(shown) - {0x0D})  # the terminal itself writes \r\n
+
+
+def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
+    with started("serve", tiny, "--port", "0", "--name", "mine", "--name", "other") as process:
+        assert process.stderr is not None
+        said = process.stderr.readline().decode()
+        assert "Twostroke serves mine at http://127.0.0.1:" in said
+        url = said.split(" at ")[1].split()[0]
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            assert http.get("/health").status_code == 200
+            listed = {entry["id"] for entry in http.get("/v1/models").json()["data"]}
+            assert "mine" in listed
+            body = {"model": "mine", "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 3
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, b"")
+    assert err.decode().splitlines()[-1] == "Stopping."
+    assert "curl" in err.decode()
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded(
+    cli: Callable[..., Ran], tiny: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        began = time.monotonic()
+        ran = cli("serve", "/nowhere/model.gguf", "--port", port)
+        assert time.monotonic() - began < 5
+    assert ran.code == 7
+    assert ran.err == (
+        f"twostroke: Port {port} on 127.0.0.1 is already in use: stop what uses it, "
+        "or choose --port.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--host", "no.such.host.invalid"), 7, "check --host"),
+        (("--port", "99999"), 7, "choose --port from 0 to 65535"),
+        (("--port", "http"), 2, "'http' is not a valid integer"),
+        (("--port", "0", "--drain", "-1"), 2, "--drain"),
+        (("--port", "0", "--policy", "static", "--batch-size", "300"), 2, "A batch of 300"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(
+    cli: Callable[..., Ran], tiny: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    ran = cli("serve", tiny, *arguments)
+    assert ran.code == code
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_port_is_free_again_after_a_model_that_cannot_be_loaded(
+    cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (tmp_path / "bad.gguf").write_bytes(b"nothing")
+    assert cli("serve", str(tmp_path / "bad.gguf"), "--port", str(port)).code == 4
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", port))
+
+
+@pytest.mark.model
+def test_the_first_token_comes_within_two_seconds(smollm2_path: Path, shared_cache: Path) -> None:
+    line = ("generate", str(smollm2_path), "-p", "Hello", "--max-tokens", "1", "--quiet")
+    best_s = 10.0
+    for _ in range(3):  # others may be using the machine
+        began = time.monotonic()
+        with started(*line) as process:
+            process.communicate(timeout=60)
+            best_s = min(best_s, time.monotonic() - began)
+    assert best_s < 2
+
+
+@pytest.mark.model
+def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
+    script = (
+        "import re, sys; from twostroke.cli.app import run\n"
+        "assert run(sys.argv[1:]) == 0\n"
+        "status = open('/proc/self/status').read()\n"
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', status)[1]) * 1024, file=sys.stderr)"
+    )
+    cache_bytes = 24_000_000
+    line = ("generate", str(smollm2_path), "-p", "Hello", "--max-tokens", "20", "--json")
+    size = ("--context-length", "1024", "--kv-memory", str(cache_bytes))
+    with started(*line, *size, script=script) as process:
+        out, err = process.communicate(timeout=60)
+    assert json.loads(out)["usage"]["completion_tokens"] > 0
+    assert int(err) < 1.6 * smollm2_path.stat().st_size + cache_bytes

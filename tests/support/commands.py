@@ -1,0 +1,38 @@
+"""The command line as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+# SIGINT first: what a shell starts in the background ignores it.
+MAIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from twostroke.cli import main; main()"
+)
+
+
+@contextmanager
+def started(*arguments: str, script: str = MAIN, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield `twostroke ARGUMENTS`, run by `script`, as a process that is gone afterwards."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        bufsize=0,  # what was not read yet is there for `communicate`
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        **{**streams, **popen},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
