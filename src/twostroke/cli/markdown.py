@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_WIDTH = 100  # longer lines are hard to read
 _MIN_WIDTH = 20
 _REDRAW_S = 0.05
-_MAX_SHARE = 0.2  # of the time may go into drawing: the engine wants the processor
+_MAX_SHARE = 0.1  # of the time may go into drawing: the engine wants the processor
 
 
 class MarkdownStream:
