@@ -214,6 +214,17 @@ def test_no_line_ends_in_blanks() -> None:
     assert not re.search(r" \n", terminal.file.getvalue())
 
 
+def test_a_dumb_terminal_sees_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    with MarkdownStream(Console(file=file, force_terminal=True, width=60)) as stream:
+        for letter in ANSWER:
+            stream.feed(letter)
+    assert "\x1b" not in file.getvalue()
+    lines = [line.rstrip() for line in file.getvalue().split("\n")]
+    assert lines == plain(ANSWER, 80).split("\n")  # the width that Rich gives a dumb terminal
+
+
 def test_text_cannot_steer_the_terminal() -> None:
     assert plain("a\x1b[2J\x07b") == "a␛[2J␇b\n"
 

@@ -65,6 +65,15 @@ def test_a_full_disk_is_one_sentence(tiny: str) -> None:
     assert err == b"twostroke: No space left on device.\n"
 
 
+@pytest.mark.parametrize("closed", ["sys.stdin", "sys.stdout", "sys.stderr"])
+def test_streams_that_a_shell_closed_are_missed_by_nobody(tiny: str, closed: str) -> None:
+    script = f"import sys; {closed} = None; from twostroke.cli import main; main()"
+    with started("generate", tiny, "-p", "a", "--max-tokens", "2", script=script) as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"Traceback" not in err
+
+
 def test_controls_are_shown_on_a_terminal_and_kept_in_a_pipe(tiny: str) -> None:
     escape = "\x1b[2J"
     tokens = ("generate", tiny, "--raw", "--temperature", "0", "--max-tokens", "40", "-q")

@@ -91,6 +91,9 @@ def group(ctx: click.Context, version: bool) -> None:
 
 def main() -> None:
     """Run the command line and exit."""
+    # None where a shell closed them; open for as long as the process lives.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # an answer may have characters that a terminal lacks
             stream.reconfigure(errors="replace")

@@ -33,7 +33,7 @@ class MarkdownStream:
 
     Blocks that are complete (paragraphs, lists, fenced code) are printed once and scroll away.
     The last one is drawn again as it grows; what of it no longer fits on the screen is printed for
-    good, so that an answer of any length is whole in the end. Where the console is no terminal,
+    good, so that an answer of any length is whole in the end. Where the cursor cannot move,
     nothing is drawn twice.
     """
 
@@ -42,6 +42,7 @@ class MarkdownStream:
         self._console = console
         self._clock = clock
         self._parser = _parser()
+        self._can_redraw = console.is_terminal and not console.is_dumb_terminal
         self._pending = ""  # the text of the block that still grows
         self._width = 0  # at which that block is drawn
         self._num_kept = 0  # of its lines were printed for good
@@ -51,7 +52,7 @@ class MarkdownStream:
 
     def __enter__(self) -> Self:
         """Show that something is to come."""
-        if self._console.is_terminal:
+        if self._can_redraw:
             self._show([], [[Segment("…")]])
         return self
 
@@ -63,7 +64,7 @@ class MarkdownStream:
         """Show more text."""
         self._pending += printable(text)
         began_s = self._clock()
-        if self._console.is_terminal and began_s < self._next_draw_s:
+        if self._can_redraw and began_s < self._next_draw_s:
             return
         self._draw()
         took_s = self._clock() - began_s
@@ -77,7 +78,7 @@ class MarkdownStream:
             kept += lines[self._num_kept :]
             self._num_kept = max(0, self._num_kept - len(lines))
         window: list[Line] = []
-        if self._console.is_terminal:
+        if self._can_redraw:
             window = self._growing_lines()[self._num_kept :]
             excess = self._num_rows(window) - max(1, self._console.height - 2)
             while excess > 0:
