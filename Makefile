@@ -41,11 +41,12 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet scikit-build-core cmake ninja
 	@echo "Building and installing Twostroke (one to two minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --no-build-isolation \
-	  --config-settings=build-dir=$(NATIVE_BUILD) --editable '.[dev]'
+	  --config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.TS_STRICT=ON \
+	  --editable '.[dev]'
 	@touch $@
 
 build: $(STAMP) ## Compile the native libraries, one an instruction-set level; only what changed.
-	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
 	  -DTS_EMULATED_TILES=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
 	@$(BIN)/cmake --build $(NATIVE_BUILD)
