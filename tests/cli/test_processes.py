@@ -38,13 +38,17 @@ def test_a_signal_ends_the_answer_with_a_whole_line(endless: str, number: signal
     assert err == said
 
 
-def test_an_interrupted_script_gets_no_half_object(endless: str) -> None:
+@pytest.mark.parametrize("after_s", [0.1, 0.2, 0.4, 1.5])
+def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float) -> None:
     with started("generate", endless, *LONG, "--json") as process:
-        time.sleep(2)
+        time.sleep(after_s)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, b"")
-    assert err == b"twostroke: Interrupted.\n"
+    # Killed by the signal if that came before Python was there to take it.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert out == b""
+    assert b"Traceback" not in err
+    assert err.count(b"\n") <= 1
 
 
 def test_a_reader_that_leaves_ends_the_answer_silently(endless: str) -> None:
@@ -161,13 +165,14 @@ def test_a_port_is_free_again_after_a_model_that_cannot_be_loaded(
 @pytest.mark.model
 def test_the_first_token_comes_within_two_seconds(smollm2_path: Path, shared_cache: Path) -> None:
     line = ("generate", str(smollm2_path), "-p", "Hello", "--max-tokens", "1", "--quiet")
-    best_s = 10.0
-    for _ in range(3):  # others may be using the machine
+    for _ in range(5):  # others may be using the machine
         began = time.monotonic()
         with started(*line) as process:
             process.communicate(timeout=60)
-            best_s = min(best_s, time.monotonic() - began)
-    assert best_s < 2
+            took_s = time.monotonic() - began
+        if took_s < 2:
+            return
+    pytest.fail(f"the first token took {took_s:.1f} s")
 
 
 @pytest.mark.model

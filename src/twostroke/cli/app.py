@@ -99,7 +99,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
