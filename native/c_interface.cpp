@@ -43,6 +43,7 @@ TS_EXPORT void ts_unmap_memory(void* memory, int64_t num_bytes) {
 
 /// Null if the threads cannot be made.
 TS_EXPORT Pool* ts_pool_create(int32_t num_threads) {
+  if (num_threads < 1) return nullptr;
   ts::request_tiles();
   try {
     return new Pool(num_threads);
