@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test check format test-oracle test-models bench bench-peers correctness clean
+.PHONY: help setup build pull run test check format test-oracle bench bench-peers correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -61,10 +61,7 @@ run: pull ## Answer a prompt in the terminal, then serve the API (PROMPT=, MODEL
 	@$(BIN)/twostroke serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: pull ## Run the tests (TESTS=tests/schedule for some of them).
-	@$(BIN)/python -m pytest --require-model -m 'not models and not oracle' $(PYTEST_ARGS) $(TESTS)
-
-test-models: build ## Run the tests that need the larger real models (fetches some 2 GB once).
-	@$(BIN)/python -m pytest --require-model -m models $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest --require-model -m 'not oracle' $(PYTEST_ARGS) $(TESTS)
 
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)

@@ -90,7 +90,7 @@ def test_missing_libraries_are_one_sentence(
         library.load_library.cache_clear()
     assert ran.code == 8
     assert str(tmp_path) in ran.err
-    assert "make build" in ran.err
+    assert "unset TWOSTROKE_NATIVE_DIR" in ran.err
 
 
 def test_limits_are_remembered_unless_they_make_no_sense(

@@ -87,6 +87,7 @@ def test_the_list_is_json_for_scripts(cli: Cli, mini: Path, line: tuple[str, ...
         "file_bytes": 12000,
         "licence": "MIT",
         "path": str(mini),
+        "runs": True,
     }
     assert second["path"] is None
 

@@ -188,3 +188,11 @@ def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="your own file"):
             function(str(path))
     assert path.exists()
+
+
+def test_a_family_that_cannot_run_yet_is_refused_before_it_is_fetched(cache: Path) -> None:
+    fetched: list[object] = []
+    with pytest.raises(ModelFormatError, match=r"family 'gemma3'.*supported: llama"):
+        weights.pull("gemma3-270m", download=lambda *args: fetched.append(args))
+    assert not fetched
+    assert not next(one for one in weights.list_models() if one.name == "gemma3-270m").runs

@@ -119,11 +119,15 @@ class Conversation:
         self._say(f"A new conversation{about}.", "dim")
 
     def _again(self) -> None:
-        if self.messages:
-            self.messages.pop()
-            self._turn(self.messages.pop()["content"])
-        else:
+        if not self.messages:
             self._say("Nothing was said yet.", "dim")
+            return
+        earlier, self.messages = self.messages, self.messages[:-2]
+        try:
+            self._turn(earlier[-2]["content"])
+        finally:
+            if len(self.messages) < len(earlier):  # no new answer: the old one stands
+                self.messages = earlier
 
     def _turn(self, text: str) -> None:
         """Have one message answered; a turn without any answer is as if it had not been."""

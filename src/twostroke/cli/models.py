@@ -60,7 +60,8 @@ def _list(*, as_json: bool) -> None:
     table = [("NAME", "MODEL", "SIZE", "LICENCE", "HERE")]
     for one in listings:
         size = f"{one.file_bytes / 1e6:,.0f} MB" if one.file_bytes else "?"
-        table.append((one.name, one.title, size, one.licence or "", "yes" if one.path else "no"))
+        here = "yes" if one.path else "no" if one.runs else "not supported yet"
+        table.append((one.name, one.title, size, one.licence or "", here))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [

@@ -10,6 +10,8 @@ from pathlib import Path
 from twostroke.core import env
 from twostroke.core.errors import UsageError
 
+_CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
+
 
 def memory_total() -> int:
     """Return the bytes of memory that this process may hope for, control groups included."""
@@ -25,7 +27,8 @@ def memory_available() -> int:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
     if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+        # Files that were read lately count as used, but give way when memory is asked for.
+        available = min(available, max(0, limit - used + _cgroup_reclaimable()))
     return available
 
 
@@ -37,8 +40,15 @@ def give_back_memory() -> None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may keep busy, a container's quota included."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    # Processor time in each period, and the period's length.
+    quota = _cgroup_words("cpu.max")
+    if len(quota) == 2 and all(word.isdecimal() for word in quota) and int(quota[1]):
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
 
 
 def resolve_num_threads(requested: int | None) -> int:
@@ -80,7 +90,19 @@ def _meminfo(key: str) -> int | None:
 
 
 def _cgroup_number(name: str) -> int | None:
+    words = _cgroup_words(name)
+    return int(words[0]) if words and words[0].isdecimal() else None
+
+
+def _cgroup_reclaimable() -> int:
+    words = _cgroup_words("memory.stat")
+    facts = dict(zip(words[::2], words[1::2], strict=False))
+    return int(facts.get("inactive_file", "0"))
+
+
+def _cgroup_words(name: str) -> list[str]:
+    """Return the words of a control group's file; none where there is no such file."""
     try:
-        return int((Path("/sys/fs/cgroup") / name).read_text())
-    except (OSError, ValueError):
-        return None
+        return (_CGROUP / name).read_text().split()
+    except OSError:
+        return []

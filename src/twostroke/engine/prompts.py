@@ -43,7 +43,11 @@ def encode_text(card: ModelCard, prompt: str | Sequence[int]) -> list[int]:
     """Return the token ids of a prompt to be continued; ids pass through."""
     if isinstance(prompt, str):
         return card.tokenizer.encode(prompt, add_special=True)
-    return list(prompt)
+    try:
+        return list(prompt)
+    except TypeError:
+        message = f"A prompt must be a text or a list of token ids, not {prompt!r}."
+        raise RequestError(message, param="prompt") from None
 
 
 def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:

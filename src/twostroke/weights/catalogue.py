@@ -24,7 +24,7 @@ class PackagedModel:
     """A model file that is `parts`, one after the other.
 
     `name` is what a user types, `file_name` its name in the cache. What the catalogue cannot
-    know of a model that a user names by package (size, checksum, licence) is None.
+    know of a model that a user names by package (size, checksum, licence, family) is None.
     """
 
     name: str
@@ -34,6 +34,7 @@ class PackagedModel:
     file_bytes: int | None = None
     sha256: str | None = None
     licence: str | None = None
+    architecture: str | None = None
 
 
 def _numbered(package: str, version: str, count: int, member: str) -> tuple[Part, ...]:
@@ -54,6 +55,7 @@ _SMOLLM2 = PackagedModel(
     file_bytes=98362432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
+    architecture="llama",
 )
 
 _GEMMA3_270M = PackagedModel(
@@ -69,6 +71,7 @@ _GEMMA3_270M = PackagedModel(
     file_bytes=253113024,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     licence="Gemma terms",
+    architecture="gemma3",
 )
 
 _QWEN25_CODER_05B = PackagedModel(
@@ -79,6 +82,7 @@ _QWEN25_CODER_05B = PackagedModel(
     file_bytes=491400064,
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     licence="Apache-2.0",
+    architecture="qwen2",
 )
 
 _QWEN25_CODER_15B = PackagedModel(
@@ -89,6 +93,7 @@ _QWEN25_CODER_15B = PackagedModel(
     file_bytes=1117320768,
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     licence="Apache-2.0",
+    architecture="qwen2",
 )
 
 CATALOGUE: dict[str, PackagedModel] = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core import env
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
+from twostroke.models import ARCHITECTURES
 from twostroke.weights.catalogue import CATALOGUE, PackagedModel, Part
 from twostroke.weights.hf_model import read_json
 from twostroke.weights.load import load_path
@@ -38,7 +39,7 @@ _FILE_SUFFIXES = (".gguf", ".safetensors")
 class ModelListing:
     """A model that can be named: in the catalogue, in the cache, or both.
 
-    `path` is None for one that has not been pulled.
+    `path` is None for one that has not been pulled; `runs` says whether its family is supported.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelListing:
     file_bytes: int
     licence: str | None
     path: Path | None
+    runs: bool = True
 
 
 def resolve(name: str) -> Path:
@@ -68,11 +70,17 @@ def pull(name: str, watch: Watcher | None = None, *, download: Downloader = down
     """Fetch the model that `name` stands for, unless it is there, and return its path.
 
     `watch` is called with a `Progress` now and then. Raises ModelNotFoundError for an unknown
-    name, and DownloadError, leaving nothing half-written, if it cannot be fetched whole.
+    name, ModelFormatError for a family that cannot run yet, and DownloadError, leaving nothing
+    half-written, if it cannot be fetched whole.
     """
     model = _packaged(name)
     if model is None:
         return _local(name)
+    if not _runs(model):
+        raise ModelFormatError(
+            f"{model.title} is of the family {model.architecture!r}, which this version cannot "
+            f"run yet; supported: {', '.join(ARCHITECTURES)}. Nothing was fetched."
+        )
     path = _cache_path(model)
     pull_model(model, path, watch or _ignore, download)
     return path
@@ -96,7 +104,8 @@ def list_models() -> list[ModelListing]:
         path = _cache_path(model)
         there = path if is_cached(model, path) else None
         size = model.file_bytes or 0
-        listings.append(ModelListing(model.name, model.title, size, model.licence, there))
+        runs = _runs(model)
+        listings.append(ModelListing(model.name, model.title, size, model.licence, there, runs))
     known = {model.file_name for model in CATALOGUE.values()}
     for path in sorted(_cache_folder().glob("*.gguf")):
         facts = _facts(path) if path.name not in known else {}
@@ -130,6 +139,10 @@ def remove(name: str) -> int:
         raise ModelNotFoundError(f"Model {model.name!r} is not in the cache.") from None
     sidecar(path).unlink(missing_ok=True)
     return freed
+
+
+def _runs(model: PackagedModel) -> bool:
+    return model.architecture is None or model.architecture in ARCHITECTURES
 
 
 def _packaged(name: str) -> PackagedModel | None:

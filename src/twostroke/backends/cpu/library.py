@@ -101,7 +101,8 @@ def load_library(level: str) -> ctypes.CDLL:
     if path is None:
         places = ", ".join(str(folder) for folder in _folders())
         message = f"The native library of level '{level}' is in none of: {places}."
-        raise BackendError(f"{message} Run `make build`, or reinstall twostroke.")
+        knob = "unset TWOSTROKE_NATIVE_DIR" if env.native_dir() else "run `make build`"
+        raise BackendError(f"{message} To mend it, {knob}, or reinstall twostroke.")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
