@@ -64,7 +64,8 @@ def command(**given: Any) -> int:
 
 
 def _announce(url: str, name: str, detail: str) -> None:
-    body = {"model": name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    question = {"role": "user", "content": "Why is the sky blue?"}
+    body = {"model": name, "messages": [question], "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     click.echo(
         f"Twostroke serves {name} at {url} ({detail}; Ctrl-C stops it). Try it:\n"
