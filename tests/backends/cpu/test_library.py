@@ -51,9 +51,9 @@ def test_a_level_that_cannot_run_says_what_is_missing():
         choose_level(missing[0])
 
 
-def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
+def test_a_missing_library_says_how_to_mend_it(monkeypatch, tmp_path):
     monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(tmp_path))
     load_library.cache_clear()
-    with pytest.raises(BackendError, match="make build"):
+    with pytest.raises(BackendError, match="unset TWOSTROKE_NATIVE_DIR"):
         load_library("portable")
     load_library.cache_clear()
