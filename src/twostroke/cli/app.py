@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -99,9 +101,20 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
     sys.exit(code)
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that came while an object was being deleted, where Python drops it."""
+    if ignored.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(ignored)
+        return
+    soon = threading.Timer(0.02, _thread.interrupt_main)  # once the deletion is over
+    soon.daemon = True
+    soon.start()
 
 
 def run(arguments: list[str]) -> int:
