@@ -1,20 +1,25 @@
-"""One function a model family: `ModelSpec` in, `Program` out."""
+"""One file a model family: `ModelSpec` in, `Program` out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, nearest
-from twostroke.models.llama import llama
-from twostroke.models.spec import ModelSpec, RopeSpec
+from twostroke.models.family import Family
+from twostroke.models.llama import LLAMA
+from twostroke.models.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from twostroke.program import Program
 
-ARCHITECTURES: dict[str, Callable[[ModelSpec], Program]] = {
-    "llama": llama,
+# By the name that GGUF files have for them (`general.architecture`).
+ARCHITECTURES: dict[str, Family] = {
+    "llama": LLAMA,
+}
+
+# By the names in config.json.
+MODEL_TYPES: dict[str, str] = {
+    model_type: name for name, family in ARCHITECTURES.items() for model_type in family.model_types
 }
 
 
@@ -30,7 +35,16 @@ def build_program(spec: ModelSpec) -> Program:
         hint = nearest(spec.architecture, ARCHITECTURES)
         message = f"{spec.name}: architecture '{spec.architecture}' is not supported"
         raise ModelFormatError(f"{message}; supported: {known}.{hint}")
-    return family(spec)
+    return family.program(spec)
 
 
-__all__ = ["ARCHITECTURES", "ModelSpec", "RopeSpec", "build_program"]
+__all__ = [
+    "ARCHITECTURES",
+    "MODEL_TYPES",
+    "ExpertSpec",
+    "Family",
+    "ModelSpec",
+    "RopeSpec",
+    "WindowSpec",
+    "build_program",
+]

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.program import Activation
+
+if TYPE_CHECKING:
+    from twostroke.models.rope import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,34 @@ class RopeSpec:
     base: float
     dim: int
     interleaved: bool
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSpec:
+    """Sliding-window attention: some layers see only the last `size` positions, their own included.
+
+    `slides[i]` says whether layer i does. `rope` is the sliding layers' own, None if it is the
+    model's.
+    """
+
+    size: int
+    slides: tuple[bool, ...]
+    rope: RopeSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
+
+    A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
+    the used ones sum to one.
+    """
+
+    count: int
+    num_used: int
+    ffn_size: int
+    normalize: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +57,8 @@ class ModelSpec:
     """The facts from which `twostroke.models` builds a `Program`.
 
     `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;
-    `context_length` is in tokens.
+    `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
+    scale is that of the scores, None for 1 / sqrt(head_dim). Biases are those that the file has.
     """
 
     architecture: str
@@ -39,3 +74,12 @@ class ModelSpec:
     norm_epsilon: float
     rope: RopeSpec
     tied_embeddings: bool
+    norm_offset: float = 0.0
+    activation: Activation = Activation.SILU
+    qkv_bias: bool = False
+    output_bias: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    window: WindowSpec | None = None
+    experts: ExpertSpec | None = None

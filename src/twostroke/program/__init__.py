@@ -2,29 +2,37 @@
 
 from twostroke.program.batch import BatchShape
 from twostroke.program.ops import (
+    Activation,
     Add,
     Attention,
     Embed,
+    Expert,
     GatedActivation,
     Linear,
     Logits,
+    MixtureOfExperts,
     Op,
     RMSNorm,
     Rope,
+    Scale,
 )
 from twostroke.program.program import CacheLayer, Program
 
 __all__ = [
+    "Activation",
     "Add",
     "Attention",
     "BatchShape",
     "CacheLayer",
     "Embed",
+    "Expert",
     "GatedActivation",
     "Linear",
     "Logits",
+    "MixtureOfExperts",
     "Op",
     "Program",
     "RMSNorm",
     "Rope",
+    "Scale",
 ]

@@ -31,12 +31,20 @@ class BatchShape:
         """Tokens computed in the step."""
         return sum(count for _, count in self.spans)
 
-    @property
-    def num_attended(self) -> int:
-        """Pairs of (row, position it attends to)."""
-        return sum(n * start + n * (n + 1) // 2 for start, n in self.spans)
+    def num_attended(self, window: int | None = None) -> int:
+        """Pairs of (row, position it attends to), at most `window` positions a row."""
+        return sum(_attended(start, count, window) for start, count in self.spans)
 
-    @property
-    def num_context(self) -> int:
+    def num_context(self, window: int | None = None) -> int:
         """Positions whose keys and values must be read at least once."""
-        return sum(start + count for start, count in self.spans)
+        return sum(
+            start + count - (0 if window is None else max(0, start + 1 - window))
+            for start, count in self.spans
+        )
+
+
+def _attended(start: int, count: int, window: int | None) -> int:
+    """Rows whose whole past lies inside the window see all of it, the others just the window."""
+    whole = count if window is None else min(count, max(0, window - start))
+    rest = 0 if window is None else (count - whole) * window
+    return whole * start + whole * (whole + 1) // 2 + rest

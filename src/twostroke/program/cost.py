@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.program.batch import BatchShape
-from twostroke.program.ops import Attention, Embed, Logits
+from twostroke.program.ops import Attention, Embed, Logits, MixtureOfExperts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,50 +78,100 @@ class CostModel:
             return batch.num_rows * row_bytes
         if isinstance(op, Logits) and batch.num_sampled == 0:
             return 0
-        return sum(self.weight_bytes[name] for name in op.weights)
+        size = sum(self.weight_bytes[name] for name in op.weights)
+        if isinstance(op, MixtureOfExperts):
+            return round(size * op.share_read(batch.num_rows))
+        return size
 
     def _cache_bytes(self, op: Op, batch: BatchShape) -> int:
         if not isinstance(op, Attention):
             return 0
-        values = self.program.cache_layers[op.layer].values_per_token
-        return round((batch.num_context + batch.num_rows) * values * self.cache_value_bytes)
+        positions = batch.num_context(op.window) + batch.num_rows
+        return round(positions * self._position_bytes(op))
+
+    def _position_bytes(self, op: Attention) -> float:
+        """Return the bytes of one position's keys and values."""
+        return self.program.cache_layers[op.layer].values_per_token * self.cache_value_bytes
 
     def per_step(self) -> StepCost:
         """Return this cost as a few coefficients, for use at every step of a running engine."""
-        idle = BatchShape((), 0)
-        first, second = BatchShape(((0, 1),), 0), BatchShape(((1, 1),), 0)
-        sampled = BatchShape((), 1)
+        attention: dict[int | None, tuple[int, float]] = {}
+        experts: dict[tuple[int, int], int] = {}
+        idle, row, sampled = BatchShape((), 0), BatchShape(((0, 1),), 0), BatchShape((), 1)
+        fixed = rows = logits = Cost(0, 0, 0)
+        for op in self.program.ops:
+            if isinstance(op, Attention):
+                flops, size = attention.get(op.window, (0, 0.0))
+                attention[op.window] = flops + op.flops(row), size + self._position_bytes(op)
+                continue
+            if isinstance(op, MixtureOfExperts):
+                key = (op.num_used, len(op.experts))
+                stored = sum(self.weight_bytes[name] for name in op.weights)
+                experts[key] = experts.get(key, 0) + stored
+                rows += Cost(op.flops(row), 0, 0)
+                continue
+            at_rest = self.operation(op, idle)
+            fixed += at_rest
+            rows += self.operation(op, row) - at_rest
+            logits += self.operation(op, sampled) - at_rest
         return StepCost(
-            fixed=self.step(idle),
-            row=self.step(first) - self.step(idle),
-            context=self.step(second) - self.step(first),
-            sampled_flops=self.step(sampled).flops,
-            sampled_bytes=self.step(sampled).weight_bytes - self.step(idle).weight_bytes,
+            fixed=fixed,
+            row=rows,
+            sampled_flops=logits.flops,
+            sampled_bytes=logits.weight_bytes,
+            attention=tuple(AttentionCost(window, *cost) for window, cost in attention.items()),
+            experts=tuple(ExpertCost(*key, size) for key, size in experts.items()),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
-    """The cost of a step, linear in its rows and in the context behind them.
+class AttentionCost:
+    """All attention with one window: FLOPs a (row, position), cache bytes a position."""
 
-    A row behind n tokens costs `row + n * context`; what a step costs beside its rows is `fixed`;
-    logits add their table once and `sampled_flops` a row.
+    window: int | None
+    flops: int
+    position_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCost:
+    """All mixtures in which a row chooses `num_used` of `num_experts` experts; bytes of all."""
+
+    num_used: int
+    num_experts: int
+    weight_bytes: int
+
+    def bytes_read(self, num_rows: int) -> float:
+        """Return the bytes that rows need which choose independently."""
+        return self.weight_bytes * (1 - (1 - self.num_used / self.num_experts) ** num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The cost of a step as a sum of few terms.
+
+    What a step costs beside its rows is `fixed`; a row costs `row`, and its `attention` as much as
+    the positions it sees; logits add their table once and `sampled_flops` a row.
     """
 
     fixed: Cost
     row: Cost
-    context: Cost
     sampled_flops: int
     sampled_bytes: int
+    attention: tuple[AttentionCost, ...]
+    experts: tuple[ExpertCost, ...]
 
     def of(self, batch: BatchShape) -> Cost:
-        """Return the cost of a step; equal to `CostModel.step`."""
-        rows, attended, context = batch.num_rows, batch.num_attended, batch.num_context
-        behind = attended - rows
-        flops = rows * self.row.flops + behind * self.context.flops
-        cache = rows * self.row.cache_bytes + (context - rows) * self.context.cache_bytes
+        """Return the cost of a step; equal to `CostModel.step` up to rounding."""
+        rows = batch.num_rows
+        flops = rows * self.row.flops
         weights = self.fixed.weight_bytes + rows * self.row.weight_bytes
+        cache = 0.0
+        for part in self.attention:
+            flops += batch.num_attended(part.window) * part.flops
+            cache += (batch.num_context(part.window) + rows) * part.position_bytes
         if batch.num_sampled:
             flops += batch.num_sampled * self.sampled_flops
             weights += self.sampled_bytes
-        return Cost(flops, weights, cache)
+        weights += round(sum(part.bytes_read(rows) for part in self.experts))
+        return Cost(flops, weights, round(cache))

@@ -8,10 +8,18 @@ bytes so that the readers of a Program (cost, planner, backends) can combine the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twostroke.program.batch import BatchShape
+
+
+class Activation(Enum):
+    """The function of a gate, element by element."""
+
+    SILU = "silu"  # x * sigmoid(x)
+    GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +45,10 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """`output = x / sqrt(mean(x^2) + epsilon) * weight` along each row (arXiv:1910.07467).
+    """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
-    With `num_groups` above 1 a row is that many equal pieces, each normalized by itself with the
-    same weight (query-key norm).
+    The mean is that of a row. With `num_groups` above 1 a row is that many equal pieces, each
+    normalized by itself with the same weight (query-key norm).
     """
 
     output: str
@@ -49,6 +57,7 @@ class RMSNorm:
     width: int
     epsilon: float
     num_groups: int = 1
+    offset: float = 0.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -130,7 +139,9 @@ class Attention:
     """Causal attention over the pages of cache layer `layer`, k and v of this step stored first.
 
     Query head h reads key-value head `h // (num_heads // num_kv_heads)` (grouped queries,
-    arXiv:2305.13245). `output = softmax(q k^T * scale) v` over positions up to the row's own.
+    arXiv:2305.13245). `output = softmax(q k^T * scale) v` over the positions up to the row's own:
+    all of them, or the last `window` (sliding window, arXiv:2310.06825). With a `soft_cap` c the
+    scaled scores s become `c * tanh(s / c)` (arXiv:2408.00118).
     """
 
     output: str
@@ -142,6 +153,8 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     scale: float
+    window: int | None = None
+    soft_cap: float | None = None
 
     weights: tuple[str, ...] = ()
 
@@ -157,17 +170,18 @@ class Attention:
 
     def flops(self, batch: BatchShape) -> int:
         """Floating-point operations for the batch: two products over each row's context."""
-        return 4 * batch.num_attended * self.num_heads * self.head_dim
+        return 4 * batch.num_attended(self.window) * self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """`output = silu(gate) * up`, element by element (SwiGLU, arXiv:2002.05202)."""
+    """`output = activation(gate) * up`, element by element (SwiGLU, GeGLU: arXiv:2002.05202)."""
 
     output: str
     gate: str
     up: str
     width: int
+    activation: Activation = Activation.SILU
 
     weights: tuple[str, ...] = ()
 
@@ -179,6 +193,74 @@ class GatedActivation:
     def flops(self, batch: BatchShape) -> int:
         """Floating-point operations for the batch."""
         return 5 * batch.num_rows * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """Names of one expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
+
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
+
+    `scores` is the value with the router's products, one an expert. The shares are their softmax;
+    each row chooses the `num_used` experts with the largest (of equal ones the first), and with
+    `normalize` the chosen shares are divided by their sum (arXiv:2401.04088).
+    """
+
+    output: str
+    x: str
+    scores: str
+    experts: tuple[Expert, ...]
+    width: int
+    ffn_width: int
+    num_used: int
+    normalize: bool
+    activation: Activation = Activation.SILU
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that it reads."""
+        return (self.x, self.scores)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights that it reads."""
+        return tuple(name for e in self.experts for name in (e.gate, e.up, e.down))
+
+    def flops(self, batch: BatchShape) -> int:
+        """Floating-point operations for the batch."""
+        return batch.num_rows * self.num_used * self.ffn_width * (6 * self.width + 5)
+
+    def share_read(self, num_rows: int) -> float:
+        """Return the share of the experts that rows meet which choose independently."""
+        return 1.0 - (1.0 - self.num_used / len(self.experts)) ** num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """`output = x * factor`, element by element."""
+
+    output: str
+    x: str
+    width: int
+    factor: float
+
+    weights: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that it reads."""
+        return (self.x,)
+
+    def flops(self, batch: BatchShape) -> int:
+        """Floating-point operations for the batch."""
+        return batch.num_rows * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +288,8 @@ class Add:
 class Logits:
     """`output = x @ weight.T` for the rows that are sampled or scored, and for no others.
 
-    `weight` is (vocab_size, in_width), often the embedding table itself.
+    `weight` is (vocab_size, in_width), often the embedding table itself. With a `soft_cap` c
+    a logit z becomes `c * tanh(z / c)`.
     """
 
     output: str
@@ -214,6 +297,7 @@ class Logits:
     weight: str
     in_width: int
     width: int
+    soft_cap: float | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -230,4 +314,15 @@ class Logits:
         return 2 * batch.num_sampled * self.in_width * self.width
 
 
-Op = Embed | RMSNorm | Linear | Rope | Attention | GatedActivation | Add | Logits
+Op = (
+    Embed
+    | RMSNorm
+    | Linear
+    | Rope
+    | Attention
+    | GatedActivation
+    | MixtureOfExperts
+    | Scale
+    | Add
+    | Logits
+)

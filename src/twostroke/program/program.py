@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.program.ops import Embed, Linear, Logits, RMSNorm
+from twostroke.program.ops import Embed, Linear, Logits, MixtureOfExperts, RMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What one attention layer stores for each token: keys and values of its heads."""
+    """What one attention layer stores for each token: keys and values of its heads.
+
+    With a `window`, only the last `window` tokens up to a row's own are ever read again.
+    """
 
     num_kv_heads: int
     head_dim: int
+    window: int | None = None
 
     @property
     def values_per_token(self) -> int:
@@ -67,6 +71,11 @@ class Program:
                         yield bias, (width,)
                 case Logits(weight=weight, width=width, in_width=in_width):
                     yield weight, (width, in_width)
+                case MixtureOfExperts(experts=experts, width=width, ffn_width=ffn_width):
+                    for expert in experts:
+                        yield expert.gate, (ffn_width, width)
+                        yield expert.up, (ffn_width, width)
+                        yield expert.down, (width, ffn_width)
                 case _:
                     pass
 

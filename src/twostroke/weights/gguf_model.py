@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.models import ModelSpec, RopeSpec
-from twostroke.weights.fields import (
+from twostroke.models import ARCHITECTURES, ModelSpec, RopeSpec
+from twostroke.models.fields import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
     MAX_LAYERS,
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.quant import QuantTensor
-
-# llama.cpp's converter reorders the rows of these families' queries and keys, so that rope turns
-# neighbouring values; all others keep the order of their Hugging Face checkpoints.
-INTERLEAVED_ROPE = frozenset({"llama"})
 
 # Keys that end an answer: end of text, end of turn, end of message.
 _EOS_KEYS = ("eos", "eot", "eom")
@@ -59,7 +55,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         tied_embeddings="output.weight" not in tensors,
     )
     _check_tokens(fields, spec)
-    return spec
+    return ARCHITECTURES[arch].from_gguf(fields, spec, tensors)
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -78,7 +74,7 @@ def _rope(fields: Fields, arch: str, head_dim: int, tensors: Mapping[str, QuantT
     return RopeSpec(
         base=fields.number(f"{arch}.rope.freq_base", default=10000.0),
         dim=fields.integer(f"{arch}.rope.dimension_count", head_dim, low=2, default=head_dim),
-        interleaved=arch in INTERLEAVED_ROPE,
+        interleaved=ARCHITECTURES[arch].interleaves,
     )
 
 

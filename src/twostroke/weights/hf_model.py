@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.models import ModelSpec, RopeSpec
-from twostroke.weights.fields import (
+from twostroke.models.fields import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
     MAX_LAYERS,

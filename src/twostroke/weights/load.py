@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.models import ARCHITECTURES, build_program
+from twostroke.models.fields import Fields
 from twostroke.quant import FORMATS
-from twostroke.weights.fields import Fields
 from twostroke.weights.gguf import read_gguf
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.hf_model import hf_chat_template, hf_spec, read_json

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.program import (
+    Activation,
     Add,
     Attention,
     Embed,
     GatedActivation,
     Linear,
     Logits,
+    MixtureOfExperts,
     Op,
     RMSNorm,
     Rope,
+    Scale,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +81,9 @@ class StepState:
     cache: PagedCache
 
 
-def apply(op: Op, values: Mapping[str, Array], state: StepState) -> Array:
+def apply(  # noqa: PLR0911 - one return an operation
+    op: Op, values: Mapping[str, Array], state: StepState
+) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""
     match op:
         case Embed():
@@ -93,20 +98,58 @@ def apply(op: Op, values: Mapping[str, Array], state: StepState) -> Array:
         case Attention():
             return _attention(op, values, state)
         case GatedActivation():
-            gate = values[op.gate]
-            gated: Array = gate / (1 + np.exp(-gate)) * values[op.up]
-            return gated
+            return _activate(op.activation, values[op.gate]) * values[op.up]
+        case MixtureOfExperts():
+            return _mix_experts(op, values[op.x], values[op.scores], state.weights)
+        case Scale():
+            return values[op.x] * np.float32(op.factor)
         case Add():
             return values[op.a] + values[op.b]
         case Logits():
             logits: Array = values[op.x][state.sampled] @ state.weights[op.weight].T
-            return logits
+            return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
+
+
+def _soft_cap(x: Array, cap: float) -> Array:
+    capped: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return capped
+
+
+def _activate(activation: Activation, x: Array) -> Array:
+    match activation:
+        case Activation.SILU:
+            activated: Array = x / (1 + np.exp(-x))
+        case Activation.GELU_TANH:
+            inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+            activated = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return activated
+
+
+def _mix_experts(
+    op: MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
+) -> Array:
+    shares = np.exp(scores - scores.max(axis=1, keepdims=True))  # (rows, experts)
+    shares /= shares.sum(axis=1, keepdims=True)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : op.num_used]
+    kept = np.take_along_axis(shares, chosen, axis=1)
+    if op.normalize:
+        kept /= kept.sum(axis=1, keepdims=True)
+    output = np.zeros_like(x)
+    for index, expert in enumerate(op.experts):
+        rows, ranks = np.nonzero(chosen == index)
+        if not len(rows):
+            continue
+        gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
+        mixed = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
+        output[rows] += kept[rows, ranks, None] * mixed
+    return output
 
 
 def _rms_norm(op: RMSNorm, x: Array, weight: Array) -> Array:
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
-    normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * weight
+    scale = weight if op.offset == 0 else weight + np.float32(op.offset)
+    normed = grouped / np.sqrt(mean_square + np.float32(op.epsilon)) * scale
     return np.asarray(normed, np.float32).reshape(x.shape)
 
 
@@ -138,17 +181,20 @@ def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> 
         state.cache.store(op.layer, new, k[span.rows].reshape(shape), v[span.rows].reshape(shape))
         keys, vals = state.cache.load(op.layer, slots)
         queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
-        future = np.arange(end) > np.arange(span.start, end)[:, None]  # (rows, context)
-        output[span.rows] = _attend(op, queries, keys, vals, future)
+        behind = np.arange(span.start, end)[:, None] - np.arange(end)  # (rows, context)
+        hidden = behind < 0 if op.window is None else (behind < 0) | (behind >= op.window)
+        output[span.rows] = _attend(op, queries, keys, vals, hidden)
     return output
 
 
-def _attend(op: Attention, q: Array, k: Array, v: Array, future: NDArray[np.bool_]) -> Array:
+def _attend(op: Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.bool_]) -> Array:
     group = op.num_heads // op.num_kv_heads
     output = np.empty(q.shape, np.float32)
     for head in range(op.num_heads):
         scores = q[:, head] @ k[:, head // group].T * np.float32(op.scale)
-        scores[future] = -np.inf
+        if op.soft_cap is not None:
+            scores = _soft_cap(scores, op.soft_cap)
+        scores[hidden] = -np.inf
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         output[:, head] = shares @ v[:, head // group]
