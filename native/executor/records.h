@@ -22,6 +22,7 @@ enum class OpKind : int32_t {
   Activation = 6,  // outputs[0] = silu(x) * y
   Add = 7,         // outputs[0] = x + y
   Logits = 8,      // logits of the sampled rows of x (normed first if `norm`)
+  Tap = 9,         // rows of x leave the step as its value `tap`
 };
 
 /// What becomes of a product once it is computed.
@@ -52,6 +53,7 @@ struct OpRecord {
   int32_t num_heads;
   float scale;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
+  int32_t tap;        // index into the step's taps
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };
@@ -104,7 +106,8 @@ struct StepRecord {
   const int32_t* sampled_rows;  // ascending
   const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
   SampleResult* results;
-  float* logits;  // (num_sampled, vocab_size), or null
+  float* logits;       // (num_sampled, vocab_size), or null
+  float* const* taps;  // (num_rows, width of the value) each; null if the plan has none
   int64_t table_stride;
   int32_t num_rows;
   int32_t num_generated;

@@ -42,6 +42,15 @@ void run_norm(Worker& worker, const OpRecord& op) {
   });
 }
 
+void run_tap(Worker& worker, const OpRecord& op) {
+  float* values = worker.step.record.taps[op.tap];
+  const int64_t num_rows = worker.step.record.num_rows;
+  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+    std::copy_n(worker.buffer(op.x) + row * worker.stride(op.x), op.width, values + row * op.width);
+  }
+  worker.meet();
+}
+
 void run_rope(Worker& worker, const OpRecord& op) {
   const RopeTable& rope = worker.plan.ropes[static_cast<size_t>(op.outputs[0].rope)];
   for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
@@ -131,6 +140,8 @@ void run_op(Worker& worker, size_t index) {
       return run_pair(worker, op, add_rows);
     case OpKind::Logits:
       return run_logits(worker, index);
+    case OpKind::Tap:
+      return run_tap(worker, op);
   }
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from twostroke.core.errors import UsageError, nearest
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
+    from twostroke.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,26 @@ class Backend(Protocol):
         while requests are running.
         """
 
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return values of the Program, each (len(tokens), its width), by name; else as `score`.
+
+        Raises:
+            UsageError: a value that the Program does not have.
+        """
+
     def forget(self, request: Request) -> None:
         """Drop whatever is kept for a request that has finished."""
 
     def close(self) -> None:
         """Give back memory and threads; the backend is not used afterwards."""
+
+
+def check_values(program: Program, values: Sequence[str]) -> None:
+    """Refuse names of values that the Program does not have, with `UsageError`."""
+    known = program.value_widths
+    for name in values:
+        if name not in known:
+            message = f"{program.name} computes no value '{name}'.{nearest(name, known)}"
+            raise UsageError(message, param="values")

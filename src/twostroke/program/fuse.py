@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from twostroke.program.ops import Add, GatedActivation, Linear, Logits, RMSNorm
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from twostroke.program.ops import Op
     from twostroke.program.program import Program
 
@@ -35,10 +37,13 @@ class Fused:
     parts: tuple[Op, ...]
 
 
-def fuse(program: Program) -> tuple[Fused, ...]:
-    """Cut the Program into fused runs; each operation is in exactly one, in the Program's order."""
+def fuse(program: Program, kept: Collection[str] = ()) -> tuple[Fused, ...]:
+    """Cut the Program into fused runs; each operation is in exactly one, in the Program's order.
+
+    Values that are `kept` leave the kernel that computes them.
+    """
     ops = program.ops
-    uses: dict[str, int] = {}
+    uses = dict.fromkeys(kept, 1)
     for op in ops:
         for name in op.inputs:
             uses[name] = uses.get(name, 0) + 1

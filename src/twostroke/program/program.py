@@ -54,6 +54,11 @@ class Program:
             written.add(op.output)
 
     @property
+    def value_widths(self) -> dict[str, int]:
+        """The values that the operations write, by name, with how wide a row of each is."""
+        return {op.output: op.width for op in self.ops}
+
+    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The weights that the operations read, by name, with the shapes they must have."""
         return dict(self._weights())

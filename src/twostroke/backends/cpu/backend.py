@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends import BackendFacts
+from twostroke.backends import BackendFacts, check_values
+from twostroke.backends.cpu.evaluate import evaluate
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan
-from twostroke.backends.cpu.records import StepRecord
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.core.errors import BackendError, UsageError
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.cpu.lower import Lowered
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
 
 _PAGE_UNIT = 16  # tokens
-_SCORE_ROWS = 512
 
 
 class CpuBackend:
@@ -106,26 +106,27 @@ class CpuBackend:
         Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
         while requests are running.
         """
-        pool, weights, _ = self._loaded
-        page_size = self.facts.page_size
-        num_pages = -(-len(tokens) // page_size)
         logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
-        plan = NativePlan(
-            self._library,
-            pool,
-            self._lowered,
-            weights,
-            self._program.cache_layers,
-            (num_pages, page_size),
-        )
-        try:
-            table = np.arange(num_pages, dtype=np.int32)
-            for start in range(0, len(tokens), _SCORE_ROWS):
-                part = np.array(tokens[start : start + _SCORE_ROWS], np.int32)
-                _score_rows(plan, part, start, table, logits[start:], generated=generated)
-        finally:
-            plan.close()
+        self._evaluate(self._lowered, tokens, logits, (), generated=generated)
         return logits
+
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return values of the Program, each (len(tokens), its width), by name; else as `score`.
+
+        Raises:
+            UsageError: a value that the Program does not have.
+        """
+        check_values(self._program, values)
+        widths = self._program.value_widths
+        found = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
+        taps = [name for name in found if name != self._program.ops[-1].output]
+        lowered = lower(self._program, taps)
+        logits = found.get(self._program.ops[-1].output)
+        kept = [found[name] for name in taps]
+        self._evaluate(lowered, tokens, logits, kept, generated=generated)
+        return found
 
     def times(self) -> dict[str, tuple[float, float]]:
         """Return seconds by kind of operation since the last call: (elapsed, of it waiting)."""
@@ -166,30 +167,22 @@ class CpuBackend:
         self._plan = NativePlan(self._library, self._pool, lowered, self._weights, layers, pages)
         self._weights.pack(self._pool, release, progress)
 
-
-def _score_rows(
-    plan: NativePlan,
-    tokens: NDArray[np.int32],
-    position: int,
-    table: NDArray[np.int32],
-    logits: NDArray[np.float32],
-    *,
-    generated: bool,
-) -> None:
-    """Compute rows of one kind from `position` on and write all their logits."""
-    rows = np.arange(len(tokens), dtype=np.int32)
-    slices = np.array([0, len(tokens), position, 0], np.int32)
-    plan.run(
-        StepRecord(
-            tokens=tokens.ctypes.data,
-            slices=slices.ctypes.data,
-            page_tables=table.ctypes.data,
-            sampled_rows=rows.ctypes.data,
-            logits=logits.ctypes.data,
-            table_stride=len(table),
-            num_rows=len(tokens),
-            num_generated=len(tokens) if generated else 0,
-            num_slices=1,
-            num_sampled=len(tokens),
-        )
-    )
+    def _evaluate(
+        self,
+        lowered: Lowered,
+        tokens: Sequence[int],
+        logits: NDArray[np.float32] | None,
+        taps: Sequence[NDArray[np.float32]],
+        *,
+        generated: bool,
+    ) -> None:
+        """Compute a sequence on pages of its own; see `evaluate`."""
+        pool, weights, _ = self._loaded
+        page_size = self.facts.page_size
+        pages = (-(-len(tokens) // page_size), page_size)
+        layers = self._program.cache_layers
+        plan = NativePlan(self._library, pool, lowered, weights, layers, pages)
+        try:
+            evaluate(plan, tokens, logits, taps, generated=generated)
+        finally:
+            plan.close()

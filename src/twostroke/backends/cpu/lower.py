@@ -21,7 +21,7 @@ from twostroke.program import (
 from twostroke.program.fuse import Kind, fuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from twostroke.program import Op, Program
     from twostroke.program.fuse import Fused
@@ -45,14 +45,14 @@ class Lowered:
     buffer_widths: tuple[int, ...]
 
 
-def lower(program: Program) -> Lowered:
-    """Lower a Program.
+def lower(program: Program, taps: Sequence[str] = ()) -> Lowered:
+    """Lower a Program whose values `taps` leave the step.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
     """
     _check(program)
-    return _Lowering(program).lower()
+    return _Lowering(program, taps).lower()
 
 
 def _check(program: Program) -> None:
@@ -112,8 +112,8 @@ class _Buffers:
 class _Lowering:
     """One pass over the fused Program."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, taps: Sequence[str]) -> None:
+        self._program, self._taps = program, taps
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
             for name in op.inputs:
@@ -126,8 +126,14 @@ class _Lowering:
         self._ops: list[OpRecord] = []
 
     def lower(self) -> Lowered:
-        for run in fuse(self._program):
+        tapped: set[str] = set()
+        for run in fuse(self._program, self._taps):
             self._lower_run(run)
+            # At once, before the buffer is taken over by another value.
+            for name in self._taps:
+                if name not in tapped and name in self._buffers.of_value:
+                    tapped.add(name)
+                    self._tap(name)
         return Lowered(
             tuple(self._ops),
             tuple(self._matrices.places),
@@ -263,6 +269,12 @@ class _Lowering:
         self._add_output(record, OutputRecord(NONE, NONE, buffer, op.width, NONE, Store.NOTHING))
         self._append(record, op.inputs)
 
+    def _tap(self, name: str) -> None:
+        record = self._record(OpKind.TAP, name, None)
+        record.width = self._buffers.widths[record.x]
+        record.tap = self._taps.index(name)
+        self._ops.append(record)
+
     def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
         record.x = NONE if x is None else self._buffers.of_value[x]
@@ -287,4 +299,4 @@ class _Lowering:
 
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
-        return readers[0] if len(readers) == 1 else None
+        return readers[0] if len(readers) == 1 and name not in self._taps else None

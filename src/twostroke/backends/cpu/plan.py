@@ -13,6 +13,7 @@ from twostroke.backends.cpu.records import (
     PlanRecord,
     RopeRecord,
     StepRecord,
+    WeightRecord,
 )
 from twostroke.core.errors import BackendError, MemoryLimitError
 
@@ -42,28 +43,29 @@ class NativePlan:
             MemoryLimitError: there is no room for the pages.
         """
         self._library = library
-        num_pages, page_size = pages
-        vectors = [vector.ctypes.data for vector in weights.vectors]
+        self.num_pages, page_size = pages
+        records = [weights.record(name) for name in lowered.matrices]
+        vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
         ropes = [_rope_record(rope) for rope in lowered.ropes]
         record = PlanRecord(
             (OpRecord * len(lowered.ops))(*lowered.ops),
-            weights.records,
+            (WeightRecord * len(records))(*records),
             (c_void_p * len(vectors))(*vectors),
             (RopeRecord * len(ropes))(*ropes),
             (LayerRecord * len(layers))(*(_layer_record(layer) for layer in layers)),
             (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
             len(lowered.ops),
-            len(weights.records),
+            len(records),
             len(vectors),
             len(ropes),
             len(layers),
             len(lowered.buffer_widths),
-            num_pages,
+            self.num_pages,
             page_size,
         )
         self._plan: int | None = library.ts_plan_create(pool, byref(record))
         if self._plan is None:
-            message = f"No memory for {num_pages} key-value pages of {page_size} tokens"
+            message = f"No memory for {self.num_pages} key-value pages of {page_size} tokens"
             raise MemoryLimitError(f"{message}; ask for a smaller context or cache.")
 
     def run(self, step: StepRecord) -> None:

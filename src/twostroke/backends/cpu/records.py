@@ -24,6 +24,7 @@ class OpKind(IntEnum):
     ACTIVATION = 6
     ADD = 7
     LOGITS = 8
+    TAP = 9
 
 
 class Store(IntEnum):
@@ -64,6 +65,7 @@ class OpRecord(ctypes.Structure):
         ("num_heads", c_int32),
         ("scale", c_float),
         ("is_stored", c_int32),
+        ("tap", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
@@ -142,6 +144,7 @@ class StepRecord(ctypes.Structure):
         ("samples", c_void_p),
         ("results", c_void_p),
         ("logits", c_void_p),
+        ("taps", POINTER(c_void_p)),
         ("table_stride", c_int64),
         ("num_rows", c_int32),
         ("num_generated", c_int32),

@@ -26,7 +26,7 @@ _LINE = 64  # bytes; packed matrices start on one
 class PackedWeights:
     """Matrices packed for one level, in one piece of memory, and vectors as float32.
 
-    `num_bytes` is what both take. `records` and `vectors` are in the order of the names given.
+    `num_bytes` is what both take.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PackedWeights:
         """
         self._library = library
         self._tensors = {name: tensors[name] for name in matrices}
-        self.vectors = [tensors[name].dequantize().reshape(-1) for name in vectors]
+        self._vectors = {name: tensors[name].dequantize().reshape(-1) for name in vectors}
         sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
         self._size = sum(sizes)
         self._memory: int | None = library.ts_map_memory(self._size)
@@ -52,17 +52,23 @@ class PackedWeights:
             message = f"No memory for {self._size / 1e9:.1f} GB of weights; use a smaller model."
             raise MemoryLimitError(message)
         starts = np.cumsum([0, *sizes[:-1]])
-        self.records = (WeightRecord * len(sizes))(
-            *(
-                WeightRecord(t.format.gguf_id, *_matrix_shape(t), self._memory + int(start))
-                for t, start in zip(self._tensors.values(), starts, strict=True)
-            )
-        )
+        self._records = {
+            name: WeightRecord(t.format.gguf_id, *_matrix_shape(t), self._memory + int(start))
+            for (name, t), start in zip(self._tensors.items(), starts, strict=True)
+        }
+
+    def record(self, name: str) -> WeightRecord:
+        """Return where a matrix lies."""
+        return self._records[name]
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """Return a vector."""
+        return self._vectors[name]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed matrices and of the vectors."""
-        return self._size + sum(vector.nbytes for vector in self.vectors)
+        return self._size + sum(vector.nbytes for vector in self._vectors.values())
 
     def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
         """Pack all matrices with the pool's threads.
@@ -72,7 +78,7 @@ class PackedWeights:
         """
         total = sum(tensor.num_bytes for tensor in self._tensors.values())
         done = 0
-        for tensor, record in zip(self._tensors.values(), self.records, strict=True):
+        for tensor, record in zip(self._tensors.values(), self._records.values(), strict=True):
             source: NDArray[np.uint8] = np.ascontiguousarray(tensor.data)
             self._library.ts_pack(
                 pool,

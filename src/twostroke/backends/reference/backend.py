@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends import BackendFacts
+from twostroke.backends import BackendFacts, check_values
 from twostroke.backends.reference.operations import PagedCache, Span, StepState, apply
 from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
@@ -36,6 +36,7 @@ class ReferenceBackend:
     ) -> None:
         """Dequantize the Program's weights and reserve its pages."""
         self._program = program
+        self._logits = program.ops[-1].output
         self._weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
         self._cache = PagedCache(program.cache_layers, num_pages, page_size)
         self.facts = BackendFacts(
@@ -53,7 +54,8 @@ class ReferenceBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        logits = self._forward(*_flatten(plan.slices), self._cache)
+        state = _flatten(plan.slices, self._weights, self._cache)
+        logits = self._forward(state)[self._logits]
         sampling = [s.request for s in plan.slices if s.samples]
         drawn = [draw(request, row) for request, row in zip(sampling, logits, strict=True)]
         elapsed = time.perf_counter() - started
@@ -61,11 +63,21 @@ class ReferenceBackend:
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence."""
+        return self.trace(tokens, (self._logits,), generated=generated)[self._logits]
+
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return values of the Program, each (len(tokens), its width), by name."""
         del generated  # one arithmetic for all rows
+        check_values(self._program, values)
         count = len(tokens)
         cache = PagedCache(self._program.cache_layers, 1, count)
         span = Span(slice(0, count), 0, np.zeros(1, np.int64))
-        return self._forward(np.array(tokens), np.arange(count), (span,), np.arange(count), cache)
+        rows = np.arange(count)
+        state = StepState(np.array(tokens), rows, (span,), rows, self._weights, cache)
+        kept = self._forward(state, frozenset(values))
+        return {name: kept[name] for name in values}
 
     def forget(self, request: Request) -> None:
         """Keep nothing of a request."""
@@ -75,28 +87,23 @@ class ReferenceBackend:
         self._weights = {}
 
     def _forward(
-        self,
-        tokens: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        spans: tuple[Span, ...],
-        sampled: NDArray[np.int64],
-        cache: PagedCache,
-    ) -> NDArray[np.float32]:
-        state = StepState(tokens, positions, spans, sampled, self._weights, cache)
+        self, state: StepState, kept: frozenset[str] = frozenset()
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return the values that are `kept` and those that nothing reads, the logits among them."""
         last_use = {name: op for op in self._program.ops for name in op.inputs}
         values: dict[str, NDArray[np.float32]] = {}
         for op in self._program.ops:
             values[op.output] = apply(op, values, state)
             for name in op.inputs:
-                if last_use[name] is op:
+                if last_use[name] is op and name not in kept:
                     del values[name]
-        return values[self._program.ops[-1].output]
+        return values
 
 
 def _flatten(
-    slices: tuple[Slice, ...],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[Span, ...], NDArray[np.int64]]:
-    """Return the step's tokens, positions, spans and sampled rows."""
+    slices: tuple[Slice, ...], weights: Mapping[str, NDArray[np.float32]], cache: PagedCache
+) -> StepState:
+    """Return the rows of a step."""
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[Span] = []
@@ -109,4 +116,11 @@ def _flatten(
         spans.append(Span(rows, part.start, np.array(part.request.pages, np.int64)))
         if part.samples:
             sampled.append(rows.stop - 1)
-    return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
+    return StepState(
+        np.array(tokens),
+        np.array(positions),
+        tuple(spans),
+        np.array(sampled, np.int64),
+        weights,
+        cache,
+    )

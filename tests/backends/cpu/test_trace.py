@@ -1,0 +1,47 @@
+"""Values on the way to the logits, and that asking for them changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.cpu import LEVELS, cpu_backend, tiny_model
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.errors import UsageError
+
+TOKENS = np.random.default_rng(0).integers(0, 250, 600).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(fmt="F32", embedding_fmt="Q8_0", context_length=640)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_value_is_as_the_reference_says(level, model):
+    program, _ = model
+    names = list(program.value_widths)
+    expected = ReferenceBackend(*model, 1, 16).trace(TOKENS, names)
+    with cpu_backend(model, level, 4) as backend:
+        actual = backend.trace(TOKENS, names)
+    assert list(actual) == names
+    for name in names:
+        assert actual[name].shape == (len(TOKENS), program.value_widths[name])
+        far = np.abs(actual[name] - expected[name]).max()
+        assert far < 0.02 * np.abs(expected[name]).max(), name
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_tapping_the_layers_does_not_change_the_logits(model, generated):
+    with cpu_backend(model, "portable", 4) as backend:
+        found = backend.trace(TOKENS, ["x1", "x2", "h0", "logits"], generated=generated)
+        assert np.array_equal(found["logits"], backend.score(TOKENS, generated=generated))
+        alone = backend.trace(TOKENS[:70], ["x2"], generated=generated)
+        assert np.array_equal(alone["x2"], found["x2"][:70])
+
+
+def test_an_unknown_value_names_the_nearest(model):
+    with pytest.raises(UsageError, match=r"no value 'logit'.*Did you mean 'logits'"):
+        ReferenceBackend(*model, 1, 16).trace(TOKENS, ["logit"])
+    with cpu_backend(model, "portable", 4) as backend, pytest.raises(UsageError, match="'x9'"):
+        backend.trace(TOKENS, ["x9"])
