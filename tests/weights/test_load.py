@@ -100,7 +100,8 @@ def test_file_and_folder_of_one_model_have_the_same_weights(
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
-    model = load_path(write_tiny_gguf(tmp_path / "a.gguf", Tiny(fmt=fmt, embedding_fmt=fmt)))
+    tiny = Tiny(hidden_size=256, ffn_size=256, head_dim=64, fmt=fmt, embedding_fmt=fmt)
+    model = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
     tensor = model.tensors["blk.0.ffn_up.weight"]
     assert tensor.format is FORMATS[fmt]
     before = tensor.dequantize()
@@ -208,9 +209,9 @@ def test_a_type_that_is_not_supported_is_named_with_those_that_are(tmp_path: Pat
     data = path.read_bytes()
     entry = tensor_info(name, shape, 0, 0)[:-12]
     at = data.index(entry) + len(entry)
-    path.write_bytes(data[:at] + b"\x0c" + data[at + 1 :])
+    path.write_bytes(data[:at] + b"\x0f" + data[at + 1 :])
     assert (
-        "'blk.0.attn_v.weight' of type Q4_K, which is not supported yet; supported: F32, F16, "
+        "'blk.0.attn_v.weight' of type Q8_K, which is not supported yet; supported: F32, F16, "
         in (refusal(path))
     )
 

@@ -6,8 +6,17 @@ from twostroke.quant.bf16 import BF16
 from twostroke.quant.f16 import F16
 from twostroke.quant.f32 import F32
 from twostroke.quant.format import Bytes, Floats, Format
+from twostroke.quant.iq4_nl import IQ4_NL
+from twostroke.quant.iq4_xs import IQ4_XS
+from twostroke.quant.q2_k import Q2_K
+from twostroke.quant.q3_k import Q3_K
 from twostroke.quant.q4_0 import Q4_0
 from twostroke.quant.q4_1 import Q4_1
+from twostroke.quant.q4_k import Q4_K
+from twostroke.quant.q5_0 import Q5_0
+from twostroke.quant.q5_1 import Q5_1
+from twostroke.quant.q5_k import Q5_K
+from twostroke.quant.q6_k import Q6_K
 from twostroke.quant.q8_0 import Q8_0
 from twostroke.quant.tensor import QuantTensor
 
@@ -21,29 +30,24 @@ __all__ = [
     "QuantTensor",
 ]
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (F32, F16, BF16, Q4_0, Q4_1, Q8_0)}
+_FLOATS = (F32, F16, BF16)
+_BLOCKS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL)
+_SUPER_BLOCKS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
+
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (*_FLOATS, *_BLOCKS, *_SUPER_BLOCKS)}
 
 FORMATS_BY_GGUF_ID: dict[int, Format] = {fmt.gguf_id: fmt for fmt in FORMATS.values()}
 
 # Types that a GGUF file may hold and that cannot be read here: their names make a better error.
 UNSUPPORTED_GGUF_TYPES: dict[int, str] = {
-    6: "Q5_0",
-    7: "Q5_1",
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
