@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.gguf_writer import I32, Typed, write_gguf
+from support.gguf_writer import I32, U16, Typed, write_gguf
 from support.safetensors_writer import write_safetensors
 from twostroke.quant import FORMATS, QuantTensor
 
@@ -160,6 +160,26 @@ def write_tiny_gguf(path: Path, tiny: Tiny | None = None) -> Path:
     """Write a tiny random Llama as a GGUF file and return its path."""
     tiny = tiny or Tiny()
     return write_gguf(path, tiny_metadata(tiny), tiny_tensors(tiny))
+
+
+def write_tiny_split(
+    folder: Path, tiny: Tiny | None = None, num_parts: int = 3, stem: str = "tiny"
+) -> Path:
+    """Write a tiny random Llama as a split GGUF model and return the path of its first part."""
+    tiny = tiny or Tiny()
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = tiny_tensors(tiny)
+    for part in range(num_parts):
+        metadata = {
+            "split.no": Typed(U16, part),
+            "split.count": Typed(U16, num_parts),
+            "split.tensors.count": Typed(I32, len(tensors)),
+        }
+        if part == 0:
+            metadata |= tiny_metadata(tiny)
+        own = {name: tensors[name] for name in list(tensors)[part::num_parts]}
+        write_gguf(folder / f"{stem}-{part + 1:05}-of-{num_parts:05}.gguf", metadata, own)
+    return folder / f"{stem}-00001-of-{num_parts:05}.gguf"
 
 
 def write_tiny_folder(folder: Path, tiny: Tiny | None = None, num_shards: int = 1) -> Path:

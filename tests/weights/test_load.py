@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.gguf_writer import Typed, gguf_bytes, tensor_info, write_gguf
+from support.gguf_writer import gguf_bytes, tensor_info, write_gguf
 from support.tiny import (
     CHAT_TEMPLATE,
     Tiny,
@@ -147,7 +147,6 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ({"llama.rope.dimension_count": 15}, "odd rope dimension, 15"),
         ({"llama.rope.scaling.type": "yarn"}, "scaling.type = 'yarn', which is not supported yet"),
         ({"llama.rope.freq_base": float("inf")}, "not a number above zero"),
-        ({"split.count": Typed(2, 3)}, "split.count = 3, which is not supported yet"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a"] * 286}, "286 tokens, its embedding table 285 rows"),
         ({"tokenizer.ggml.eos_token_id": 285}, "not token ids below 285"),

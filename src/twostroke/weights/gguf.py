@@ -71,7 +71,7 @@ class GgufFile:
     """
 
     mapping: MappedFile
-    metadata: Mapping[str, Value]
+    metadata: Metadata
     tensors: Mapping[str, QuantTensor]
     unsupported: Mapping[str, str]
 

@@ -35,7 +35,6 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
     )
     fields.expect(f"{arch}.attention.value_length", head_dim)
     fields.expect(f"{arch}.expert_count", 0)
-    fields.expect("split.count", 1)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         fields.fault("has no tensor 'token_embd.weight'")

@@ -9,8 +9,8 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.models import ARCHITECTURES, build_program
 from twostroke.models.fields import Fields
 from twostroke.quant import FORMATS
-from twostroke.weights.gguf import read_gguf
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
+from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts
 from twostroke.weights.hf_model import hf_chat_template, hf_spec, read_json
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.names import canonical_name
@@ -48,7 +48,7 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
 
 
 def _only_gguf(folder: Path) -> Path:
-    found = sorted(folder.glob("*.gguf"))
+    found = sorted({first_part(path) for path in folder.glob("*.gguf")})
     if len(found) == 1:
         return found[0]
     if found:
@@ -60,12 +60,12 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
-    file = read_gguf(path)
+    file = read_gguf_parts(path)
     fields = Fields(path.name, file.metadata)
     _check_architecture(fields, "general.architecture")
     if "token_embd.weight" in file.unsupported:
         _refuse_type(path.name, "token_embd.weight", file.unsupported)
-    spec = gguf_spec(fields, name or path.stem, file.tensors)
+    spec = gguf_spec(fields, name or model_stem(path), file.tensors)
     _check_weights(path.name, spec, file.tensors, file.unsupported)
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
@@ -78,7 +78,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=gguf_eos_ids(fields, spec.vocab_size),
         licence=licence or fields.optional_text("general.license"),
-        mappings=(file.mapping,),
+        mappings=file.mappings,
     )
 
 
