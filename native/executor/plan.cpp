@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 
 namespace ts {
 
@@ -24,7 +25,10 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
     facts.preparation_of[i] = index;
     if (output.rope != kNone) {
       const int64_t unit = plan.ropes[static_cast<size_t>(output.rope)].unit();
-      facts.slot_groups = std::max(facts.slot_groups, unit / kGroupSize);
+      facts.slot_groups = std::lcm(facts.slot_groups, unit / kGroupSize);
+    }
+    if (output.norm != kNone) {
+      facts.slot_groups = std::lcm(facts.slot_groups, output.head_dim / kGroupSize);
     }
   }
   for (int i = 0; i < op.num_outputs; ++i) {

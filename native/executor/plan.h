@@ -14,7 +14,7 @@
 
 namespace ts {
 
-constexpr int kNumOpKinds = 10;
+constexpr int kNumOpKinds = 11;
 
 /// What is derived from an operation once: how its inputs are prepared and its outputs are cut.
 struct ProductFacts {

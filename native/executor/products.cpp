@@ -157,14 +157,21 @@ void multiply_panel(Worker& worker, const Input& input, const Prepared& prepared
            group_end, out, stride, accumulate);
 }
 
-/// Bias, rotation and storing of outputs [begin, end) of the step's rows [row, row + num_rows).
+/// What follows the products of outputs [begin, end) in the step's rows [row, row + num_rows).
 void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& output, int64_t row,
                     int64_t num_rows, int64_t begin, int64_t end) {
-  if (output.bias == kNone && output.rope == kNone && output.store == Store::Nothing) return;
+  if (output.bias == kNone && output.norm == kNone && output.rope == kNone &&
+      output.store == Store::Nothing) {
+    return;
+  }
   for (int64_t i = row; i < row + num_rows; ++i) {
     float* values = worker.buffer(output.buffer) + i * worker.stride(output.buffer);
     if (output.bias != kNone) {
       add_rows(values + begin, worker.vector(output.bias) + begin, end - begin, values + begin);
+    }
+    for (int64_t head = begin; output.norm != kNone && head < end; head += output.head_dim) {
+      rms_norm(values + head, worker.vector(output.norm), output.head_dim, output.epsilon,
+               values + head);
     }
     if (output.rope == kNone && output.store == Store::Nothing) continue;
     const SliceRecord& slice = worker.slice_of(i);
@@ -250,7 +257,7 @@ void run_gated(Worker& worker, size_t index) {
       const int64_t row = input.runs[panel.run].begin + panel.begin;
       float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer) + first;
       for (int64_t i = 0; i < panel.count; ++i) {
-        gate_activation(gate + i * width, up + i * width, width,
+        gate_activation(input.op.activation, gate + i * width, up + i * width, width,
                         out + i * worker.stride(output.buffer));
       }
     }
@@ -282,8 +289,15 @@ void run_logits(Worker& worker, size_t index) {
     share_products(worker, input, input.facts.first_slot[1],
                    [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
                      const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
-                     multiply_panel(worker, input, prepared, panel, 0, slot_begin, slot_end,
-                                    logits + row * vocab_size, vocab_size, false);
+                     float* out = logits + row * vocab_size;
+                     multiply_panel(worker, input, prepared, panel, 0, slot_begin, slot_end, out,
+                                    vocab_size, false);
+                     if (op.soft_cap == 0) return;
+                     const int64_t first = slot_begin * kGroupSize;
+                     const int64_t width = std::min(slot_end * kGroupSize, vocab_size) - first;
+                     for (int64_t i = 0; i < panel.count; ++i) {
+                       soft_cap_row(out + i * vocab_size + first, op.soft_cap, width);
+                     }
                    });
     worker.meet();
     if (record.samples == nullptr) continue;

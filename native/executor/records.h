@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/rows.h"
 #include "linear/linear.h"
 #include "sample/sample.h"
 
@@ -13,28 +14,33 @@ constexpr int32_t kNone = -1;
 constexpr int kMaxOutputs = 4;
 
 enum class OpKind : int32_t {
-  Embed = 0,       // outputs[0] = rows of its weight
-  Norm = 1,        // outputs[0] = norm of x, in `num_groups` pieces
-  Linear = 2,      // outputs = products with x (normed first if `norm`), rotated or stored after
-  Gated = 3,       // outputs[0] = silu(product 0) * product 1 of x (normed first if `norm`)
+  Embed = 0,       // outputs[0] = rows of its weight times `factor`
+  Norm = 1,        // outputs[0] = norm of x, in `num_groups` pieces; added to y if there is one
+  Linear = 2,      // outputs = products with x (normed first if `norm`), and what follows them
+  Gated = 3,       // outputs[0] = gated products 0 and 1 of x (normed first if `norm`)
   Rope = 4,        // outputs[0] = rotated x
   Attention = 5,   // outputs[0] = attention of x over the pages of `layer`
-  Activation = 6,  // outputs[0] = silu(x) * y
+  Activation = 6,  // outputs[0] = activation(x) * y
   Add = 7,         // outputs[0] = x + y
   Logits = 8,      // logits of the sampled rows of x (normed first if `norm`)
-  Tap = 9,         // rows of x leave the step as its value `tap`
+  Scale = 9,       // outputs[0] = x * `factor`
+  Tap = 10,        // rows of x leave the step as its value `tap`
 };
 
 /// What becomes of a product once it is computed.
 enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
 
-/// One matrix product of an operation, or its only output.
+/// One matrix product of an operation, or its only output. What follows a product, in this order:
+/// the bias, the norm of each head, the rotation, the store.
 struct OutputRecord {
   int32_t weight;  // index into weights, or kNone
   int32_t bias;    // index into vectors, or kNone
   int32_t buffer;  // where it goes
   int32_t width;
-  int32_t rope;  // index into ropes, or kNone
+  int32_t norm;      // of heads: index into vectors, or kNone
+  int32_t head_dim;  // of the norm
+  float epsilon;     // of the norm
+  int32_t rope;      // index into ropes, or kNone
   Store store;
 };
 
@@ -51,7 +57,10 @@ struct OpRecord {
   int32_t accumulate;  // products are added to what the buffers hold
   int32_t layer;       // for Attention and for products that are stored
   int32_t num_heads;
-  float scale;
+  float scale;     // Attention: of the scores
+  float factor;    // Embed, Scale
+  float soft_cap;  // Logits: 0 for none
+  Activation activation;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
   int32_t num_outputs;

@@ -15,8 +15,9 @@ void run_embed(Worker& worker, const OpRecord& op) {
   const PackedWeight& table = worker.plan.weights[static_cast<size_t>(output.weight)];
   const int64_t num_rows = worker.step.record.num_rows;
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
-    unpack_row(table, worker.step.record.tokens[row],
-               worker.buffer(output.buffer) + row * worker.stride(output.buffer));
+    float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
+    unpack_row(table, worker.step.record.tokens[row], out);
+    if (op.factor != 1.0F) scale_row(out, op.factor, op.width, out);
   }
   worker.meet();
 }
@@ -35,10 +36,14 @@ void for_rows(Worker& worker, const OpRecord& op, Body body) {
 
 void run_norm(Worker& worker, const OpRecord& op) {
   const int64_t width = op.width / op.num_groups;
-  for_rows(worker, op, [&](const float* x, float* out, int64_t) {
+  worker.memory.rows.fit(op.width * static_cast<int64_t>(sizeof(float)));
+  for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
+    float* normed = op.y == kNone ? out : worker.memory.rows.floats();
     for (int64_t i = 0; i < op.width; i += width) {
-      rms_norm(x + i, worker.vector(op.norm), width, op.epsilon, out + i);
+      rms_norm(x + i, worker.vector(op.norm), width, op.epsilon, normed + i);
     }
+    if (op.y == kNone) return;
+    add_rows(worker.buffer(op.y) + row * worker.stride(op.y), normed, op.width, out);
   });
 }
 
@@ -135,11 +140,17 @@ void run_op(Worker& worker, size_t index) {
     case OpKind::Attention:
       return run_attention(worker, index);
     case OpKind::Activation:
-      return run_pair(worker, op, gate_activation);
+      return run_pair(worker, op, [&](const float* x, const float* y, int64_t width, float* out) {
+        gate_activation(op.activation, x, y, width, out);
+      });
     case OpKind::Add:
       return run_pair(worker, op, add_rows);
     case OpKind::Logits:
       return run_logits(worker, index);
+    case OpKind::Scale:
+      return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
+        scale_row(x, op.factor, op.width, out);
+      });
     case OpKind::Tap:
       return run_tap(worker, op);
   }

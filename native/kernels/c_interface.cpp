@@ -28,8 +28,13 @@ TS_EXPORT void ts_kernel_rms_norm(const float* x, const float* weight, int64_t w
   ts::rms_norm(x, weight, width, epsilon, out);
 }
 
-TS_EXPORT void ts_kernel_gate(const float* gate, const float* up, int64_t width, float* out) {
-  ts::gate_activation(gate, up, width, out);
+TS_EXPORT void ts_kernel_gate(int32_t activation, const float* gate, const float* up, int64_t width,
+                              float* out) {
+  ts::gate_activation(static_cast<ts::Activation>(activation), gate, up, width, out);
+}
+
+TS_EXPORT void ts_kernel_soft_cap(float* x, float cap, int64_t width) {
+  ts::soft_cap_row(x, cap, width);
 }
 
 TS_EXPORT void ts_kernel_rope(const double* inverse_frequencies, int32_t num_pairs,

@@ -205,20 +205,38 @@ inline float largest_across(Lanes a) {
 
 #endif
 
+/// (2^f - 1) / f for f from -0.5 to 0.5, fitted at Chebyshev nodes.
+inline Lanes exp2_slope(Lanes f) {
+  Lanes p = broadcast(0.00015461447463365068F);
+  p = multiply_add(p, f, broadcast(0.001339086735133181F));
+  p = multiply_add(p, f, broadcast(0.009618056669885529F));
+  p = multiply_add(p, f, broadcast(0.05550357104253126F));
+  p = multiply_add(p, f, broadcast(0.2402265092234275F));
+  return multiply_add(p, f, broadcast(0.6931471880293425F));
+}
+
 /// 2^x to 1e-7 relative; 0 below -126, 2^127 above 127, exactly 1 at 0.
 inline Lanes exp2(Lanes x) {
   const Lanes magic = broadcast(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer
   const Lanes clamped = larger(broadcast(-126.0F), smaller(broadcast(127.0F), x));
   const Lanes shifted = add(clamped, magic);
   const Lanes f = subtract(clamped, subtract(shifted, magic));  // -0.5 to 0.5
-  Lanes p = broadcast(0.00015461447463365068F);  // (2^f - 1) / f, fitted at Chebyshev nodes
-  p = multiply_add(p, f, broadcast(0.001339086735133181F));
-  p = multiply_add(p, f, broadcast(0.009618056669885529F));
-  p = multiply_add(p, f, broadcast(0.05550357104253126F));
-  p = multiply_add(p, f, broadcast(0.2402265092234275F));
-  p = multiply_add(p, f, broadcast(0.6931471880293425F));
-  p = multiply_add(p, f, broadcast(1.0F));
+  const Lanes p = multiply_add(exp2_slope(f), f, broadcast(1.0F));
   return zero_below(scale_by_power(p, shifted), x, -126.0F);
+}
+
+/// tanh(x) to a few units in the last place; 0 at 0.
+inline Lanes tanh(Lanes x) {
+  // e^2x - 1 = 2^n (2^f - 1) + (2^n - 1) for 2 x / ln 2 = n + f: nothing cancels near 0.
+  const Lanes magic = broadcast(12582912.0F);
+  const Lanes scaled = multiply(x, broadcast(2.88539008177792681F));
+  const Lanes clamped = larger(broadcast(-64.0F), smaller(broadcast(64.0F), scaled));
+  const Lanes shifted = add(clamped, magic);
+  const Lanes f = subtract(clamped, subtract(shifted, magic));
+  const Lanes power = scale_by_power(broadcast(1.0F), shifted);
+  const Lanes fraction = multiply(exp2_slope(f), f);
+  const Lanes m = multiply_add(fraction, power, subtract(power, broadcast(1.0F)));
+  return divide(m, add(m, broadcast(2.0F)));
 }
 
 }  // namespace ts

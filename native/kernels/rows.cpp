@@ -42,6 +42,16 @@ void store_some(float* p, Lanes a, int count) {
   count == kLanes ? store_lanes(p, a) : store_first(p, a, count);
 }
 
+// Both activations are x / (1 + 2^t).
+
+Lanes silu_exponent(Lanes x) { return multiply(x, broadcast(-1.44269504088896341F)); }
+
+/// (1 + tanh(u)) / 2 = 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+Lanes gelu_exponent(Lanes x) {
+  const Lanes inner = multiply_add(multiply(x, x), broadcast(0.044715F), broadcast(1.0F));
+  return multiply(multiply(x, inner), broadcast(-2.302208198144325F));  // -2 sqrt(2 / pi) / ln 2
+}
+
 }  // namespace
 
 void rms_norm(const float* x, const float* weight, int64_t width, float epsilon, float* out) {
@@ -53,19 +63,34 @@ void rms_norm(const float* x, const float* weight, int64_t width, float epsilon,
   });
 }
 
-void gate_activation(const float* gate, const float* up, int64_t width, float* out) {
-  const Lanes minus_log2_e = broadcast(-1.44269504088896341F);
+void gate_activation(Activation activation, const float* gate, const float* up, int64_t width,
+                     float* out) {
   const Lanes one = broadcast(1.0F);
   for_lanes(width, [&](int64_t i, int count) {
     const Lanes x = load_some(gate + i, count);
-    const Lanes silu = divide(x, add(one, exp2(multiply(x, minus_log2_e))));
-    store_some(out + i, multiply(silu, load_some(up + i, count)), count);
+    const Lanes exponent = activation == Activation::Silu ? silu_exponent(x) : gelu_exponent(x);
+    const Lanes activated = divide(x, add(one, exp2(exponent)));
+    store_some(out + i, multiply(activated, load_some(up + i, count)), count);
   });
 }
 
 void add_rows(const float* a, const float* b, int64_t width, float* out) {
   for_lanes(width, [&](int64_t i, int count) {
     store_some(out + i, add(load_some(a + i, count), load_some(b + i, count)), count);
+  });
+}
+
+void scale_row(const float* x, float factor, int64_t width, float* out) {
+  const Lanes factors = broadcast(factor);
+  for_lanes(width, [&](int64_t i, int count) {
+    store_some(out + i, multiply(load_some(x + i, count), factors), count);
+  });
+}
+
+void soft_cap_row(float* x, float cap, int64_t width) {
+  const Lanes caps = broadcast(cap);
+  for_lanes(width, [&](int64_t i, int count) {
+    store_some(x + i, multiply(caps, tanh(divide(load_some(x + i, count), caps))), count);
   });
 }
 

@@ -1,4 +1,4 @@
-// Kernels on single rows of values: RMSNorm, gated activation, addition.
+// Kernels on single rows of values: RMSNorm, gated activation, addition, scale, soft cap.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,20 @@ namespace ts {
 /// out = x / sqrt(mean(x^2) + epsilon) * weight over `width` values; `out` may be `x`.
 void rms_norm(const float* x, const float* weight, int64_t width, float epsilon, float* out);
 
-/// out = silu(gate) * up; `out` may be either.
-void gate_activation(const float* gate, const float* up, int64_t width, float* out);
+/// The function of a gate: x * sigmoid(x), or x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1 };
+
+/// out = activation(gate) * up; `out` may be either.
+void gate_activation(Activation activation, const float* gate, const float* up, int64_t width,
+                     float* out);
 
 /// out = a + b; `out` may be either.
 void add_rows(const float* a, const float* b, int64_t width, float* out);
+
+/// out = x * factor; `out` may be `x`.
+void scale_row(const float* x, float factor, int64_t width, float* out);
+
+/// x = cap * tanh(x / cap), in place.
+void soft_cap_row(float* x, float cap, int64_t width);
 
 }  // namespace ts

@@ -84,14 +84,51 @@ def test_rms_norm_is_as_its_formula(library, rng, width):
     np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
 
 
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize(("activation", "formula", "spread"), [(0, silu, 40), (1, gelu_tanh, 4)])
 @pytest.mark.parametrize("width", [1, 16, 50, 1536])
-def test_gated_activation_is_as_its_formula_for_any_input(library, rng, width):
-    gate, up = floats(rng.normal(size=width) * 40), floats(rng.normal(size=width))
+def test_gated_activation_is_as_its_formula(library, rng, width, activation, formula, spread):
+    gate, up = floats(rng.normal(size=width) * spread), floats(rng.normal(size=width))
     out = np.empty_like(gate)
-    library.ts_kernel_gate(address(gate), address(up), c_int64(width), address(out))
-    wide = gate.astype(np.float64)
-    expected = wide / (1 + np.exp(-wide)) * up
+    library.ts_kernel_gate(
+        c_int32(activation), address(gate), address(up), c_int64(width), address(out)
+    )
+    expected = formula(gate.astype(np.float64)) * up
     np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+def test_gated_activation_of_any_input_is_no_surprise(library, activation):
+    gate = floats([0, -0.0, 1e30, -1e30, 3e38, -1e5, np.inf, np.nan, *np.full(8, 1e-30)])
+    up, out = np.ones_like(gate), np.empty_like(gate)
+    library.ts_kernel_gate(
+        c_int32(activation), address(gate), address(up), c_int64(16), address(out)
+    )
+    expected = floats([0, 0, 1e30, 0, 3e38, 0, np.inf, np.nan, *np.full(8, 5e-31)])
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
+@pytest.mark.parametrize("width", [1, 16, 50, 4096])
+def test_soft_cap_is_as_its_formula(library, rng, width, cap):
+    x = floats(rng.normal(size=width) * 10.0 ** rng.uniform(-6, 4, width))
+    capped = x.copy()
+    library.ts_kernel_soft_cap(address(capped), c_float(cap), c_int64(width))
+    np.testing.assert_allclose(capped, cap * np.tanh(x.astype(np.float64) / cap), rtol=5e-7)
+    assert np.abs(capped).max() <= cap
+
+
+def test_soft_cap_keeps_zero_and_nan_and_ends_at_the_cap(library):
+    x = floats([0, -0.0, np.inf, -np.inf, np.nan, 1e30, -1e30, 1e-42, *np.zeros(8)])
+    library.ts_kernel_soft_cap(address(x), c_float(30), c_int64(16))
+    np.testing.assert_array_equal(x[:7], floats([0, 0, 30, -30, np.nan, 30, -30]))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

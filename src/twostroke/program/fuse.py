@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from twostroke.program.ops import Add, GatedActivation, Linear, Logits, RMSNorm
+from twostroke.program.ops import Add, Embed, GatedActivation, Linear, Logits, RMSNorm, Scale
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,6 +27,8 @@ class Kind(Enum):
     NORM_GATED = "norm_gated"  # RMSNorm, two Linear, their GatedActivation
     LINEAR_ADD = "linear_add"  # Linear, then Add of its output to an earlier value
     NORM_LOGITS = "norm_logits"  # RMSNorm, then Logits
+    NORM_ADD = "norm_add"  # RMSNorm, then Add of its output to an earlier value
+    EMBED_SCALE = "embed_scale"  # Embed, then Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,21 @@ def _run_at(ops: tuple[Op, ...], uses: dict[str, int]) -> Fused:
             run = _norm_run(first, readers, ops[1 + len(readers) :], uses)
             if run is not None:
                 return run
-    if isinstance(first, Linear) and first.bias is None and len(ops) > 1:
-        second = ops[1]
-        if isinstance(second, Add) and second.b == first.output and uses[first.output] == 1:
-            return Fused(Kind.LINEAR_ADD, (first, second))
-    return Fused(Kind.SINGLE, (first,))
+    kind = _pair(first, ops[1]) if len(ops) > 1 and uses.get(first.output) == 1 else None
+    return Fused(Kind.SINGLE, (first,)) if kind is None else Fused(kind, ops[:2])
+
+
+def _pair(first: Op, second: Op) -> Kind | None:
+    """Return what two operations do together of which the second alone reads the first."""
+    match first, second:
+        case Linear(bias=None), Add(b=name) if name == first.output:
+            return Kind.LINEAR_ADD
+        case RMSNorm(), Add(b=name) if name == first.output:
+            return Kind.NORM_ADD
+        case Embed(), Scale(x=name) if name == first.output:
+            return Kind.EMBED_SCALE
+        case _:
+            return None
 
 
 def _readers(norm: RMSNorm, following: tuple[Op, ...]) -> list[Linear | Logits]:

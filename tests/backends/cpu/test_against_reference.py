@@ -7,9 +7,11 @@ import pytest
 
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces
+from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.models import build_program
 from twostroke.program import (
+    Activation,
     Add,
     Attention,
     CacheLayer,
@@ -20,6 +22,7 @@ from twostroke.program import (
     Program,
     RMSNorm,
     Rope,
+    Scale,
 )
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_path
@@ -61,6 +64,27 @@ def test_tiny_models_are_as_the_reference_says(level, sizes):
     assert same > (0.9 if level.startswith("amx") else 0.97)
 
 
+@pytest.mark.parametrize("fmt", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_layers_of_every_kind_are_as_the_reference_says(level, kind, fmt):
+    program = PROGRAMS[kind]
+    tensors = random_tensors(program, fmt, fmt)
+    tokens = np.random.default_rng(2).integers(0, 250, 150).tolist()
+    values = [name for name in program.value_widths if name[0] in "hxl"]  # layers, logits
+    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens, values)
+    with cpu_backend((program, tensors), level, 4) as backend:
+        for generated in (False, True):
+            actual = backend.trace(tokens, values, generated=generated)
+            tiles = level.startswith("amx") and not generated
+            for name in values:
+                far = np.abs(actual[name] - expected[name]).max() / np.abs(expected[name]).max()
+                assert far < (6e-2 if tiles else 5e-3), name
+            mean_kl, same = divergence(expected["logits"], actual["logits"])
+            assert mean_kl < (1e-3 if tiles else 1e-5)
+            assert same > (0.9 if tiles else 0.97)
+
+
 def odd_program():
     """Operations in the order that no fusion knows, with biases and rotations of both kinds."""
     width, heads, dim = 64, 4, 16
@@ -76,14 +100,17 @@ def odd_program():
         Attention("a", "qr", "kr", "v", 0, heads, heads // 2, dim, 0.3),
         Add("h", "a", "x", width),
         Linear("gate", "h", "wq", width, width),
-        GatedActivation("act", "gate", "h", width),
+        GatedActivation("act_raw", "gate", "h", width, Activation.GELU_TANH),
+        Scale("act", "act_raw", width, 0.75),
         Rope("act_turned", "act", heads, dim, frequencies, interleaved=True),
         RMSNorm("n", "act_turned", "norm", width, 1e-5),
         Linear("f", "n", "wq", width, width),
         Linear("g", "n", "wq", width, width, "bq"),
         Add("s", "f", "x", width),
         Add("t", "s", "g", width),
-        Logits("logits", "t", "table", width, 100),
+        RMSNorm("sn", "t", "norm", width, 1e-5, offset=0.5),
+        Add("u", "t", "sn", width),  # not in place: t is read twice
+        Logits("logits", "u", "table", width, 100, 20.0),
     )
     return Program("odd", ops, (CacheLayer(heads // 2, dim),), 100, 256)
 

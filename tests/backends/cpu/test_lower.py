@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 
 from support.cpu import tiny_model
-from twostroke.backends.cpu.lower import lower
+from support.programs import PROGRAMS
+from twostroke.backends.cpu.lower import Vector, lower
 from twostroke.backends.cpu.records import NONE, OpKind, Store
 from twostroke.core.errors import BackendError
+from twostroke.program import Embed, Logits, Program, RMSNorm
 
 
 def test_a_llama_layer_is_five_operations():
@@ -52,3 +54,40 @@ def test_heads_that_the_kernels_cannot_run_are_refused():
     program, _ = tiny_model(head_dim=24)
     with pytest.raises(BackendError, match="heads of 24 values"):
         lower(program)
+
+
+def test_what_follows_a_product_is_done_behind_it():
+    """Biases and norms of heads need no operation of their own, a post-norm is added at once."""
+    kinds = Counter(OpKind(op.kind) for op in lower(PROGRAMS["post norms"]).ops)
+    assert kinds == {
+        OpKind.EMBED: 1,  # and scaled
+        OpKind.LINEAR: 6,
+        OpKind.ATTENTION: 2,
+        OpKind.GATED: 2,
+        OpKind.NORM: 4,  # and added
+        OpKind.LOGITS: 1,
+    }
+    qkv = lower(PROGRAMS["biases"]).ops[1]
+    assert all(output.bias != NONE for output in qkv.outputs[: qkv.num_outputs])
+
+
+def test_one_vector_with_two_offsets_is_two_vectors():
+    ops = (
+        Embed("x", "table", 64),
+        RMSNorm("a", "x", "w", 64, 1e-6),
+        RMSNorm("b", "a", "w", 64, 1e-6, offset=1.0),
+        Logits("logits", "b", "table", 64, 100),
+    )
+    lowered = lower(Program("twice", ops, (), 100, 16))
+    assert lowered.vectors == (Vector("w"), Vector("w", 1.0))
+
+
+def test_a_tapped_value_is_neither_fused_away_nor_overwritten():
+    program, _ = tiny_model()
+    names = list(program.value_widths)[:-1]
+    taps = [op for op in lower(program, names).ops if op.kind == OpKind.TAP]
+    assert sorted(op.tap for op in taps) == list(range(len(names)))
+    few = lower(program, ["x1"])
+    assert len(few.ops) == len(lower(program).ops) + 1
+    place = next(i for i, op in enumerate(few.ops) if op.kind == OpKind.TAP)
+    assert few.ops[place].x == few.ops[place - 1].outputs[0].buffer

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.cpu import LEVELS, Sequence, cpu_backend, greedy_request, run, tiny_model
+from support.programs import PROGRAMS, random_tensors
 from twostroke.core.step import Slice, StepPlan
 
 NUM_PAGES = 64
@@ -16,8 +17,10 @@ def level(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["Q4_1", "F32"])
+@pytest.fixture(scope="module", params=["Q4_1", "F32", "post norms"])
 def model(request):
+    if program := PROGRAMS.get(request.param):
+        return program, random_tensors(program, "Q4_0", "Q8_0")
     return tiny_model(fmt=request.param, embedding_fmt="Q8_0")
 
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from twostroke.backends.cpu.records import MAX_OUTPUTS, NONE, OpKind, OpRecord, OutputRecord, Store
+from twostroke.backends.cpu.records import (
+    ACTIVATIONS,
+    MAX_OUTPUTS,
+    NONE,
+    OpKind,
+    OpRecord,
+    OutputRecord,
+    Store,
+)
 from twostroke.core.errors import BackendError
 from twostroke.program import (
     Add,
@@ -17,6 +25,7 @@ from twostroke.program import (
     Logits,
     RMSNorm,
     Rope,
+    Scale,
 )
 from twostroke.program.fuse import Kind, fuse
 
@@ -26,8 +35,18 @@ if TYPE_CHECKING:
     from twostroke.program import Op, Program
     from twostroke.program.fuse import Fused
 
+T = TypeVar("T")
+
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A weight of one dimension as the kernels read it: float32, with `offset` added."""
+
+    name: str
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +59,7 @@ class Lowered:
 
     ops: tuple[OpRecord, ...]
     matrices: tuple[str, ...]
-    vectors: tuple[str, ...]
+    vectors: tuple[Vector, ...]
     ropes: tuple[Rope, ...]
     buffer_widths: tuple[int, ...]
 
@@ -65,13 +84,13 @@ def _check(program: Program) -> None:
 
 
 @dataclass(slots=True)
-class _Table:
-    """Names in the order in which they were first met."""
+class _Table(Generic[T]):
+    """Things in the order in which they were first met."""
 
-    places: dict[str, int] = field(default_factory=dict)
+    places: dict[T, int] = field(default_factory=dict)
 
-    def place(self, name: str | None) -> int:
-        return NONE if name is None else self.places.setdefault(name, len(self.places))
+    def place(self, thing: T) -> int:
+        return self.places.setdefault(thing, len(self.places))
 
 
 @dataclass(slots=True)
@@ -119,9 +138,10 @@ class _Lowering:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
         self._buffers = _Buffers(Counter({n: len(ops) for n, ops in self._readers.items()}))
-        self._matrices, self._vectors = _Table(), _Table()
-        self._ropes: dict[Rope, int] = {}
-        self._absorbed: set[str] = set()  # outputs of rotations done behind their product
+        self._matrices: _Table[str] = _Table()
+        self._vectors: _Table[Vector] = _Table()
+        self._ropes: _Table[Rope] = _Table()
+        self._absorbed: set[str] = set()  # outputs of what is done right behind a product
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product
         self._ops: list[OpRecord] = []
 
@@ -138,7 +158,7 @@ class _Lowering:
             tuple(self._ops),
             tuple(self._matrices.places),
             tuple(self._vectors.places),
-            tuple(self._ropes),
+            tuple(self._ropes.places),
             tuple(self._buffers.widths),
         )
 
@@ -153,47 +173,71 @@ class _Lowering:
                 self._logits(norm, logits)
             case Kind.LINEAR_ADD, (Linear() as linear, Add() as add):
                 self._linear_add(linear, add)
+            case Kind.NORM_ADD, (RMSNorm() as post, Add() as add):
+                self._norm_add(post, add)
+            case Kind.EMBED_SCALE, (Embed() as embed, Scale() as scale):
+                self._embed(embed, scale.output, scale.factor)
+            case Kind.SINGLE, (op,):
+                self._single(op)
             case _:
-                for op in run.parts:
-                    self._single(op)
+                raise BackendError(f"The cpu backend has no kernel for {run.kind.value}.")
 
     def _single(self, op: Op) -> None:
         match op:
+            case _ if op.output in self._absorbed:
+                pass
             case Linear():
                 self._linears(None, [op])
             case Logits():
                 self._logits(None, op)
-            case Rope() if op.output in self._absorbed:
-                pass
             case Attention():
                 self._attention(op)
             case Embed():
-                self._emit(OpKind.EMBED, op, weight=self._matrices.place(op.table))
+                self._embed(op, op.output, 1.0)
             case RMSNorm():
                 self._emit(OpKind.NORM, op, norm=op)
             case Rope():
                 self._emit(OpKind.ROPE, op, rope=self._rope(op))
             case GatedActivation():
-                self._emit(OpKind.ACTIVATION, op)
+                self._emit(OpKind.ACTIVATION, op).activation = ACTIVATIONS[op.activation]
+            case Scale():
+                self._emit(OpKind.SCALE, op).factor = op.factor
             case Add():
                 self._emit(OpKind.ADD, op)
+            case _:
+                raise BackendError(f"The cpu backend has no kernel for {type(op).__name__}.")
 
     def _emit(
-        self,
-        kind: OpKind,
-        op: Op,
-        norm: RMSNorm | None = None,
-        weight: int = NONE,
-        rope: int = NONE,
-    ) -> None:
+        self, kind: OpKind, op: Op, norm: RMSNorm | None = None, rope: int = NONE
+    ) -> OpRecord:
         """Append a record with up to two inputs and one output."""
         record = self._record(kind, op.inputs[0] if op.inputs else None, norm)
         if len(op.inputs) > 1:
             record.y = self._buffers.of_value[op.inputs[1]]
         record.width = op.width
         buffer = self._buffers.write(op.output, op.width)
-        self._add_output(record, OutputRecord(weight, NONE, buffer, op.width, rope, Store.NOTHING))
+        self._add_output(record, _output(buffer, op.width, rope=rope))
         self._append(record, op.inputs)
+        return record
+
+    def _embed(self, op: Embed, output: str, factor: float) -> None:
+        record = self._record(OpKind.EMBED, None, None)
+        record.width, record.factor = op.width, factor
+        buffer = self._buffers.write(output, op.width)
+        weight = self._matrices.place(op.table)
+        self._add_output(record, _output(buffer, op.width, weight=weight))
+        self._append(record, ())
+
+    def _norm_add(self, norm: RMSNorm, add: Add) -> None:
+        if self._buffers.reads_left[add.a] > 1:
+            self._single(norm)
+            self._single(add)
+            return
+        record = self._record(OpKind.NORM, norm.x, norm)
+        record.width = norm.width
+        record.y = self._buffers.take_over(add.output, add.a)
+        self._add_output(record, _output(record.y, norm.width))
+        self._append(record, [norm.x, add.a])
 
     def _linears(self, norm: RMSNorm | None, linears: list[Linear]) -> None:
         """Append products of one input, with what can be done to them while they are at hand."""
@@ -207,10 +251,19 @@ class _Lowering:
         self._buffers.done([x])
 
     def _product(self, record: OpRecord, op: Linear) -> OutputRecord:
-        name, rope, store = op.output, NONE, Store.NOTHING
+        output = _output(NONE, op.width, weight=self._matrices.place(op.weight))
+        if op.bias is not None:
+            output.bias = self._vectors.place(Vector(op.bias))
+        name = op.output
         reader = self._only_reader(name)
+        if isinstance(reader, RMSNorm) and self._is_of_heads(reader):
+            name = reader.output
+            output.norm = self._vectors.place(Vector(reader.weight, reader.offset))
+            output.head_dim, output.epsilon = reader.width // reader.num_groups, reader.epsilon
+            self._absorbed.add(name)
+            reader = self._only_reader(name)
         if isinstance(reader, Rope):
-            name, rope = reader.output, self._rope(reader)
+            name, output.rope = reader.output, self._rope(reader)
             self._absorbed.add(name)
             reader = self._only_reader(name)
         if (
@@ -219,21 +272,25 @@ class _Lowering:
             and record.layer in (NONE, reader.layer)
         ):
             record.layer = reader.layer
-            store = Store.KEYS if name == reader.k else Store.VALUES
+            output.store = Store.KEYS if name == reader.k else Store.VALUES
             self._stored.add(name)
-        buffer = self._buffers.write(name, op.width)
-        weight, bias = self._matrices.place(op.weight), self._vectors.place(op.bias)
-        return OutputRecord(weight, bias, buffer, op.width, rope, store)
+        output.buffer = self._buffers.write(name, op.width)
+        return output
+
+    def _is_of_heads(self, norm: RMSNorm) -> bool:
+        """Whether a norm's groups are heads, so small that one thread can compute each."""
+        dim = norm.width // norm.num_groups
+        reader = self._only_reader(norm.output)
+        return isinstance(reader, Rope | Attention) and reader.head_dim == dim
 
     def _gated(self, norm: RMSNorm | None, gate: Linear, up: Linear, act: GatedActivation) -> None:
         assert norm is not None
         record = self._record(OpKind.GATED, norm.x, norm)
-        record.width = gate.in_width
+        record.width, record.activation = gate.in_width, ACTIVATIONS[act.activation]
         buffer = self._buffers.write(act.output, act.width)
         for op in (gate, up):
             weight = self._matrices.place(op.weight)
-            output = OutputRecord(weight, NONE, buffer, act.width, NONE, Store.NOTHING)
-            self._add_output(record, output)
+            self._add_output(record, _output(buffer, act.width, weight=weight))
         self._append(record, [norm.x])
 
     def _linear_add(self, linear: Linear, add: Add) -> None:
@@ -246,16 +303,15 @@ class _Lowering:
         record.accumulate = 1
         buffer = self._buffers.take_over(add.output, add.a)
         weight = self._matrices.place(linear.weight)
-        output = OutputRecord(weight, NONE, buffer, linear.width, NONE, Store.NOTHING)
-        self._add_output(record, output)
+        self._add_output(record, _output(buffer, linear.width, weight=weight))
         self._append(record, [linear.x, add.a])
 
     def _logits(self, norm: RMSNorm | None, op: Logits) -> None:
         x = op.x if norm is None else norm.x
         record = self._record(OpKind.LOGITS, x, norm)
-        record.width = op.in_width
+        record.width, record.soft_cap = op.in_width, op.soft_cap or 0
         weight = self._matrices.place(op.weight)
-        self._add_output(record, OutputRecord(weight, NONE, NONE, op.width, NONE, Store.NOTHING))
+        self._add_output(record, _output(NONE, op.width, weight=weight))
         self._append(record, [x])
 
     def _attention(self, op: Attention) -> None:
@@ -266,7 +322,7 @@ class _Lowering:
         # Storing the one that is in the pages already a second time does no harm.
         record.is_stored = int(all(stored))
         buffer = self._buffers.write(op.output, op.width)
-        self._add_output(record, OutputRecord(NONE, NONE, buffer, op.width, NONE, Store.NOTHING))
+        self._add_output(record, _output(buffer, op.width))
         self._append(record, op.inputs)
 
     def _tap(self, name: str) -> None:
@@ -279,7 +335,7 @@ class _Lowering:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
         record.x = NONE if x is None else self._buffers.of_value[x]
         if norm is not None:
-            record.norm = self._vectors.place(norm.weight)
+            record.norm = self._vectors.place(Vector(norm.weight, norm.offset))
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
         return record
 
@@ -295,8 +351,13 @@ class _Lowering:
     def _rope(self, op: Rope) -> int:
         """Return the place of a rotation; equal ones share their angles."""
         angles = Rope("", "", 1, op.head_dim, op.inverse_frequencies, op.interleaved, op.magnitude)
-        return self._ropes.setdefault(angles, len(self._ropes))
+        return self._ropes.place(angles)
 
     def _only_reader(self, name: str) -> Op | None:
         readers = self._readers.get(name, [])
         return readers[0] if len(readers) == 1 and name not in self._taps else None
+
+
+def _output(buffer: int, width: int, weight: int = NONE, rope: int = NONE) -> OutputRecord:
+    """Return an output that nothing but perhaps a rotation follows."""
+    return OutputRecord(weight=weight, bias=NONE, buffer=buffer, width=width, norm=NONE, rope=rope)

@@ -6,6 +6,7 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
+from twostroke.program import Activation
 from twostroke.sample.rows import RESULT, ROW
 
 NONE = -1
@@ -24,7 +25,12 @@ class OpKind(IntEnum):
     ACTIVATION = 6
     ADD = 7
     LOGITS = 8
-    TAP = 9
+    SCALE = 9
+    TAP = 10
+
+
+# What the kernels call the functions of a gate.
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 class Store(IntEnum):
@@ -43,6 +49,9 @@ class OutputRecord(ctypes.Structure):
         ("bias", c_int32),
         ("buffer", c_int32),
         ("width", c_int32),
+        ("norm", c_int32),
+        ("head_dim", c_int32),
+        ("epsilon", c_float),
         ("rope", c_int32),
         ("store", c_int32),
     )
@@ -64,6 +73,9 @@ class OpRecord(ctypes.Structure):
         ("layer", c_int32),
         ("num_heads", c_int32),
         ("scale", c_float),
+        ("factor", c_float),
+        ("soft_cap", c_float),
+        ("activation", c_int32),
         ("is_stored", c_int32),
         ("tap", c_int32),
         ("num_outputs", c_int32),

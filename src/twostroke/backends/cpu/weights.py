@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.cpu.lower import Vector
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
@@ -34,7 +35,7 @@ class PackedWeights:
         library: ctypes.CDLL,
         tensors: Mapping[str, QuantTensor],
         matrices: Sequence[str],
-        vectors: Sequence[str],
+        vectors: Sequence[Vector],
     ) -> None:
         """Reserve the memory; nothing is read yet.
 
@@ -44,7 +45,7 @@ class PackedWeights:
         """
         self._library = library
         self._tensors = {name: tensors[name] for name in matrices}
-        self._vectors = {name: tensors[name].dequantize().reshape(-1) for name in vectors}
+        self._vectors = {vector: _floats(tensors[vector.name], vector.offset) for vector in vectors}
         sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
         self._size = sum(sizes)
         self._memory: int | None = library.ts_map_memory(self._size)
@@ -61,9 +62,9 @@ class PackedWeights:
         """Return where a matrix lies."""
         return self._records[name]
 
-    def vector(self, name: str) -> NDArray[np.float32]:
-        """Return a vector."""
-        return self._vectors[name]
+    def vector(self, vector: Vector) -> NDArray[np.float32]:
+        """Return a vector's values."""
+        return self._vectors[vector]
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +101,11 @@ class PackedWeights:
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)
             self._memory = None
+
+
+def _floats(tensor: QuantTensor, offset: float) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = tensor.dequantize().reshape(-1)
+    return values if offset == 0 else values + np.float32(offset)
 
 
 def _matrix_shape(tensor: QuantTensor) -> tuple[int, int]:

@@ -1,0 +1,93 @@
+"""Small Programs made of the blocks of every family, with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twostroke.models import ModelSpec, RopeSpec
+from twostroke.models.blocks import attention, decoder, feed_forward, norm, pre_norm_layer
+from twostroke.program import Activation, Add
+from twostroke.quant import FORMATS, QuantTensor
+
+if TYPE_CHECKING:
+    from twostroke.program import Op, Program
+
+    Model = tuple[Program, dict[str, QuantTensor]]
+
+VOCAB_SIZE = 250
+
+SPEC = ModelSpec(
+    architecture="llama",
+    name="small",
+    num_layers=2,
+    hidden_size=64,
+    ffn_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=VOCAB_SIZE,
+    context_length=640,
+    norm_epsilon=1e-6,
+    rope=RopeSpec(10000.0, 32, interleaved=False),
+    tied_embeddings=True,
+)
+
+
+def _post_norm_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """A layer whose parts are normed before and after."""
+    name, middle = f"blk.{layer}", f"h{layer}"
+    parts = [f"{name}.{part}" for part in ("a", "b", "c", "d", "e", "f")]
+    return [
+        norm(spec, parts[0], x, f"{name}.attn_norm"),
+        *attention(spec, layer, parts[0], parts[1], head_norms=True),
+        norm(spec, parts[2], parts[1], f"{name}.post_attention_norm"),
+        Add(middle, x, parts[2], spec.hidden_size),
+        norm(spec, parts[3], middle, f"{name}.ffn_norm"),
+        *feed_forward(spec, layer, parts[3], parts[4]),
+        norm(spec, parts[5], parts[4], f"{name}.post_ffw_norm"),
+        Add(output, middle, parts[5], spec.hidden_size),
+    ]
+
+
+def _plain(**changes: Any) -> Program:
+    return decoder(replace(SPEC, **changes), pre_norm_layer)
+
+
+def _head_norms(**changes: Any) -> Program:
+    return decoder(replace(SPEC, **changes), partial(pre_norm_layer, head_norms=True))
+
+
+def _post_norms(**changes: Any) -> Program:
+    spec = replace(SPEC, activation=Activation.GELU_TANH, **changes)
+    return decoder(spec, _post_norm_layer, embedding_scale=8.0)
+
+
+PROGRAMS: dict[str, Program] = {
+    "biases": _plain(qkv_bias=True, output_bias=True),
+    "head norms": _head_norms(tied_embeddings=False),
+    "post norms": _post_norms(norm_offset=1.0, num_kv_heads=1, logit_soft_cap=5.0),
+}
+
+
+def random_tensors(
+    program: Program, fmt: str = "F32", embedding_fmt: str = "F32", seed: int = 0
+) -> dict[str, QuantTensor]:
+    """Return weights for a Program: matrices in `fmt`, tables in `embedding_fmt`, the rest F32."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in program.weight_shapes.items():
+        values = rng.standard_normal(shape) * shape[-1] ** -0.5
+        chosen = fmt
+        if len(shape) == 1:
+            values = 1 + 0.1 * values if "norm" in name else values
+            chosen = "F32"
+        elif name in {"token_embd.weight", "output.weight"}:
+            chosen = embedding_fmt
+        elif "ffn_gate_inp" in name:
+            values, chosen = values * 3, "F32"
+        tensors[name] = QuantTensor.from_floats(values.astype(np.float32), FORMATS[chosen])
+    return tensors
