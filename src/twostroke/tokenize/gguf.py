@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from twostroke.core.errors import ModelFormatError, nearest
-from twostroke.tokenize.alphabets import byte_level_bytes, byte_token
+from twostroke.tokenize.alphabets import byte_level_bytes, byte_token, sentencepiece_bytes
 from twostroke.tokenize.ends import end_ids
+from twostroke.tokenize.gguf_fields import BYTE, Fields
 from twostroke.tokenize.merges import MergeOptions, Merges
-from twostroke.tokenize.pretokenizers import PreTokenizer, pre_tokenizer
-from twostroke.tokenize.specials import AddedToken
+from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
+from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
+from twostroke.tokenize.pretokenizers import pre_tokenizer
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
+from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, unicode_form, words_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-T = TypeVar("T")
-
-# Token types of the format: normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+    from twostroke.tokenize.pairs import Pairs
+    from twostroke.tokenize.specials import AddedToken
+    from twostroke.tokenize.words import Cut
 
 
 def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
@@ -30,143 +32,119 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     ModelFormatError for a kind of tokenizer or pre-tokenizer that is not known and for metadata
     that does not hold together.
     """
-    kind = _get(metadata, "model", str)
+    kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFormatError("The model file has no tokenizer (tokenizer.ggml.model is missing).")
-    build = _KINDS.get(kind)
+    build = _KINDS.get(str(kind))
     if build is None:
         raise ModelFormatError(
             f"The tokenizer kind '{kind}' (tokenizer.ggml.model) is not known; "
-            f"known are {', '.join(_KINDS)}.{nearest(kind, _KINDS)}"
+            f"known are {', '.join(_KINDS)}.{nearest(str(kind), _KINDS)}"
         )
-    return build(metadata)
+    return build(Fields(metadata))
 
 
-def _byte_level(metadata: Mapping[str, object]) -> Tokenizer:
-    spec = pre_tokenizer(_get(metadata, "pre", str) or "default")
-    tokens = cast("Sequence[str]", _array(metadata, "tokens"))
-    types = cast("Sequence[int]", _array(metadata, "token_type", optional=True))
-    if len(types) not in (0, len(tokens)):
-        raise ModelFormatError(
-            f"The tokenizer has {len(tokens)} tokens but {len(types)} token types."
-        )
-    odd = [(id_, kind) for id_, kind in enumerate(types) if kind != 1]
-    added = tuple(
-        AddedToken(id_, tokens[id_], special=kind != _USER_DEFINED)
-        for id_, kind in odd
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+def _byte_level(fields: Fields) -> Tokenizer:
+    """GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
+    spec = pre_tokenizer(fields.get("pre", str) or "default")
+    added = fields.added()
+    vocabulary = Vocabulary(fields.tokens, _specials(added))
+    merges = Merges(
+        vocabulary,
+        _listed(fields, vocabulary, added),
+        MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges),
     )
-    vocabulary = {text: id_ for id_, text in enumerate(tokens)}
-    odd_texts = _doubles(tokens, vocabulary)
-    for token in added:
-        vocabulary.pop(token.text, None)
-    lines = cast("Sequence[str]", _array(metadata, "merges"))
-    bos_id = _token_id(metadata, "bos_token_id", len(tokens))
-    ends = [_token_id(metadata, key, len(tokens)) for key in _END_KEYS]
-    return Tokenizer(
-        TokenizerParts(
-            merges=_merges(vocabulary, lines, spec, added),
-            cut=words_by([unicode_form("NFC")] if spec.nfc else [], [*map(cut_at, spec.patterns)]),
-            vocab_size=len(tokens),
-            to_bytes=byte_level_bytes,
-            added=added,
-            odd_texts=odd_texts,
-            odd_bytes=_byte_tokens(tokens, odd),
-            bos_id=bos_id,
-            eos_ids=end_ids((end for end in ends if end is not None), added),
-            prefix_ids=_around(metadata, "add_bos_token", bos_id, default=spec.add_bos),
-            suffix_ids=_around(metadata, "add_eos_token", ends[0], default=False),
-            space_prefix=_get(metadata, "add_space_prefix", bool) or False,
-            named_texts=_named_texts(metadata, tokens),
-            chat_templates=_chat_templates(metadata),
-        )
+    normalizers = [unicode_form("NFC")] if spec.nfc else []
+    cut = words_by(normalizers, [*map(cut_at, spec.patterns)])
+    parts = _parts(fields, added, merges, cut, begin=spec.add_bos)
+    space = fields.get("add_space_prefix", bool) or False
+    return Tokenizer(replace(parts, to_bytes=byte_level_bytes, space_prefix=space))
+
+
+def _sentencepiece(fields: Fields) -> Tokenizer:
+    """SentencePiece's kind: characters merged by the scores of what they make, bytes for others."""
+    # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
+    runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
+    texts = list(fields.tokens)
+    for id_ in runs:
+        texts[id_] = SPACE * len(texts[id_])
+    added = tuple(token for token in fields.added() if token.id not in runs)
+    bytes_of = _byte_tokens(fields)
+    vocabulary = Vocabulary(texts, [*_specials(added), *bytes_of])
+    scores = list(cast("Sequence[float]", fields.array("scores")))
+    if len(scores) != len(texts):
+        raise ModelFormatError(f"The tokenizer has {len(texts)} tokens but {len(scores)} scores.")
+    for id_ in runs:
+        scores[id_] = float("inf")
+    ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
+    options = MergeOptions(
+        byte_level=False,
+        byte_ids=tuple(ids_of.get(value) for value in range(256)),
+        unknown=fields.unknown_id,
+        fuse_unknown=True,
     )
+    space = fields.get("add_space_prefix", bool) is not False
+    merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), options)
+    cut = words_by([marking(prefix=space)], [cut_before_spaces(vocabulary)])
+    parts = _parts(fields, added, merges, cut, begin=True)
+    return Tokenizer(replace(parts, to_bytes=sentencepiece_bytes, strip_space=space))
 
 
 # A registry that is a visible dictionary: `tokenizer.ggml.model` to its reader.
-_KINDS: dict[str, Callable[[Mapping[str, object]], Tokenizer]] = {"gpt2": _byte_level}
+_KINDS: dict[str, Callable[[Fields], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
 
 
-def _merges(
-    vocabulary: dict[str, int],
-    lines: Sequence[str],
-    spec: PreTokenizer,
-    added: tuple[AddedToken, ...],
-) -> Merges:
-    options = MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges)
+def _parts(
+    fields: Fields, added: tuple[AddedToken, ...], merges: Merges, cut: Cut, *, begin: bool
+) -> TokenizerParts:
+    """Return what both kinds read alike; `begin` is whether they add `bos_token` by default."""
+    prefix, suffix = fields.around(begin=begin, end=False)
+    return TokenizerParts(
+        merges=merges,
+        cut=cut,
+        vocab_size=len(fields.tokens),
+        to_bytes=str.encode,
+        added=added,
+        odd_bytes=_byte_tokens(fields),
+        bos_id=fields.bos_id,
+        eos_ids=end_ids((end for end in fields.ends if end is not None), added),
+        prefix_ids=prefix,
+        suffix_ids=suffix,
+        named_texts=fields.named_texts(),
+        chat_templates=fields.chat_templates(),
+    )
+
+
+def _specials(added: tuple[AddedToken, ...]) -> list[int]:
+    return [token.id for token in added if token.special]
+
+
+def _is_spaces(text: str) -> bool:
+    return bool(text) and not text.strip(" ")
+
+
+def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
+    lines = cast("Sequence[str]", fields.array("merges"))
+    pairs = [_pair(line) for line in lines]
     try:
-        return Merges(vocabulary, _pairs(lines), options)
+        return ListedPairs(pairs, vocabulary)
     except ModelFormatError:
         # Merges may pass through a control token, which is not in the vocabulary on purpose.
-        apart = {token.text for token in added}
-        kept = [(a, b) for a, b in _pairs(lines) if not apart.intersection((a, b, a + b))]
-        return Merges(vocabulary, kept, options)
+        apart = {vocabulary.spelling(id_) for id_ in _specials(added)}
+        kept = [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))]
+        return ListedPairs(kept, vocabulary)
 
 
-def _pairs(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for line in lines:
-        left, _, right = line.partition(" ")
-        yield left, right
+def _pair(line: str) -> tuple[bytes, bytes]:
+    left, _, right = line.encode("utf-8", "surrogateescape").partition(b" ")
+    return left, right
 
 
-def _doubles(tokens: Sequence[str], vocabulary: dict[str, int]) -> dict[int, str]:
-    """Return the ids that share their text with a later id, which the merger cannot name."""
-    if len(vocabulary) == len(tokens):
-        return {}
-    return {id_: text for id_, text in enumerate(tokens) if vocabulary[text] != id_}
-
-
-def _byte_tokens(tokens: Sequence[str], odd: list[tuple[int, int]]) -> dict[int, bytes]:
-    pairs = ((id_, byte_token(tokens[id_])) for id_, kind in odd if kind == _BYTE)
+def _byte_tokens(fields: Fields) -> dict[int, bytes]:
+    pairs = (
+        (id_, byte_token(fields.tokens[id_])) for id_, kind in fields.types.items() if kind == BYTE
+    )
     return {id_: value for id_, value in pairs if value is not None}
-
-
-def _around(
-    metadata: Mapping[str, object], key: str, token_id: int | None, *, default: bool
-) -> tuple[int, ...]:
-    wanted = _get(metadata, key, bool)
-    wanted = default if wanted is None else wanted
-    return (token_id,) if wanted and token_id is not None else ()
-
-
-def _named_texts(metadata: Mapping[str, object], tokens: Sequence[str]) -> dict[str, str]:
-    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: _token_id(metadata, f"{key}_token_id", len(tokens)) for name, key in keys.items()}
-    return {f"{name}_token": tokens[id_] for name, id_ in ids.items() if id_ is not None}
-
-
-def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
-    key = "tokenizer.chat_template"
-    # By name first: to read the value of every key would decode the large arrays again.
-    names = [name for name in metadata if name == key or name.startswith(key + ".")]
-    found = {name[len(key) + 1 :] or "default": metadata[name] for name in names}
-    return {name: source for name, source in found.items() if isinstance(source, str)}
-
-
-def _get(metadata: Mapping[str, object], key: str, kind: type[T]) -> T | None:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        return None
-    if not isinstance(value, kind):
-        raise ModelFormatError(
-            f"tokenizer.ggml.{key} is of type {type(value).__name__}, not {kind.__name__}."
-        )
-    return value
-
-
-def _array(metadata: Mapping[str, object], key: str, *, optional: bool = False) -> Sequence[object]:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None and optional:
-        return ()
-    if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
-        raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
-    return cast("Sequence[object]", value)
-
-
-def _token_id(metadata: Mapping[str, object], key: str, vocab_size: int) -> int | None:
-    value = _get(metadata, key, int)
-    if value is not None and not 0 <= value < vocab_size:
-        raise ModelFormatError(
-            f"tokenizer.ggml.{key} is {value}, outside the vocabulary of {vocab_size} tokens."
-        )
-    return value

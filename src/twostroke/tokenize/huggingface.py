@@ -10,14 +10,17 @@ from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import read_words
 from twostroke.tokenize.ends import end_ids
 from twostroke.tokenize.merges import MergeOptions, Merges
+from twostroke.tokenize.pairs import ListedPairs
 from twostroke.tokenize.specials import AddedToken
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
+from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 _MAX_FILE_BYTES = 256 * 1024**2
+_MAX_IDS = 1 << 24  # far above any vocabulary: there is one text for each id
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Options of the format that no language model sets, and that would change the ids.
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -68,16 +71,12 @@ def _build(
     byte_level = '"ByteLevel"' in json.dumps(
         [description.get("pre_tokenizer"), description.get("decoder")]
     )
-    vocabulary: dict[str, int] = model["vocab"]
-    vocab_size = 1 + max((*vocabulary.values(), *by_text.values()), default=-1)
-    for token in added:
-        if token.text != model.get("unk_token"):  # the merger itself writes that one
-            vocabulary.pop(token.text, None)
     try:
         words = read_words(description)
-        merges = _merges(model, set(by_text), byte_level=words.byte_level)
+        merges, num_texts = _merger(model, added, byte_level=words.byte_level)
     except ModelFormatError as error:
         raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
+    vocab_size = max(num_texts, *(token.id + 1 for token in added), 0)
     prefix, suffix = _around(description.get("post_processor"))
     ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
     ends += _configured_ends(folder)
@@ -100,23 +99,48 @@ def _build(
     )
 
 
-def _merges(model: dict[str, Any], apart: set[str], *, byte_level: bool) -> Merges:
-    """Return the merger alone: no merge leads to or through the added tokens `apart`."""
+def _texts(vocab: dict[str, int]) -> list[str]:
+    """Return the texts by id; an id that the file leaves out has none."""
+    ids = vocab.values()
+    if any(type(id_) is not int or not 0 <= id_ < _MAX_IDS for id_ in ids):
+        raise ModelFormatError(f"its token ids are not whole numbers below {_MAX_IDS}.")
+    texts = [""] * (max(ids, default=-1) + 1)
+    for text, id_ in vocab.items():
+        texts[id_] = text
+    return texts
+
+
+def _merger(
+    model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
+) -> tuple[Merges, int]:
+    """Return the merger and how many ids it has; no merge leads to or through a special token."""
     for name in _NOT_KNOWN:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
+    texts = _texts(model["vocab"])
+    # The merger itself writes the unknown token; merges may lead to what is not special.
+    hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
+    apart = {token.text for token in hidden}
+    vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
     pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
-    return Merges(
-        model["vocab"],
-        [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))],
-        MergeOptions(
-            byte_level=byte_level,
-            ignore_merges=bool(model.get("ignore_merges")),
-            byte_fallback=bool(model.get("byte_fallback")),
-            unknown=model.get("unk_token"),
-            fuse_unknown=bool(model.get("fuse_unk")),
-        ),
+    kept = [(a.encode(), b.encode()) for a, b in pairs if not apart.intersection((a, b, a + b))]
+    bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
+    options = MergeOptions(
+        byte_level=byte_level,
+        ignore_merges=bool(model.get("ignore_merges")),
+        byte_ids=tuple(bytes_of) if model.get("byte_fallback") else (),
+        unknown=_unknown(model, vocabulary),
+        fuse_unknown=bool(model.get("fuse_unk")),
     )
+    return Merges(vocabulary, ListedPairs(kept, vocabulary), options), len(texts)
+
+
+def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
+    text = model.get("unk_token")
+    found = None if text is None else vocabulary.find(str(text).encode())
+    if text is not None and found is None:
+        raise ModelFormatError(f"the tokenizer's unknown token '{text}' is no token.")
+    return found
 
 
 def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

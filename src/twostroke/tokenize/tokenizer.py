@@ -37,7 +37,6 @@ class TokenizerParts:
     to_bytes: Callable[[str], bytes]
     added: tuple[AddedToken, ...] = ()
     cut_rest: Cut | None = None
-    odd_texts: Mapping[int, str] = field(default_factory=dict)
     odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
@@ -62,8 +61,7 @@ class Tokenizer:
         self._cut = parts.cut
         self._cut_rest = parts.cut_rest or parts.cut
         self._to_bytes = parts.to_bytes
-        self._odd_texts = dict(parts.odd_texts)
-        self._odd_texts.update((token.id, token.text) for token in parts.added)
+        self._added_by_id = {token.id: token for token in parts.added}
         self._added_by_text = {token.text: token for token in parts.added}
         self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
         self._space_prefix = parts.space_prefix
@@ -131,9 +129,9 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None for an id that it lacks."""
-        odd = self._odd_texts.get(token_id)
-        if odd is not None:
-            return odd
+        added = self._added_by_id.get(token_id)
+        if added is not None:
+            return added.text
         if not 0 <= token_id < 1 << 31:
             raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
         return self._merges.text_of(token_id)
@@ -151,7 +149,7 @@ class Tokenizer:
         text = self.token_text(token_id)
         if text is None:
             return b""
-        if text in self._added_by_text:  # spelled as it is, in no alphabet
+        if token_id in self._added_by_id:  # spelled as it is, in no alphabet
             return text.encode("utf-8", "replace")
         return self._to_bytes(text)
 

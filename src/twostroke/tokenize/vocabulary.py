@@ -1,0 +1,96 @@
+"""A vocabulary as one piece of memory: every token's text, and the way from a text to its id."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.errors import ModelFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+
+class Vocabulary:
+    """The texts of the token ids 0, 1, 2 and so on, in UTF-8, and `find` for the way back.
+
+    A quarter of a million Python strings and a dictionary over them take some 35 MB; this takes
+    about 7. Texts are found by their hash, which Python seeds anew in each process, so no file can
+    choose texts that collide. Of several ids with one text the last is found.
+    """
+
+    def __init__(self, texts: Iterable[str], hidden: Collection[int] = ()) -> None:
+        """`hidden` ids have a text but are never found by it.
+
+        Raises ModelFormatError for more text than can be addressed.
+        """
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._blob = b"".join(encoded)
+        if len(self._blob) >= 1 << 32:
+            raise ModelFormatError("The tokenizer's texts take more than 4 GiB.")
+        self._starts = array("I", bytes(4))
+        self._starts.frombytes(np.cumsum([*map(len, encoded)], dtype=np.uint32).tobytes())
+        hashes = np.fromiter(map(hash, encoded), np.int64, len(encoded))
+        ids = np.arange(len(encoded), dtype=np.uint32)
+        if hidden:
+            ids = np.delete(ids, np.fromiter(hidden, np.int64, len(hidden)))
+        order = ids[np.argsort(hashes[ids], kind="stable")]
+        self._hashes = array("q", hashes[order].tobytes())
+        self._ids = array("I", order.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def find(self, text: bytes) -> int | None:
+        """Return the id of the token whose UTF-8 is `text`, or None."""
+        hashes, key = self._hashes, hash(text)
+        place = bisect_left(hashes, key)
+        found = None
+        while place < len(hashes) and hashes[place] == key:
+            id_ = self._ids[place]
+            if self._blob[self._starts[id_] : self._starts[id_ + 1]] == text:
+                found = id_
+            place += 1
+        return found
+
+    def find_all(self, texts: Sequence[bytes]) -> NDArray[np.int64]:
+        """Return the ids of many texts at once, -1 for those that are no tokens.
+
+        Here a text is taken for the token that has its 64-bit hash and its length.
+        """
+        hashes = np.frombuffer(self._hashes, np.int64)
+        if not len(hashes):
+            return np.full(len(texts), -1)
+        keys = np.fromiter(map(hash, texts), np.int64, len(texts))
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        places = np.searchsorted(hashes, keys, side="right") - 1
+        ids = np.frombuffer(self._ids, np.uint32)[places].astype(np.int64)
+        sizes = np.diff(np.frombuffer(self._starts, np.uint32))[ids]
+        return np.where((hashes[places] == keys) & (sizes == lengths), ids, -1)
+
+    def spelling(self, token_id: int) -> bytes:
+        """Return the UTF-8 of a token's text; empty for an id that the vocabulary lacks."""
+        if not 0 <= token_id < len(self):
+            return b""
+        return self._blob[self._starts[token_id] : self._starts[token_id + 1]]
+
+    def text(self, token_id: int) -> str | None:
+        """Return a token's text, or None for an id that the vocabulary lacks."""
+        spelling = self.spelling(token_id)
+        return spelling.decode("utf-8", "surrogateescape") if spelling else None
+
+    def before(self, char: str) -> str:
+        """Return the characters that stand before `char` inside some token, `char` apart."""
+        sign = char.encode()
+        matches = re.finditer(re.escape(sign), self._blob)
+        places = np.fromiter((match.start() for match in matches), np.int64)
+        starts = np.frombuffer(self._starts, np.uint32)
+        inner = places[~np.isin(places, starts) & ~np.isin(places - len(sign), places)]
+        ends = (self._blob[max(place - 4, 0) : place] for place in inner.tolist())
+        return "".join(sorted({end.decode("utf-8", "ignore")[-1:] for end in ends}))

@@ -1,0 +1,70 @@
+"""A SentencePiece-style tokenizer small enough to reason about, and a slow plain twin of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from twostroke.tokenize import Tokenizer, from_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"
+UNK, START, END, TAG = "<unk>", "<s>", "</s>", "<tag>"
+# In the order of their scores, the best first; "s>▁" reaches across a space.
+MADE = ["he", "ll", "▁he", "hell", "llo", "▁hell", "lo", "▁hello", "aa", "aaa", "aaaa"]
+MADE += ["▁a", "ab", "bab", "s>▁b", "s>", ">▁", ">▁b", "日本", "é▁"]
+LETTERS = "▁helosabw>é日本"
+
+
+def piece_metadata(**keys: object) -> dict[str, object]:
+    """GGUF metadata of the tokenizer; `keys` sets keys, None removes one."""
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    runs = ["  ", "   ", "    "]
+    tokens = [UNK, START, END, TAG, *runs, *byte_tokens, *LETTERS, *MADE]
+    types = [UNKNOWN, CONTROL, CONTROL, USER_DEFINED, *[USER_DEFINED] * len(runs)]
+    types += [BYTE] * 256 + [NORMAL] * (len(LETTERS) + len(MADE))
+    scores = [-1000.0] * (4 + len(runs)) + [0.0] * 256
+    scores += [-1e9] * len(LETTERS)
+    scores += [-float(place) for place in range(len(tokens) - len(scores))]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    metadata.update((f"tokenizer.ggml.{key}", value) for key, value in keys.items())
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def piece_tokenizer(**keys: object) -> Tokenizer:
+    """The tokenizer itself."""
+    return from_gguf(piece_metadata(**keys))
+
+
+def slow_pieces(text: str, scores: Mapping[str, float]) -> list[str]:
+    """Merge a marked text by SentencePiece's rule, looking at all neighbours for each merge.
+
+    Of neighbours whose text joined has a score, the best score first, the leftmost of equals.
+    """
+    pieces = list(text)
+    while True:
+        found = [
+            (-scores[a + b], place)
+            for place, (a, b) in enumerate(pairwise(pieces))
+            if a + b in scores and a in scores and b in scores
+        ]
+        if not found:
+            return pieces
+        place = min(found)[1]
+        pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
+
+
+def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
+    """Return the texts of tokens."""
+    return [tokenizer.token_text(id_) for id_ in ids]
