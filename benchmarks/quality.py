@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.backends.compare import compare
-from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.machine import memory_available
 from twostroke.engine.build import build_backend
 from twostroke.engine.sizing import size_cache
@@ -83,5 +83,6 @@ def engine_quality(
 def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
     program = build_program(loaded.spec)
     cache = CacheOptions(context_length=min(512, program.context_length))
-    size = size_cache(program, cache, loaded.file_bytes, memory_available())
+    budget = BatchOptions().token_budget
+    size = size_cache(program, cache, budget, loaded.file_bytes, memory_available())
     return build_backend(loaded, program, compute, size)

@@ -226,7 +226,8 @@ def _measure_memory(model: str, result: dict[str, Any]) -> list[tuple[str, str]]
 
     note("Measuring memory")
     loaded = load(model)
-    token_bytes = build_program(loaded.spec).cache_bytes_per_token()
+    layers = build_program(loaded.spec).cache_layers
+    token_bytes = sum(layer.bytes_per_token(2) for layer in layers)
     kv_bytes = _MEMORY_CONTEXT * token_bytes
     peak = peak_memory(model, _MEMORY_CONTEXT, kv_bytes)
     limit = _MEMORY_FACTOR * loaded.file_bytes + kv_bytes

@@ -25,11 +25,12 @@ class Cache:
         chain.extend(tokens, num_pages)
         pages = self.pool.allocate(-(-len(tokens) // PAGE_SIZE))
         for key, page in zip(chain.keys, pages, strict=False):
-            self.index.insert(key, page)
+            self.index.insert(key, [page])
         return pages
 
     def match(self, tokens, salt=b"", num_prompt=None):
-        return self.index.match(self.index.chain(salt), tokens, num_prompt or len(tokens))
+        hit = self.index.match(self.index.chain(salt), tokens, num_prompt or len(tokens))
+        return hit.pages[0]
 
 
 @pytest.fixture

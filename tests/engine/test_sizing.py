@@ -23,7 +23,7 @@ WEIGHT_BYTES = 98 * MB
 
 
 def size(free_bytes: int = 10**11, **options: int | None) -> CacheSize:
-    return size_cache(PROGRAM, CacheOptions(**options), WEIGHT_BYTES, free_bytes)
+    return size_cache(PROGRAM, CacheOptions(**options), 256, WEIGHT_BYTES, free_bytes)
 
 
 def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
@@ -121,7 +121,7 @@ def test_every_advice_works_when_it_is_followed(
 
 def _size_or_refusal(options: CacheOptions, free_bytes: int) -> CacheSize | str:
     try:
-        return size_cache(PROGRAM, options, WEIGHT_BYTES, free_bytes)
+        return size_cache(PROGRAM, options, 256, WEIGHT_BYTES, free_bytes)
     except MemoryLimitError as error:
         return error.message
 

@@ -39,11 +39,11 @@ def cost_model(name: str) -> CostModel:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_cache_bytes_per_token_match_published_figures(name: str) -> None:
-    assert cost_model(name).program.cache_bytes_per_token() == SIZES[name][-1]
+    assert cost_model(name).program.page_bytes(1) == SIZES[name][-1]
 
 
 def test_cache_of_llama_2_13b_for_32_sequences_of_2048_tokens_is_54_gigabytes() -> None:
-    per_token = cost_model("Llama-2-13B").program.cache_bytes_per_token()
+    per_token = cost_model("Llama-2-13B").program.page_bytes(1)
     assert 32 * 2048 * per_token == pytest.approx(53.687e9, rel=1e-4)
 
 

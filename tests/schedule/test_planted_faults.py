@@ -112,13 +112,13 @@ class CountsTooEarly(Scheduler):
         victim.request.num_preemptions += 1
         self._waiting.put_back(victim)
 
-    def _start(self, ticket, pages):
+    def _start(self, ticket, hit):
         before = ticket.request.num_computed
-        super()._start(ticket, pages)
+        super()._start(ticket, hit)
         if before:
             request = ticket.request
-            missing = -(-before // self._pool.page_size) - len(request.pages)
-            request.pages.extend(self._pool.allocate(max(0, missing)))
+            missing = -(-before // self._pool.page_size) - len(request.pages[0])
+            self._holdings.grow(request, max(0, missing))
             request.num_computed = max(before, request.num_computed)
 
 

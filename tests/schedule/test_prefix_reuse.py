@@ -105,6 +105,6 @@ def test_shared_page_is_written_by_nobody():
     steps.step()
     requests = [steps.add(f"r{i}", 9, max_tokens=12, seed=i) for i in range(3)]
     steps.step()
-    assert len({tuple(request.pages[:2]) for request in requests}) == 1
-    assert len({request.pages[2] for request in requests}) == 3
+    assert len({tuple(request.pages[0][:2]) for request in requests}) == 1
+    assert len({request.pages[0][2] for request in requests}) == 3
     steps.finish()

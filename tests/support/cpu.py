@@ -80,7 +80,7 @@ class Sequence:
     def __init__(self, backend: CpuBackend, prompt: list[int], pages: list[int]) -> None:
         self.backend = backend
         self.request = greedy_request(prompt)
-        self.request.pages.extend(pages)
+        self.request.pages = [list(pages)]
 
     def reset(self) -> None:
         """Forget the answer, as if it had just arrived."""

@@ -80,7 +80,7 @@ def tiny_client(
         chat_template=Chat(tokenizer),
         cost=CostModel(program, sizes),
     )
-    pool = PagePool(num_pages, PAGE_SIZE)
+    pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
     loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))

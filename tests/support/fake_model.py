@@ -47,11 +47,13 @@ class FakeModel:
         assert piece.start == request.num_computed, "a slice that does not continue"
         state = _begin(request.salt)
         if piece.start:
-            state = self._slots[request.pages[(piece.start - 1) // size]][(piece.start - 1) % size]
+            state = self._slots[request.pages[0][(piece.start - 1) // size]][
+                (piece.start - 1) % size
+            ]
         for at in range(piece.start, piece.start + piece.count):
             is_output = self.two_arithmetics and at >= request.num_prompt
             state = hash((state, request.tokens[at], is_output))
-            page, slot = request.pages[at // size], at % size
+            page, slot = request.pages[0][at // size], at % size
             assert (page, slot) not in written, "two rows write one slot"
             written.add((page, slot))
             self._slots[page][slot] = state
@@ -61,7 +63,7 @@ class FakeModel:
         end = piece.start + piece.count
         assert end == len(request.tokens), "a token is drawn from the middle of a request"
         states: list[int] = []
-        for page in request.pages[: -(-end // size)]:
+        for page in request.pages[0][: -(-end // size)]:
             states.extend(self._slots[page])
         return _choose(states[:end], request.seed)
 

@@ -15,6 +15,7 @@ from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import FinishReason
 from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
+from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
@@ -128,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run and commit the step in flight."""
         plan = self.flight
         assert plan is not None
-        pages = {page for piece in plan.slices for page in piece.request.pages}
+        pages = {page for piece in plan.slices for page in held(piece.request.pages)}
         assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
         result = self.model.run(plan)
         deltas = self.scheduler.commit(plan, result)

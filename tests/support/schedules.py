@@ -110,7 +110,7 @@ def run_schedule(
     backend: Backend, setting: Setting, requests: Sequence[Request], context_length: int
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions."""
-    pool = PagePool(setting.num_pages, backend.facts.page_size)
+    pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
     strict = not backend.facts.one_arithmetic
     index = PrefixIndex(pool, reuse_generated=not strict) if setting.prefix_cache else None
     config = SchedulerConfig(

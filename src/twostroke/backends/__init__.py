@@ -24,7 +24,8 @@ class BackendFacts:
 
     `one_arithmetic` says that prompt rows and generated rows are computed alike, bit for bit, so
     that pages filled by either serve the other. `level` names the instruction set of the kernels,
-    or whose limits the backend is held against. `num_pages` pages of `page_size` tokens are there.
+    or whose limits the backend is held against. There are `num_pages` pages, each for `page_size`
+    tokens of any one cache group; `windows[g]` is how many positions the rows of group g see.
     """
 
     name: str
@@ -33,6 +34,7 @@ class BackendFacts:
     num_threads: int
     num_pages: int
     page_size: int
+    windows: tuple[int | None, ...]
     one_arithmetic: bool
     weight_bytes: int
     cache_bytes: int

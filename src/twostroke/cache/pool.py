@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
+from twostroke.cache.groups import PageGroups
 from twostroke.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 class PagePool:
     """Reference-counted ids of `num_pages` pages that hold `page_size` tokens each.
+
+    A page serves any of the model's cache groups, whose `windows` say what a request needs of each.
 
     A page is in exactly one of three states:
 
@@ -24,15 +27,19 @@ class PagePool:
     The pool knows ids, not memory: what a page holds is the backend's affair.
 
     Attributes:
+        groups: how many pages of which group a request needs.
         on_evict: called with a cached page just before it is handed out for something else.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         if num_pages < 1 or page_size < 1:
             message = f"A page pool needs pages and a page size of at least 1, not {num_pages} "
             raise UsageError(f"{message}and {page_size}.")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.groups = PageGroups(page_size, windows)
         self.on_evict: Callable[[int], None] | None = None
         self._counts = [0] * num_pages
         self._kept = [False] * num_pages
@@ -94,16 +101,18 @@ class PagePool:
         The deepest page becomes the first to be evicted: without the pages before it no prefix
         could reach it.
         """
-        counts = self._counts
         for page in reversed(pages):
-            assert counts[page] > 0, "a page is released more often than it was taken"
-            counts[page] -= 1
-            if counts[page]:
-                continue
-            if self._kept[page]:
-                self._cached[page] = None
-            else:
-                self._free.append(page)
+            self._drop(page)
+
+    def leave_behind(self, page: int) -> None:
+        """Take back a reference to a page behind a window; it becomes the first to be evicted.
+
+        A prefix can only be met again at a place whose window the index still has, and most places
+        of a sequence are never met again.
+        """
+        self._drop(page)
+        if page in self._cached:
+            self._cached.move_to_end(page, last=False)
 
     def keep(self, page: int) -> None:
         """Let a referenced page outlive its references until it is evicted."""
@@ -121,6 +130,17 @@ class PagePool:
         assert len(free) + len(cached) + len(referenced) == self.num_pages, "two states"
         assert all(self._kept[page] for page in cached), "a cached page is not kept"
         assert not any(self._kept[page] for page in free), "a free page is kept"
+
+    def _drop(self, page: int) -> None:
+        counts = self._counts
+        assert counts[page] > 0, "a page is released more often than it was taken"
+        counts[page] -= 1
+        if counts[page]:
+            return
+        if self._kept[page]:
+            self._cached[page] = None
+        else:
+            self._free.append(page)
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
+
+from twostroke.core.request import NO_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +44,28 @@ class PrefixChain:
             keys.append(key)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The first `num_places` pages of a sequence, as `Request.pages` holds them: a list a group.
+
+    `num_known` is how far the groups that see everything reached: with pages that windows no
+    longer hid, the hit would have had so many.
+    """
+
+    pages: list[list[int]]
+    num_known: int = 0
+
+    @property
+    def num_places(self) -> int:
+        """How many pages long the prefix is."""
+        return len(self.pages[0])
+
+
 class PrefixIndex:
-    """Finds the pages of the longest computed prefix.
+    """Finds the pages of the longest computed prefix, those of each cache group.
+
+    A row behind the prefix must find what it reads: every page in a group that sees everything,
+    and in a group with a window the last few.
 
     It holds no references. A page that was inserted stays, referenced or cached, until the pool
     evicts it, which removes its key. Of two pages with the same key the first stays and the later
@@ -57,12 +80,12 @@ class PrefixIndex:
     def __init__(self, pool: PagePool, *, reuse_generated: bool = True) -> None:
         self.reuse_generated = reuse_generated
         self._pool = pool
-        self._pages: dict[bytes, int] = {}
-        self._keys: dict[int, bytes] = {}
+        self._pages: list[dict[bytes, int]] = [{} for _ in pool.groups.windows]
+        self._keys: dict[int, tuple[int, bytes]] = {}  # group and key of each page
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self._keys)
 
     def chain(self, salt: bytes) -> PrefixChain:
         """Start the keys of a sequence under `salt`."""
@@ -74,7 +97,7 @@ class PrefixIndex:
             num_tokens = num_prompt
         return num_tokens // self._pool.page_size
 
-    def match(self, chain: PrefixChain, tokens: Sequence[int], num_prompt: int) -> list[int]:
+    def match(self, chain: PrefixChain, tokens: Sequence[int], num_prompt: int) -> PrefixHit:
         """Return the pages of the longest known prefix of `tokens`, whose keys `chain` holds.
 
         At least one token is left over: it must be computed for its logits. The caller shares the
@@ -82,29 +105,68 @@ class PrefixIndex:
         """
         num_pages = self.num_reusable(len(tokens) - 1, num_prompt)
         chain.extend(tokens, num_pages)
-        known = self._pages
-        pages = []
-        for key in chain.keys[:num_pages]:
-            page = known.get(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+        keys = chain.keys[:num_pages]
+        windows = self._pool.groups.windows
+        runs = {
+            group: _leading(known, keys)
+            for group, known in enumerate(self._pages)
+            if windows[group] is None
+        }
+        num_known = min(map(len, runs.values()), default=num_pages)
+        num_places = self._num_reachable(keys, num_known)
+        first = self._pool.groups.first_seen(num_places * self._pool.page_size)
+        pages = [
+            runs[group][:num_places]
+            if group in runs
+            else [NO_PAGE] * first[group] + [known[key] for key in keys[first[group] : num_places]]
+            for group, known in enumerate(self._pages)
+        ]
+        return PrefixHit(pages, num_known if runs else num_places)
 
-    def insert(self, key: bytes, page: int) -> bool:
-        """Offer a full, computed, referenced page; return whether it is now the one for `key`."""
-        first = self._pages.setdefault(key, page)
-        if first != page:
-            return False
-        self._keys[page] = key
-        self._pool.keep(page)
-        return True
+    def insert(self, key: bytes, pages: Sequence[int]) -> None:
+        """Offer full, computed, referenced pages, one a group, for their key."""
+        for group, page in enumerate(pages):
+            if self._pages[group].setdefault(key, page) == page:
+                self._keys[page] = (group, key)
+                self._pool.keep(page)
 
     def check(self) -> None:
         """Assert that keys and pages are one to one and that the pool keeps just these pages."""
-        assert {page: key for key, page in self._pages.items()} == self._keys
+        indexed = {
+            page: (group, key)
+            for group, known in enumerate(self._pages)
+            for key, page in known.items()
+        }
+        assert indexed == self._keys
         kept = {page for page in range(self._pool.num_pages) if self._pool.is_kept(page)}
         assert kept == set(self._keys), f"indexed {set(self._keys)}, kept {kept}"
 
+    def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
+        """Return at how many of the first `num_places` every window is filled with known pages."""
+        groups = self._pool.groups
+        sliding = [g for g, window in enumerate(groups.windows) if window is not None]
+        if not sliding:
+            return num_places
+        first = groups.first_seen(num_places * groups.page_size)
+        place = num_places
+        while place > min(first[group] for group in sliding):
+            place -= 1
+            if any(first[g] <= place and keys[place] not in self._pages[g] for g in sliding):
+                num_places = place  # any longer prefix that is left would see this page
+                first = groups.first_seen(num_places * groups.page_size)
+        return num_places
+
     def _forget(self, page: int) -> None:
-        del self._pages[self._keys.pop(page)]
+        group, key = self._keys.pop(page)
+        del self._pages[group][key]
+
+
+def _leading(known: dict[bytes, int], keys: list[bytes]) -> list[int]:
+    """Return the pages of the first keys, up to one that is not known."""
+    pages = []
+    for key in keys:
+        page = known.get(key)
+        if page is None:
+            break
+        pages.append(page)
+    return pages

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
 
 
+NO_PAGE = -1  # stands in a group's list for a page that no row to come will read
+
+
 class FinishReason(Enum):
     """Why a request ended."""
 
@@ -32,7 +35,9 @@ class Request:
         num_prompt: how many of `tokens` are prompt.
         seed: the seed that was drawn or given; row `i` of the output uses counter `i`.
         end_ids: tokens that end the request (empty under `ignore_eos`), stop ids included.
-        pages: ids of the key-value pages that hold `tokens[:num_computed]`, in order.
+        pages: one list for each of the model's cache groups, all equally long: entry i is the id
+            of the key-value page that holds the group's part of `tokens[i * page_size:]`, or
+            `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         salt: separates the prefix cache of one tenant from another's.
         arrival_s: when it was added, on the engine's monotonic clock.
@@ -49,7 +54,7 @@ class Request:
     salt: bytes = b""
     arrival_s: float = 0.0
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_preemptions: int = 0

@@ -19,7 +19,8 @@ NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its 
 class Slice:
     """One request's share of a step: compute `request.tokens[start:start + count]`.
 
-    The keys and values of these tokens go to `request.pages`, which already reach far enough.
+    The keys and values of these tokens go to the pages in `request.pages`, which
+    already reach far enough.
     `samples` says that the last row is the request's newest token, so that a token is drawn
     from its logits.
     """

@@ -88,7 +88,9 @@ def build(
     loaded = load(model)
     program = build_program(loaded.spec)
     weight_bytes = _weight_bytes(loaded, options.compute)
-    size = size_cache(program, options.cache, weight_bytes, memory_available())
+    size = size_cache(
+        program, options.cache, options.batch.token_budget, weight_bytes, memory_available()
+    )
     card = _card(loaded, program, size.context_length)
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
@@ -169,8 +171,9 @@ def _release(mappings: tuple[MappedFile, ...], tensor: QuantTensor) -> None:
 def _build_scheduler(
     cache: CacheOptions, batch: BatchOptions, size: CacheSize, backend: Backend
 ) -> Scheduler:
-    pool = PagePool(size.num_pages, size.page_size)
-    reuse_generated = backend.facts.one_arithmetic or not cache.strict_prefix
+    facts = backend.facts
+    pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
+    reuse_generated = facts.one_arithmetic or not cache.strict_prefix
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(
         context_length=size.context_length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.cache import PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +28,16 @@ class CacheSize:
 
 
 def size_cache(
-    program: Program, options: CacheOptions, weight_bytes: int, available_bytes: int
+    program: Program,
+    options: CacheOptions,
+    token_budget: int,
+    weight_bytes: int,
+    available_bytes: int,
 ) -> CacheSize:
     """Choose the number of pages.
+
+    A request of `context_length` tokens needs pages for all of them in the cache groups that see
+    everything, and in a group with a window for the window and the `token_budget` rows of a step.
 
     Raises:
         UsageError: the context asked for is longer than the model's own.
@@ -43,12 +51,14 @@ def size_cache(
         name=program.name,
         weight_bytes=weight_bytes,
         available_bytes=available_bytes,
-        page_size=options.page_size,
-        page_bytes=options.page_size * program.cache_bytes_per_token(),
+        page_bytes=program.page_bytes(options.page_size),
+        groups=PageGroups(options.page_size, tuple(g.window for g in program.cache_groups)),
+        num_rows=token_budget,
+        max_context=program.context_length,
     )
     if options.memory_bytes is not None and options.memory_bytes > room.free_bytes:
         raise room.too_much_asked(options.memory_bytes)
-    pages_for_one = -(-context_length // options.page_size)
+    pages_for_one = room.num_pages(context_length)
     if options.memory_bytes is not None:
         num_pages = options.memory_bytes // room.page_bytes
     else:
@@ -68,13 +78,19 @@ class _Room:
     name: str
     weight_bytes: int
     available_bytes: int
-    page_size: int
     page_bytes: int
+    groups: PageGroups
+    num_rows: int
+    max_context: int
 
     @property
     def free_bytes(self) -> int:
         """What the weights and the work itself leave for pages."""
         return max(self.available_bytes - self.weight_bytes - _WORKING_BYTES, 0)
+
+    def num_pages(self, context_length: int) -> int:
+        """Return the pages that one request of so many tokens may need."""
+        return self.groups.num_needed(context_length, self.num_rows)
 
     def too_much_asked(self, memory_bytes: int) -> MemoryLimitError:
         """Return the error for a `--kv-memory` that is not there."""
@@ -87,12 +103,12 @@ class _Room:
             return self._nothing_fits(start)
         return MemoryLimitError(
             f"{start}. Lower --kv-memory to at most {self.free_bytes // 10**6}MB, "
-            f"which holds {fitting} tokens."
+            f"which holds {fitting} tokens of context."
         )
 
     def too_small(self, context_length: int, memory_bytes: int | None) -> MemoryLimitError:
         """Return the error for a context that the pages cannot hold."""
-        needed = -(-context_length // self.page_size) * self.page_bytes
+        needed = self.num_pages(context_length) * self.page_bytes
         start = (
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights and {_mb(needed)} of KV "
             f"cache for {context_length} tokens of context; "
@@ -116,7 +132,9 @@ class _Room:
 
     def _fitting(self, num_bytes: int) -> int:
         """Return how many tokens of context fit into `num_bytes` of pages."""
-        return num_bytes // self.page_bytes * self.page_size
+        return self.groups.most_tokens(
+            num_bytes // self.page_bytes, self.max_context, self.num_rows
+        )
 
     def _nothing_fits(self, start: str) -> MemoryLimitError:
         return MemoryLimitError(

@@ -1,6 +1,7 @@
 """The Program: operations, batch shapes, cost and fusions."""
 
 from twostroke.program.batch import BatchShape
+from twostroke.program.groups import CacheGroup
 from twostroke.program.ops import (
     Activation,
     Add,
@@ -23,6 +24,7 @@ __all__ = [
     "Add",
     "Attention",
     "BatchShape",
+    "CacheGroup",
     "CacheLayer",
     "Embed",
     "Expert",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
+from twostroke.program.groups import CacheGroup, group_layers
 from twostroke.program.ops import Embed, Linear, Logits, MixtureOfExperts, RMSNorm
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ class CacheLayer:
     def values_per_token(self) -> int:
         """Numbers stored for one token, keys and values together."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    def bytes_per_token(self, bytes_per_value: float) -> int:
+        """Bytes stored for one token, if a value takes so many, scales included."""
+        return ceil(self.values_per_token * bytes_per_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,18 @@ class Program:
                 case _:
                     pass
 
-    def cache_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Bytes of key-value cache that one token takes over all layers."""
-        return round(sum(layer.values_per_token for layer in self.cache_layers) * bytes_per_value)
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers that share pages; one group of all where every row sees its whole past."""
+        windows = [
+            None if layer.window is None or layer.window >= self.context_length else layer.window
+            for layer in self.cache_layers
+        ]
+        return group_layers(windows)
+
+    def page_bytes(self, page_size: int, bytes_per_value: float = 2) -> int:
+        """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
+        return page_size * max(
+            sum(self.cache_layers[layer].bytes_per_token(bytes_per_value) for layer in group.layers)
+            for group in self.cache_groups
+        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from twostroke.cache import PrefixHit
+
 if TYPE_CHECKING:
-    from twostroke.cache import PrefixChain, PrefixIndex
+    from twostroke.cache import PagePool, PrefixChain, PrefixIndex
     from twostroke.schedule.ticket import Ticket
 
 
@@ -20,9 +22,10 @@ class Prefixes:
     `index` None means that there is no prefix cache, and everything here is empty.
     """
 
-    def __init__(self, index: PrefixIndex | None, page_size: int) -> None:
+    def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
         self._index = index
-        self._page_size = page_size
+        self._page_size = pool.page_size
+        self._num_groups = len(pool.groups.windows)
         self._claims: dict[bytes, Ticket] = {}
 
     @property
@@ -34,24 +37,25 @@ class Prefixes:
         """Start the keys of a request."""
         return self._index.chain(salt) if self._index is not None else None
 
-    def match(self, ticket: Ticket) -> list[int] | None:
+    def match(self, ticket: Ticket) -> PrefixHit | None:
         """Return the pages that are there for a waiting request, or None if it should wait."""
         if self._index is None or ticket.chain is None:
-            return []
+            return PrefixHit([[] for _ in range(self._num_groups)])
         if self._is_claimed(ticket, ticket.awaited):
             return None
         request = ticket.request
-        pages = self._index.match(ticket.chain, request.tokens, request.num_prompt)
+        hit = self._index.match(ticket.chain, request.tokens, request.num_prompt)
         num_useful = self._index.num_reusable(len(request.tokens) - 1, request.num_prompt)
-        ticket.awaited = ticket.chain.keys[len(pages)] if len(pages) < num_useful else None
-        return None if self._is_claimed(ticket, ticket.awaited) else pages
+        num_found = hit.num_places
+        ticket.awaited = ticket.chain.keys[num_found] if num_found < num_useful else None
+        return None if self._is_claimed(ticket, ticket.awaited) else hit
 
     def start(self, ticket: Ticket) -> None:
         """Claim the pages that a request, just given those that `match` found, will compute."""
         if ticket.chain is None:
             ticket.publish_at = sys.maxsize
             return
-        ticket.num_published = len(ticket.request.pages)
+        ticket.num_published = len(ticket.request.pages[0])
         ticket.publish_at = (ticket.num_published + 1) * self._page_size
         for key in ticket.chain.keys[ticket.num_published :]:
             self._claims.setdefault(key, ticket)
@@ -65,7 +69,7 @@ class Prefixes:
         ticket.chain.extend(request.tokens, num_full)
         for i in range(ticket.num_published, num_full):
             key = ticket.chain.keys[i]
-            self._index.insert(key, request.pages[i])
+            self._index.insert(key, [pages[i] for pages in request.pages])
             self._drop_claim(key, ticket)
         ticket.num_published = num_full
         ticket.publish_at = (request.num_computed // self._page_size + 1) * self._page_size

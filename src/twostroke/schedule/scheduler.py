@@ -12,6 +12,7 @@ from twostroke.core.request import FinishReason
 from twostroke.core.step import Delta, Slice, StepPlan
 from twostroke.schedule.config import SchedulerStats
 from twostroke.schedule.draft import Draft
+from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.line import WaitingLine
 from twostroke.schedule.prefixes import Prefixes
@@ -20,7 +21,7 @@ from twostroke.schedule.ticket import Ticket, rank_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from twostroke.cache import PagePool, PrefixIndex
+    from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import Request
     from twostroke.core.step import StepResult
     from twostroke.schedule.config import SchedulerConfig
@@ -53,7 +54,9 @@ class Scheduler:
         self.config = config
         self._pool = pool
         self._clock = clock
-        self._prefixes = Prefixes(index, pool.page_size)
+        self._prefixes = Prefixes(index, pool)
+        self._holdings = Holdings(pool, config.token_budget)
+        self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
         self._arrivals = count_up()
         self._tickets: dict[str, Ticket] = {}
         self._waiting = WaitingLine(policy, clock)
@@ -84,12 +87,11 @@ class Scheduler:
             ContextLengthError: it could never fit.
             OverloadedError: the queue is full.
         """
-        pool = self._pool
         if not request.tokens:
             raise RequestError("The prompt is empty; give at least one token.", param="prompt")
         if request.id in self._tickets:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
-        limit = max_len(request, self.config.context_length, pool.num_pages * pool.page_size)
+        limit = max_len(request, self.config.context_length, self._most_tokens)
         check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
         if not request.arrival_s:
             request.arrival_s = self._clock()
@@ -146,7 +148,7 @@ class Scheduler:
             start = request.num_computed
             if len(request.tokens) - start != 1:
                 behind.append(ticket)
-            elif start < len(request.pages) * page_size or self._make_room(ticket, 1, draft):
+            elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, draft):
                 slices.append(Slice(request, start, 1, samples=True))
                 owners.append(ticket)
         draft.budget -= len(slices)
@@ -181,8 +183,8 @@ class Scheduler:
                 continue
             computed = piece.start + piece.count
             request.num_computed = computed
-            if computed >= ticket.publish_at:
-                self._prefixes.publish(ticket)
+            if computed >= ticket.due_at:
+                self._settle(ticket)
             if token is None:
                 continue
             request.tokens.append(token)
@@ -213,7 +215,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that pages, queues and requests agree; for tests."""
-        self._pool.check([ticket.request.pages for ticket in self._running])
+        self._pool.check([held(ticket.request.pages) for ticket in self._running])
         for queue in (self._waiting.ready, self._running):
             assert queue == sorted(queue, key=rank_of), "a queue is out of order"
         queued = list(self._waiting)
@@ -224,10 +226,7 @@ class Scheduler:
         assert sorted(alive) == sorted(self._tickets), "a request is lost or in two queues"
         assert len(self._running) <= self.config.max_running
         for ticket in self._running:
-            request = ticket.request
-            for page in request.pages[request.num_computed // self._pool.page_size :]:
-                assert self._pool.num_references(page) == 1, "a page to be written is shared"
-                assert not self._pool.is_kept(page), "a page to be written is indexed"
+            self._holdings.check(ticket.request)
         if not self._running:
             assert self._prefixes.num_claims == 0, "a claim outlived its owner"
 
@@ -245,16 +244,14 @@ class Scheduler:
         rank behind.
         """
         request, page_size = ticket.request, self._pool.page_size
-        room = len(request.pages) * page_size - request.num_computed
+        room = len(request.pages[0]) * page_size - request.num_computed
         if room < wanted:
-            while not room and not self._pool.num_available:
+            while not room and not self._holdings.can_grow:
                 victim = self._running[-1]
                 if victim is ticket:
                     return 0
                 self._preempt(victim, draft)
-            num_pages = min(-(-(wanted - room) // page_size), self._pool.num_available)
-            request.pages.extend(self._pool.allocate(num_pages))
-            room += num_pages * page_size
+            room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
         return min(room, wanted)
 
     def _admit(self, draft: Draft, before: Ticket | None) -> None:
@@ -268,32 +265,31 @@ class Scheduler:
             ticket = ready[at]
             if before is not None and before.rank < ticket.rank:
                 return
-            pages = self._prefixes.match(ticket)
-            if pages is None:
+            hit = self._prefixes.match(ticket)
+            if hit is None:
                 at += 1
                 continue
-            num_victims = self._num_victims(ticket, pages, draft)
+            num_victims = self._num_victims(ticket, hit, draft)
             if num_victims is None or ticket.request in draft.preempted:
                 return
             for _ in range(num_victims):
                 self._preempt(self._running[-1], draft)
             self._waiting.remove(ticket)
             draft.reserved = self._reserve(draft)
-            self._start(ticket, pages)
+            self._start(ticket, hit)
             self._give_slice(ticket, draft)
-            draft.reserved += self._num_reserved(ticket)
+            draft.reserved += self._holdings.num_reserved(ticket.request)
 
-    def _num_victims(self, ticket: Ticket, pages: list[int], draft: Draft) -> int | None:
+    def _num_victims(self, ticket: Ticket, hit: PrefixHit, draft: Draft) -> int | None:
         """How many of the last-ranked running requests must give way so that `ticket` can start.
 
         Only less urgent ones may be asked to, and only if that is enough; None if it is not.
-        Running requests are left what their own tokens still need and one page each to grow into:
+        Running requests are left what their own tokens still need and a page a group to grow into:
         to start a request only to preempt it soon would compute its tokens twice. When nothing
         runs, anything fits that `add` let in.
         """
-        pool = self._pool
-        room = pool.num_available - sum(not pool.num_references(page) for page in pages)
-        room -= -(-len(ticket.request.tokens) // pool.page_size) - len(pages)
+        holdings = self._holdings
+        room = self._pool.num_available - holdings.num_taken(ticket.request, hit)
         room -= self._reserve(draft)
         num_running = len(self._running)
         for num_victims in range(num_running + 1):
@@ -304,30 +300,26 @@ class Scheduler:
             is_urgent = ticket.request.priority < victim.request.priority
             if not is_urgent or victim.rank < ticket.rank:
                 return None
-            own = [page for page in victim.request.pages if pool.num_references(page) == 1]
-            room += len(own) - sum(page in own for page in pages) + self._num_reserved(victim)
+            room += holdings.num_own(victim.request, hit) + holdings.num_reserved(victim.request)
         return None
 
     def _reserve(self, draft: Draft) -> int:
         """Pages that the running requests may still need soon."""
         if draft.reserved is None:
-            draft.reserved = sum(map(self._num_reserved, self._running))
+            reserved = self._holdings.num_reserved
+            draft.reserved = sum(reserved(ticket.request) for ticket in self._running)
         return draft.reserved
 
-    def _num_reserved(self, ticket: Ticket) -> int:
+    def _start(self, ticket: Ticket, hit: PrefixHit) -> None:
         request = ticket.request
-        return max(1, -(-len(request.tokens) // self._pool.page_size) - len(request.pages))
-
-    def _start(self, ticket: Ticket, pages: list[int]) -> None:
-        request = ticket.request
-        self._pool.share(pages)
-        request.pages.extend(pages)
-        request.num_computed = len(pages) * self._pool.page_size
+        self._holdings.start(ticket, hit)
+        request.num_computed = hit.num_places * self._pool.page_size
         if not request.num_preemptions:
             request.num_cached = request.num_computed
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
         self._prefixes.start(ticket)
+        ticket.due_at = min(ticket.publish_at, self._holdings.next_behind(request))
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
@@ -345,8 +337,13 @@ class Scheduler:
     def _give_back(self, ticket: Ticket) -> None:
         ticket.is_running = False
         self._prefixes.stop(ticket)
-        self._pool.release(ticket.request.pages)
-        ticket.request.pages.clear()
+        self._holdings.give_back(ticket.request)
+
+    def _settle(self, ticket: Ticket) -> None:
+        """Publish the pages that are full, and give back those that lie behind a window."""
+        self._prefixes.publish(ticket)
+        self._holdings.leave_behind(ticket)
+        ticket.due_at = min(ticket.publish_at, self._holdings.next_behind(ticket.request))
 
     def _sweep(self) -> None:
         """Take the pages of running requests that have ended."""

@@ -19,7 +19,10 @@ class Ticket:
         max_len: how many tokens end it.
         chain: keys of its full pages; None without a prefix cache.
         num_published: how many of its pages were taken from the index or offered to it.
+        num_known: how many pages of its tokens the index knew of when it started, in the groups
+            that see everything; windows may have hidden some from it.
         publish_at: `num_computed` from which another page is full.
+        due_at: `num_computed` from which another page is full or behind a window.
         awaited: key of the page that it last waited for another request to compute.
         is_running: whether it holds pages; otherwise it waits.
     """
@@ -29,7 +32,9 @@ class Ticket:
     max_len: int
     chain: PrefixChain | None
     num_published: int = 0
+    num_known: int = 0
     publish_at: int = 0
+    due_at: int = 0
     awaited: bytes | None = None
     is_running: bool = False
 

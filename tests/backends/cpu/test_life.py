@@ -134,7 +134,7 @@ def test_many_rows_far_into_a_long_context_take_little_memory():
     model = tiny_model(fmt="F32", context_length=length, **sizes)
     with cpu_backend(model, "portable", length // PAGE_SIZE, threads=16) as backend:
         request = greedy_request([i % 250 for i in range(length)])
-        request.pages.extend(range(length // PAGE_SIZE))
+        request.pages = [list(range(length // PAGE_SIZE))]
         request.num_computed = length - 384  # on pages that are still zero
         before = resident_bytes()
         run(backend, Slice(request, request.num_computed, 384, samples=True))
@@ -167,7 +167,7 @@ except BackendError as error:
 def test_tokens_and_pages_that_do_not_exist_never_reach_memory(model, token, pages):
     with cpu_backend(model, "portable", 8) as backend:
         request = greedy_request([*range(20), token])
-        request.pages.extend(pages)
+        request.pages = [pages]
         with pytest.raises(BackendError, match="does not have"):
             run(backend, Slice(request, 0, 21, samples=True))
         Sequence(backend, TOKENS, list(range(8))).prefill(1000)  # and it goes on

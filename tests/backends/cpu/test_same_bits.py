@@ -79,7 +79,7 @@ def test_recomputing_generated_rows_gives_their_bits_again(level, model):
         kept = sequence.request.tokens[: 40 + 17]
         sequence.reset()
         sequence.request.tokens[:] = kept
-        sequence.request.pages[:] = list(range(20, 30))
+        sequence.request.pages = [list(range(20, 30))]
         sequence.request.num_preemptions += 1
         first = sequence.prefill(1000)
         assert [first, *sequence.decode(12)] == expected[16:29]
@@ -107,7 +107,7 @@ def test_score_is_what_a_prompt_computes(level, model):
         shorter = backend.score(tokens[:77])
         assert np.array_equal(logits[:77], shorter)
         request = greedy_request(tokens)
-        request.pages.extend(range(9))
+        request.pages = [list(range(9))]
         drawn = run(backend, Slice(request, 0, len(tokens), samples=True))
         assert drawn == [int(np.argmax(logits[-1]))]
 
@@ -132,7 +132,7 @@ def test_drawn_tokens_do_not_depend_on_the_company(level, model):
         def answers(together):
             requests = [greedy_request(tokens_of(i, 5 + i % 3), **sampling) for i in range(40)]
             for i, request in enumerate(requests):
-                request.seed, request.pages[:] = i, [2 * i, 2 * i + 1]
+                request.seed, request.pages = i, [[2 * i, 2 * i + 1]]
             for batch in [requests] if together else [[request] for request in requests]:
                 for step in range(8):
                     # Half of them arrive later, so that prompts meet generated rows.

@@ -11,31 +11,31 @@ from twostroke.backends.cpu.steps import PageTables, StepArrays
 from twostroke.core.step import Slice, StepPlan
 
 
-def make_request(num_tokens, pages):
+def make_request(num_tokens, *pages):
     request = greedy_request(list(range(num_tokens)), logprobs=None)
-    request.pages.extend(pages)
+    request.pages = [list(group) for group in pages]
     return request
 
 
 def test_pages_are_copied_as_they_grow():
-    tables, request = PageTables(8), make_request(5, [7, 3])
+    tables, request = PageTables(1, 8), make_request(5, [7, 3])
     row = tables.place(request)
-    request.pages.append(5)
+    request.pages[0].append(5)
     assert tables.place(request) == row
-    assert tables.array[row, :3].tolist() == [7, 3, 5]
+    assert tables.array[row, 0, :3].tolist() == [7, 3, 5]
 
 
 def test_pages_after_a_preemption_replace_all():
-    tables, request = PageTables(8), make_request(5, [7, 3])
+    tables, request = PageTables(1, 8), make_request(5, [7, 3])
     row = tables.place(request)
-    request.pages[:] = [4, 3, 9]
+    request.pages = [[4, 3, 9]]
     request.num_preemptions += 1
     assert tables.place(request) == row
-    assert tables.array[row, :3].tolist() == [4, 3, 9]
+    assert tables.array[row, 0, :3].tolist() == [4, 3, 9]
 
 
 def test_a_row_is_used_again_only_after_its_request_is_forgotten():
-    tables = PageTables(4)
+    tables = PageTables(1, 4)
     requests = [make_request(1, [i]) for i in range(40)]
     rows = [tables.place(request) for request in requests]
     assert len(set(rows)) == 40
@@ -45,7 +45,7 @@ def test_a_row_is_used_again_only_after_its_request_is_forgotten():
 
 
 def test_generated_rows_come_first_where_they_are_computed_otherwise():
-    steps = StepArrays(8, one_arithmetic=False)
+    steps = StepArrays(1, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
     plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 2, 4, True)))
@@ -61,7 +61,7 @@ def test_generated_rows_come_first_where_they_are_computed_otherwise():
 
 
 def test_flattening_many_requests_takes_well_under_a_millisecond():
-    steps = StepArrays(8, one_arithmetic=True)
+    steps = StepArrays(1, 8, one_arithmetic=True)
     requests = [make_request(20, [i, i + 1]) for i in range(256)]
     plan = StepPlan(tuple(Slice(request, 19, 1, True) for request in requests))
     times = []

@@ -14,6 +14,7 @@ from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.weights import PackedWeights
+from twostroke.cache import PageGroups
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import StepResult
 
@@ -77,8 +78,11 @@ class CpuBackend:
             self.close()  # whatever stopped the loading, Ctrl-C included: its memory is large
             raise
         one_arithmetic = bool(self._library.ts_one_arithmetic())
-        pages_for_context = -(-program.context_length // page_size)
-        self._steps = StepArrays(min(num_pages, pages_for_context), one_arithmetic=one_arithmetic)
+        groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
+        longest = groups.most_tokens(num_pages, program.context_length)
+        self._steps = StepArrays(
+            len(groups.windows), -(-longest // page_size), one_arithmetic=one_arithmetic
+        )
         self.facts = BackendFacts(
             name="cpu",
             detail=f"{choice.level}, {num_threads} threads",
@@ -86,9 +90,10 @@ class CpuBackend:
             num_threads=num_threads,
             num_pages=num_pages,
             page_size=page_size,
+            windows=groups.windows,
             one_arithmetic=one_arithmetic,
             weight_bytes=self._loaded[1].num_bytes,
-            cache_bytes=num_pages * page_size * program.cache_bytes_per_token(2),
+            cache_bytes=num_pages * program.page_bytes(page_size, 2),
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -179,10 +184,11 @@ class CpuBackend:
         """Compute a sequence on pages of its own; see `evaluate`."""
         pool, weights, _ = self._loaded
         page_size = self.facts.page_size
-        pages = (-(-len(tokens) // page_size), page_size)
+        num_groups = len(self.facts.windows)
+        pages = (num_groups * -(-len(tokens) // page_size), page_size)
         layers = self._program.cache_layers
         plan = NativePlan(self._library, pool, lowered, weights, layers, pages)
         try:
-            evaluate(plan, tokens, logits, taps, generated=generated)
+            evaluate(plan, tokens, logits, taps, num_groups=num_groups, generated=generated)
         finally:
             plan.close()

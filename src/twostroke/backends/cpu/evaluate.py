@@ -27,9 +27,12 @@ def evaluate(
     logits: Array | None,
     taps: Sequence[Array],
     *,
+    num_groups: int,
     generated: bool,
 ) -> None:
-    """Compute a sequence, as prompt or as `generated` rows, on the plan's first pages.
+    """Compute a sequence, as prompt or as `generated` rows, on the plan's pages.
+
+    Each of the `num_groups` cache groups has an equal part of these, as many as the tokens need.
 
     Writes `logits` (len(tokens), vocab_size) and the plan's `taps` (len(tokens), width).
     """
@@ -47,7 +50,7 @@ def evaluate(
                 sampled_rows=rows.ctypes.data,
                 logits=None if logits is None else logits[start:].ctypes.data,
                 taps=(ctypes.c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
-                table_stride=len(table),
+                table_stride=len(table) // num_groups,
                 num_rows=count,
                 num_generated=count if generated else 0,
                 num_slices=1,

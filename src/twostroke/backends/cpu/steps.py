@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class StepArrays:
     """Flattens plans; what does not change from one step to the next is not touched again."""
 
-    def __init__(self, max_pages: int, *, one_arithmetic: bool) -> None:
-        """`max_pages` is the most that one request can hold."""
-        self.tables = PageTables(max_pages)
+    def __init__(self, num_groups: int, max_pages: int, *, one_arithmetic: bool) -> None:
+        """`max_pages` is the most that one request's list in one of the cache groups can hold."""
+        self.tables = PageTables(num_groups, max_pages)
         self._sampling = RowTable()
         self._one_arithmetic = one_arithmetic
         self._tokens = np.zeros(0, np.int32)
@@ -127,14 +127,17 @@ _Part = tuple["Request", int, int, bool]  # rows start to end of a request; is t
 
 
 class PageTables:
-    """One row of page ids a request, copied as its pages grow.
+    """One row of page ids a request and in it one part a cache group, copied as its pages grow.
 
-    The scheduler only appends to a request's pages, or takes all of them (a preemption).
+    The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. The
+    scheduler only appends to a request's pages, empties places behind a window, or takes all of
+    them (a preemption). What stands in a place wholly behind the window of a slice's first row is
+    not to be read: it may be `NO_PAGE`, or a page that has become another's.
     """
 
-    def __init__(self, max_pages: int) -> None:
+    def __init__(self, num_groups: int, max_pages: int) -> None:
         self.stride = max_pages
-        self.array = np.zeros((0, max_pages), np.int32)
+        self.array = np.zeros((0, num_groups, max_pages), np.int32)
         self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
@@ -144,11 +147,12 @@ class PageTables:
         entry = self._entries.get(request)
         if entry is None:
             entry = self._add(request)
-        num_pages = len(request.pages)
+        num_pages = len(request.pages[0])
         if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
             entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
         if entry.num_pages < num_pages:
-            self.array[entry.row, entry.num_pages : num_pages] = request.pages[entry.num_pages :]
+            for part, pages in zip(self.array[entry.row], request.pages, strict=True):
+                part[entry.num_pages : num_pages] = pages[entry.num_pages :]
             entry.num_pages = num_pages
         return entry.row
 
@@ -159,10 +163,10 @@ class PageTables:
 
     def _add(self, request: Request) -> _Entry:
         if not self._free:
-            size, width = self.array.shape
+            size, *shape = self.array.shape
             more = max(size, 16)
             self._free.extend(range(size + more - 1, size - 1, -1))
-            self.array = np.concatenate([self.array, np.zeros((more, width), np.int32)])
+            self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
             self.address = self.array.ctypes.data
         entry = self._entries[request] = _Entry(self._free.pop(), request.num_preemptions)
         return entry
@@ -170,7 +174,7 @@ class PageTables:
 
 @dataclass(slots=True)
 class _Entry:
-    """A request's row, how many of its pages are in it, and since which preemption."""
+    """A request's row, how much of its lists is in it, and since which preemption."""
 
     row: int
     num_preemptions: int

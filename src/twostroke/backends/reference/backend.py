@@ -38,7 +38,7 @@ class ReferenceBackend:
         self._program = program
         self._logits = program.ops[-1].output
         self._weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
-        self._cache = PagedCache(program.cache_layers, num_pages, page_size)
+        self._cache = PagedCache(program, num_pages, page_size)
         self.facts = BackendFacts(
             name="reference",
             detail="NumPy float32",
@@ -46,9 +46,10 @@ class ReferenceBackend:
             num_threads=num_cores(),
             num_pages=num_pages,
             page_size=page_size,
+            windows=tuple(group.window for group in program.cache_groups),
             one_arithmetic=True,
             weight_bytes=sum(weight.nbytes for weight in self._weights.values()),
-            cache_bytes=num_pages * page_size * program.cache_bytes_per_token(4),
+            cache_bytes=num_pages * program.page_bytes(page_size, 4),
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -72,8 +73,9 @@ class ReferenceBackend:
         del generated  # one arithmetic for all rows
         check_values(self._program, values)
         count = len(tokens)
-        cache = PagedCache(self._program.cache_layers, 1, count)
-        span = Span(slice(0, count), 0, np.zeros(1, np.int64))
+        num_groups = len(self.facts.windows)
+        cache = PagedCache(self._program, num_groups, count)
+        span = Span(slice(0, count), 0, np.arange(num_groups)[:, None])
         rows = np.arange(count)
         state = StepState(np.array(tokens), rows, (span,), rows, self._weights, cache)
         kept = self._forward(state, frozenset(values))

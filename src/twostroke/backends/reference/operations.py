@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.core.request import NO_PAGE
 from twostroke.program import (
     Activation,
     Add,
@@ -27,46 +28,65 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.program import CacheLayer
+    from twostroke.program import Program
 
     Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of one sequence: `rows` of the step, at `start`, on `pages`."""
+    """Consecutive rows of one sequence: `rows` of the step, at `start`, on its groups' `pages`."""
 
     rows: slice
     start: int
-    pages: NDArray[np.int64]
+    pages: NDArray[np.int64]  # (groups, places)
 
 
 class PagedCache:
-    """Keys and values of every layer, in pages; float32."""
+    """Keys and values of every layer, in pages; float32.
 
-    def __init__(self, layers: tuple[CacheLayer, ...], num_pages: int, page_size: int) -> None:
-        """Reserve `num_pages` pages of `page_size` tokens for each layer."""
+    All pages are one memory: a page holds `page_size` tokens of whichever cache group it was given
+    to, and each layer of the group has its place beside the others.
+    """
+
+    def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
+        """Reserve `num_pages` pages of `page_size` tokens of one group."""
         self.page_size = page_size
-        self._layers = [  # (keys and values, pages * page_size, kv_heads, head_dim)
-            np.zeros((2, num_pages * page_size, layer.num_kv_heads, layer.head_dim), np.float32)
-            for layer in layers
-        ]
+        self._layers = program.cache_layers
+        self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
+        width = 0
+        for number, group in enumerate(program.cache_groups):
+            first = 0
+            for layer in group.layers:
+                self._places[layer] = number, first
+                first += self._layers[layer].values_per_token
+            width = max(width, first)
+        self._memory = np.zeros((num_pages * page_size, width), np.float32)  # a slot a token
 
-    def slots(self, span: Span, end: int) -> NDArray[np.int64]:
-        """Return where the positions 0 to `end` - 1 of a sequence lie."""
-        positions = np.arange(end)
-        return span.pages[positions // self.page_size] * self.page_size + (
-            positions % self.page_size
-        )
+    def slots(self, span: Span, layer: int, first: int, end: int) -> NDArray[np.int64]:
+        """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
+        positions = np.arange(first, end)
+        pages = span.pages[self._places[layer][0], positions // self.page_size]
+        assert (pages != NO_PAGE).all(), "a row reads behind its window"
+        slots: NDArray[np.int64] = pages * self.page_size + positions % self.page_size
+        return slots
 
     def store(self, layer: int, slots: NDArray[np.int64], k: Array, v: Array) -> None:
-        """Write keys and values (tokens, kv_heads, head_dim) to `slots`."""
-        self._layers[layer][0, slots] = k
-        self._layers[layer][1, slots] = v
+        """Write keys and values (tokens, kv_heads * head_dim) to `slots`."""
+        keys, values = self._columns(layer)
+        self._memory[slots, keys] = k
+        self._memory[slots, values] = v
 
     def load(self, layer: int, slots: NDArray[np.int64]) -> tuple[Array, Array]:
         """Return keys and values (tokens, kv_heads, head_dim) at `slots`."""
-        return self._layers[layer][0, slots], self._layers[layer][1, slots]
+        facts = self._layers[layer]
+        shape = (len(slots), facts.num_kv_heads, facts.head_dim)
+        keys, values = self._columns(layer)
+        return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)
+
+    def _columns(self, layer: int) -> tuple[slice, slice]:
+        first, width = self._places[layer][1], self._layers[layer].values_per_token // 2
+        return slice(first, first + width), slice(first + width, first + 2 * width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +195,12 @@ def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> 
     for span in state.spans:
         num_rows = span.rows.stop - span.rows.start
         end = span.start + num_rows
-        slots = state.cache.slots(span, end)
-        shape = (num_rows, op.num_kv_heads, op.head_dim)
-        new = slots[span.start :]
-        state.cache.store(op.layer, new, k[span.rows].reshape(shape), v[span.rows].reshape(shape))
+        first = 0 if op.window is None else max(0, span.start + 1 - op.window)
+        slots = state.cache.slots(span, op.layer, first, end)
+        state.cache.store(op.layer, slots[-num_rows:], k[span.rows], v[span.rows])
         keys, vals = state.cache.load(op.layer, slots)
         queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
-        behind = np.arange(span.start, end)[:, None] - np.arange(end)  # (rows, context)
+        behind = np.arange(span.start, end)[:, None] - np.arange(first, end)  # (rows, context)
         hidden = behind < 0 if op.window is None else (behind < 0) | (behind >= op.window)
         output[span.rows] = _attend(op, queries, keys, vals, hidden)
     return output

@@ -1,0 +1,109 @@
+"""The pages that running requests hold: taken for every cache group, and given back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.core.request import NO_PAGE
+
+if TYPE_CHECKING:
+    from twostroke.cache import PagePool, PrefixHit
+    from twostroke.core.request import Request
+    from twostroke.schedule.ticket import Ticket
+
+
+class Holdings:
+    """Keeps each request's lists of pages equally long, and empty behind its groups' windows."""
+
+    def __init__(self, pool: PagePool, token_budget: int) -> None:
+        self._pool = pool
+        self._groups = pool.groups
+        self._num_groups = len(pool.groups.windows)
+        self._token_budget = token_budget
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether every list of a request could have another page."""
+        return self._pool.num_available >= self._num_groups
+
+    def start(self, ticket: Ticket, hit: PrefixHit) -> None:
+        """Let a request begin with the pages that the prefix index knows."""
+        self._pool.share(held(hit.pages))
+        ticket.request.pages = hit.pages
+        ticket.num_known = hit.num_known
+
+    def grow(self, request: Request, num_places: int) -> int:
+        """Append up to `num_places` new pages to each list; return how many."""
+        num_places = min(num_places, self._pool.num_available // self._num_groups)
+        for pages in request.pages:
+            pages.extend(self._pool.allocate(num_places))
+        return num_places
+
+    def leave_behind(self, ticket: Ticket) -> None:
+        """Give back what no row to come reads.
+
+        The pages that a request with the same beginning would look for, as this one has, age like
+        any; the others are the first to be evicted.
+        """
+        request, groups = ticket.request, self._groups
+        firsts = groups.first_seen(request.num_computed)
+        sought_from = groups.first_seen(ticket.num_known * groups.page_size)
+        for pages, first, sought in zip(request.pages, firsts, sought_from, strict=True):
+            for place in range(first - 1, -1, -1):
+                page = pages[place]
+                if page == NO_PAGE:
+                    break
+                pages[place] = NO_PAGE
+                if sought <= place < ticket.num_known:
+                    self._pool.release([page])
+                else:
+                    self._pool.leave_behind(page)
+
+    def next_behind(self, request: Request) -> int:
+        """Return the `num_computed` from which there is something to leave behind again."""
+        return self._groups.next_behind(request.num_computed)
+
+    def give_back(self, request: Request) -> None:
+        """Release all pages of a request; the deepest will be evicted first."""
+        places = zip(*request.pages, strict=True)
+        self._pool.release([page for place in places for page in place if page != NO_PAGE])
+        request.pages = []
+
+    def num_reserved(self, request: Request) -> int:
+        """Return how many pages a running request may still take before it needs to draw."""
+        num_places, num_tokens = len(request.pages[0]), len(request.tokens)
+        return self._groups.num_missing(
+            num_places, request.num_computed, num_tokens, self._token_budget
+        )
+
+    def num_taken(self, request: Request, hit: PrefixHit) -> int:
+        """Return how many of the pages that `allocate` could hand out a newcomer would take."""
+        pool, num_places = self._pool, hit.num_places
+        num_shared = sum(not pool.num_references(page) for page in held(hit.pages))
+        return num_shared + self._groups.num_missing(
+            num_places, num_places * pool.page_size, len(request.tokens), self._token_budget
+        )
+
+    def num_own(self, request: Request, hit: PrefixHit) -> int:
+        """Return how many pages a newcomer with a hit would gain if a request gave way."""
+        pool = self._pool
+        own = {page for page in held(request.pages) if pool.num_references(page) == 1}
+        return len(own) - sum(page in own for page in held(hit.pages))
+
+    def check(self, request: Request) -> None:
+        """Assert that a request holds what its next rows read and write, and no more."""
+        pool, groups = self._pool, self._groups
+        num_places = len(request.pages[0])
+        assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
+        firsts = groups.first_seen(request.num_computed)
+        for pages, first in zip(request.pages, firsts, strict=True):
+            assert set(pages[:first]) <= {NO_PAGE}, "a page behind the window is held"
+            assert NO_PAGE not in pages[first:], "a page that will be read is missing"
+            for page in pages[request.num_computed // groups.page_size :]:
+                assert pool.num_references(page) == 1, "a page to be written is shared"
+                assert not pool.is_kept(page), "a page to be written is indexed"
+
+
+def held(pages: list[list[int]]) -> list[int]:
+    """Return the pages of all groups."""
+    return [page for group in pages for page in group if page != NO_PAGE]
