@@ -6,6 +6,7 @@
 #include "linear/dot.h"
 #include "linear/lanes.h"
 #include "linear/layout.h"
+#include "linear/scales.h"
 
 namespace ts {
 
@@ -32,27 +33,34 @@ inline void prefetch(const uint8_t* p) {
 template <WeightType T, int R>
 void multiply_blocks(const uint8_t* group, const PanelBlock* panel, int row, int64_t num_blocks,
                      Lanes out[R]) {
+  constexpr BlockFormat format = block_format(T);
+  ScaleReader<T> reader;
   Lanes sums[R];
   TS_UNROLL
   for (int r = 0; r < R; ++r) sums[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock& block = panel[index];
-    const uint8_t* quants = group + quant_offset(T, index);
-    const uint8_t* scales = group + scale_offset(T, index);
-    prefetch<quant_bytes(T) + scale_bytes(T)>(quants);
-    Integers dots[R];
-    dot_block<T, R>(quants, block, row, dots);
-    const Lanes scale = load_halves(scales);
+    prefetch<format.block_bytes()>(group + index * format.block_bytes());
+    const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
+    reader.enter(group, index);
     TS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const Lanes factor = multiply(scale, broadcast(block.scale[row + r]));
-      sums[r] = multiply_add(to_lanes(dots[r]), factor, sums[r]);
-    }
-    if constexpr (T == WeightType::Q4_1) {
-      const Lanes minimum = load_halves(scales + 32);
+    for (int sub = 0; sub < format.num_subs; ++sub) {
+      Integers dots[R];
+      dot_sub<T, R>(codes, block, row, sub, dots);
+      Lanes scale;
+      Lanes minimum;
+      reader.read(sub, &scale, &minimum);
       TS_UNROLL
       for (int r = 0; r < R; ++r) {
-        sums[r] = multiply_add(minimum, broadcast(block.scaled_sum[row + r]), sums[r]);
+        const Lanes factor = multiply(scale, broadcast(block.scale[row + r]));
+        sums[r] = multiply_add(to_lanes(dots[r]), factor, sums[r]);
+      }
+      if constexpr (format.has_minimum) {
+        const float* scaled_sum = block.scaled_sum[sum_index(format.num_subs, sub)] + row;
+        TS_UNROLL
+        for (int r = 0; r < R; ++r) {
+          sums[r] = multiply_add(minimum, broadcast(scaled_sum[r]), sums[r]);
+        }
       }
     }
   }

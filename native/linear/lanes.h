@@ -1,4 +1,6 @@
 // Sixteen float32 lanes (one per output of a group) on each instruction-set level.
+//
+// load_bytes makes int8 into floats; load_nibbles the low and the high nibbles of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +48,18 @@ inline Lanes load_halves(const uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 
+inline Lanes load_bytes(const uint8_t* p) {
+  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+  return to_lanes({_mm512_cvtepi8_epi32(bytes)});
+}
+
+inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
+  const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
+  const __m512i both = _mm512_cvtepu8_epi32(bytes);
+  *low = to_lanes({_mm512_and_si512(both, _mm512_set1_epi32(15))});
+  *high = to_lanes({_mm512_srli_epi32(both, 4)});
+}
+
 inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
   const __m512i pairs = _mm512_load_si512(p);
   even->v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
@@ -88,6 +102,24 @@ inline Lanes to_lanes(Integers a) {
 inline Lanes load_halves(const uint8_t* p) {
   const __m128i* halves = reinterpret_cast<const __m128i*>(p);
   return {{_mm256_cvtph_ps(_mm_load_si128(halves)), _mm256_cvtph_ps(_mm_load_si128(halves + 1))}};
+}
+
+inline Lanes load_bytes(const uint8_t* p) {
+  Integers bytes;
+  for (int half = 0; half < 2; ++half) {
+    const auto* eight = reinterpret_cast<const __m128i*>(p + 8 * half);
+    bytes.v[half] = _mm256_cvtepi8_epi32(_mm_loadl_epi64(eight));
+  }
+  return to_lanes(bytes);
+}
+
+inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
+  for (int half = 0; half < 2; ++half) {
+    const auto* eight = reinterpret_cast<const __m128i*>(p + 8 * half);
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(eight));
+    low->v[half] = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
+    high->v[half] = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
+  }
 }
 
 inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
@@ -156,6 +188,21 @@ __attribute__((noinline)) inline Lanes load_halves(const uint8_t* p) {
   Lanes result;
   for (int i = 0; i < kGroupSize; ++i) result.v[i] = float_from_half(halves[i]);
   return result;
+}
+
+inline Lanes load_bytes(const uint8_t* p) {
+  Lanes result;
+  for (int i = 0; i < kGroupSize; ++i) {
+    result.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
+  }
+  return result;
+}
+
+inline void load_nibbles(const uint8_t* p, Lanes* low, Lanes* high) {
+  for (int i = 0; i < kGroupSize; ++i) {
+    low->v[i] = static_cast<float>(p[i] & 15);
+    high->v[i] = static_cast<float>(p[i] >> 4);
+  }
 }
 
 inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {

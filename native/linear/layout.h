@@ -1,17 +1,22 @@
 // Where things lie in packed weights and in prepared activations: shared by packing and kernels.
 //
-// Packed block formats: per group of 16 outputs, per pair of 32-blocks along the inputs:
-// quants of block 0, quants of block 1, scales of block 0, scales of block 1 (all on 64-byte
-// lines; the second half of the last pair is zero if the number of blocks is odd).
-//   Q8_0 quants: 8 vectors of 64 bytes; vector k4 holds inputs 4 k4 .. 4 k4 + 3 of output 0, then
-//     of output 1, ...: the order that VNNI wants. Bytes are unsigned: weight + 128.
-//   Q4_x quants: 4 such vectors; vector j holds quad j in the low nibbles, quad j + 4 in the high.
-//   scales: 16 x float16 d; for Q4_1 then 16 x float16 m.
+// Packed block formats: per group of 16 outputs, per unit (2 blocks of 32 inputs, or the 8 of a
+// format whose scales come in two steps): quants of all its blocks, scales of all its blocks, and
+// with two steps the float16 of the whole unit. Units begin on 64-byte lines and so do quants; what
+// a last unit lacks in blocks is zero.
+//   quants: planes of 1, 2, 4 or 8 bits: the low bits of all codes, then the high bits. A plane of
+//     b bits is b vectors of 64 bytes. Byte 4 o + i of one belongs to output o and to input i of
+//     several quads (four inputs each): bits 0 .. b - 1 of vector v hold quad v, the next b bits
+//     quad v + b, and so on. So a quad is a shift and a mask away from the order that VNNI wants.
+//   scales of a block, in one step: 16 x float16 d, then 16 x float16 m if there are minimums.
+//   scales of a block, in two: per sub-block 16 x int8, then likewise of the minimums (or both in
+//     one byte, the minimum in its high nibble). Of a unit: 16 x float16 d, 16 x float16 -dmin.
 // Packed float formats: inputs padded with zeros to a multiple of 32.
 //   F32, F16: per input, 16 outputs. BF16: per pair of inputs, 16 outputs x 2 (an AMX tile's rows).
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "linear/linear.h"
 
@@ -21,41 +26,142 @@
 
 namespace ts {
 
-constexpr int64_t kBlockSize = 32;  // inputs that share a scale
+constexpr int64_t kBlockSize = 32;  // inputs that share a scale of the activations
+constexpr int kQuads = 8;           // of four inputs, in a block
 constexpr int64_t kPanelRows = 8;   // rows of activations that lie together
 constexpr int64_t kTileRows = 16;   // rows of an AMX tile
 constexpr int64_t kTileBytes = 1024;
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-constexpr bool is_block_format(WeightType type) {
-  return type == WeightType::Q4_0 || type == WeightType::Q4_1 || type == WeightType::Q8_0;
+/// How the scale of a sub-block is stored: as float16, or as an int8 or a nibble that a float16
+/// of 256 inputs is multiplied by.
+enum class Scales { Halves, Bytes, Nibbles };
+
+/// In what block formats differ. A weight is scale * (code - offset) + minimum, where a format with
+/// a table looks the code up first.
+struct BlockFormat {
+  int low_bits;  // of a code, in the first plane; 0 if this is no block format
+  int high_bits;
+  int offset;
+  int num_subs;  // sub-blocks of a block, each with a scale
+  Scales scales;
+  bool has_minimum;
+  bool has_table;
+
+  constexpr int num_bits() const { return low_bits + high_bits; }
+  constexpr int quads_per_sub() const { return kQuads / num_subs; }
+  constexpr bool two_steps() const { return scales != Scales::Halves; }
+
+  constexpr int64_t blocks_per_unit() const { return two_steps() ? 8 : 2; }
+  constexpr int64_t quant_bytes() const { return 64 * num_bits(); }
+  /// Bytes between the scales of a sub-block and of the next.
+  constexpr int64_t scale_step() const { return two_steps() ? kGroupSize : 2 * kGroupSize; }
+  /// From a block's scales to its minimums.
+  constexpr int64_t minimum_offset() const { return num_subs * scale_step(); }
+  constexpr int64_t scale_bytes() const {
+    return minimum_offset() * (has_minimum && scales != Scales::Nibbles ? 2 : 1);
+  }
+  constexpr int64_t unit_bytes() const {
+    const int64_t unit_scales = two_steps() ? 2 * kGroupSize * (has_minimum ? 2 : 1) : 0;
+    return round_up(blocks_per_unit() * (quant_bytes() + scale_bytes()) + unit_scales, 64);
+  }
+  /// An even share of a unit's bytes.
+  constexpr int64_t block_bytes() const { return unit_bytes() / blocks_per_unit(); }
+
+  constexpr int64_t unit_offset(int64_t block) const {
+    return block / blocks_per_unit() * unit_bytes();
+  }
+  constexpr int64_t quant_offset(int64_t block) const {
+    return unit_offset(block) + block % blocks_per_unit() * quant_bytes();
+  }
+  constexpr int64_t scale_offset(int64_t block) const {
+    return unit_offset(block) + blocks_per_unit() * quant_bytes() +
+           block % blocks_per_unit() * scale_bytes();
+  }
+  /// Of the float16 scales of the block's unit, behind which come those of the minimums.
+  constexpr int64_t unit_scale_offset(int64_t block) const {
+    return unit_offset(block) + blocks_per_unit() * (quant_bytes() + scale_bytes());
+  }
+};
+
+constexpr BlockFormat block_format(WeightType type) {
+  switch (type) {
+    //        low high offset subs scales        minimum table
+    case WeightType::Q4_0:
+      return {4, 0, 8, 1, Scales::Halves, false, false};
+    case WeightType::Q4_1:
+      return {4, 0, 0, 1, Scales::Halves, true, false};
+    case WeightType::Q5_0:
+      return {4, 1, 16, 1, Scales::Halves, false, false};
+    case WeightType::Q5_1:
+      return {4, 1, 0, 1, Scales::Halves, true, false};
+    case WeightType::Q8_0:
+      return {8, 0, 128, 1, Scales::Halves, false, false};
+    case WeightType::Q2_K:
+      return {2, 0, 0, 2, Scales::Nibbles, true, false};
+    case WeightType::Q3_K:
+      return {2, 1, 4, 2, Scales::Bytes, false, false};
+    case WeightType::Q4_K:
+      return {4, 0, 0, 1, Scales::Bytes, true, false};
+    case WeightType::Q5_K:
+      return {4, 1, 0, 1, Scales::Bytes, true, false};
+    case WeightType::Q6_K:
+      return {4, 2, 32, 2, Scales::Bytes, false, false};
+    case WeightType::IQ4_NL:
+      return {4, 0, 128, 1, Scales::Halves, false, true};
+    case WeightType::IQ4_XS:
+      return {4, 0, 128, 1, Scales::Bytes, false, true};
+    case WeightType::F32:
+    case WeightType::F16:
+    case WeightType::BF16:
+      break;
+  }
+  return {};
 }
 
-/// Bytes of the quants of 16 outputs x 32 inputs.
-constexpr int64_t quant_bytes(WeightType type) { return type == WeightType::Q8_0 ? 512 : 256; }
+constexpr bool is_block_format(WeightType type) { return block_format(type).low_bits != 0; }
 
-/// Bytes of the scales (and mins) of 16 outputs.
-constexpr int64_t scale_bytes(WeightType type) { return type == WeightType::Q4_1 ? 64 : 32; }
+/// The weights that the codes of IQ4_NL and IQ4_XS stand for, plus their offset of 128.
+alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                129, 141, 153, 166, 181, 197, 217, 241};
 
 constexpr int64_t element_bytes(WeightType type) { return type == WeightType::F32 ? 4 : 2; }
-
-constexpr int64_t quant_offset(WeightType type, int64_t block) {
-  const int64_t pair_bytes = 2 * (quant_bytes(type) + scale_bytes(type));
-  return block / 2 * pair_bytes + block % 2 * quant_bytes(type);
-}
-
-constexpr int64_t scale_offset(WeightType type, int64_t block) {
-  const int64_t pair_bytes = 2 * (quant_bytes(type) + scale_bytes(type));
-  return block / 2 * pair_bytes + 2 * quant_bytes(type) + block % 2 * scale_bytes(type);
-}
 
 /// Bytes of one packed group of 16 outputs.
 constexpr int64_t group_bytes(WeightType type, int64_t num_inputs) {
   if (is_block_format(type)) {
-    return quant_offset(type, round_up(num_inputs / kBlockSize, 2));
+    const BlockFormat format = block_format(type);
+    return format.unit_offset(round_up(num_inputs / kBlockSize, format.blocks_per_unit()));
   }
   return round_up(num_inputs, kBlockSize) * kGroupSize * element_bytes(type);
+}
+
+/// Calls `visit` with the type as a constant (a std::integral_constant); false if it is unknown.
+template <typename Visitor>
+bool with_type(WeightType type, const Visitor& visit) {
+#define TS_VISIT(name)   \
+  case WeightType::name: \
+    return visit(std::integral_constant<WeightType, WeightType::name>{}), true
+  switch (type) {
+    TS_VISIT(F32);
+    TS_VISIT(F16);
+    TS_VISIT(BF16);
+    TS_VISIT(Q4_0);
+    TS_VISIT(Q4_1);
+    TS_VISIT(Q5_0);
+    TS_VISIT(Q5_1);
+    TS_VISIT(Q8_0);
+    TS_VISIT(Q2_K);
+    TS_VISIT(Q3_K);
+    TS_VISIT(Q4_K);
+    TS_VISIT(Q5_K);
+    TS_VISIT(Q6_K);
+    TS_VISIT(IQ4_NL);
+    TS_VISIT(IQ4_XS);
+  }
+#undef TS_VISIT
+  return false;
 }
 
 /// 32 inputs of 8 rows, quantized; panels of 8 rows follow each other, each with all its blocks.
@@ -63,11 +169,13 @@ constexpr int64_t group_bytes(WeightType type, int64_t num_inputs) {
 struct alignas(64) PanelBlock {
   uint8_t rows[kPanelRows][64];
   float scale[kPanelRows];
-  float scaled_sum[kPanelRows];         // scale * sum of q
-  int32_t minus_sum[kPanelRows];        // -(sum of q)
-  int32_t minus_eight_sum[kPanelRows];  // -8 (sum of q)
+  float scaled_sum[3][kPanelRows];   // scale * sum of q: of all 32, of the first 16, of the others
+  int32_t minus_sum[3][kPanelRows];  // -(sum of q), likewise
 };
-static_assert(sizeof(PanelBlock) == 640);
+static_assert(sizeof(PanelBlock) == 768);
+
+/// Which of a panel's sums belong to sub-block `sub` of `num_subs`.
+constexpr int sum_index(int num_subs, int sub) { return num_subs - 1 + sub; }
 
 /// 16 inputs of 8 rows in float32, for F32, F16 and BF16 weights.
 constexpr int64_t kFloatsPerLine = 16;

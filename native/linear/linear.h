@@ -7,9 +7,10 @@
 // other rows, on how many there are, nor on how the groups were split (bit for bit).
 //
 // Quantized weights meet activations of 15 bits: per 32 inputs, scale = amax / 16256 and
-// q = round(x / scale), so that integer dot products are exact in int32 per block; then one float
-// multiply-add per block, in the order of the blocks. A block whose amax is below 2^-100 counts as
-// zero; one with an infinity or a NaN gives NaN. F32, F16 and BF16 weights meet float32
+// q = round(x / scale), so that integer dot products are exact in int32 over the 16 or 32 inputs
+// that share a scale of the weight; then one float multiply-add for each of these sub-blocks (and
+// one more for its minimum), in their order. A block whose amax is below 2^-100 counts as zero; one
+// with an infinity or a NaN gives NaN. F32, F16 and BF16 weights meet float32
 // activations: even and odd inputs are summed apart, in order, then added.
 // The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead.
 #pragma once
@@ -19,7 +20,23 @@
 namespace ts {
 
 /// The numbers are GGUF's.
-enum class WeightType : int32_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 };
+enum class WeightType : int32_t {
+  F32 = 0,
+  F16 = 1,
+  Q4_0 = 2,
+  Q4_1 = 3,
+  Q5_0 = 6,
+  Q5_1 = 7,
+  Q8_0 = 8,
+  Q2_K = 10,
+  Q3_K = 11,
+  Q4_K = 12,
+  Q5_K = 13,
+  Q6_K = 14,
+  IQ4_NL = 20,
+  IQ4_XS = 23,
+  BF16 = 30,
+};
 
 /// What a row of activations is; it alone chooses the arithmetic.
 enum class RowKind : int32_t { Generated = 0, Prompt = 1 };
@@ -40,7 +57,7 @@ constexpr int64_t num_groups(int64_t num_outputs) {
 }
 
 /// Bytes of a packed matrix (a multiple of 64), or -1 for an unknown type, a size below 1, or a
-/// block format whose num_inputs is not a multiple of 32.
+/// block format whose num_inputs is not a multiple of its block in GGUF (32 or 256).
 int64_t packed_bytes(WeightType type, int64_t num_outputs, int64_t num_inputs);
 
 /// Packs groups [group_begin, group_end) of the matrix. `source` is the whole matrix in GGUF's

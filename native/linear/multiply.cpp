@@ -101,15 +101,16 @@ void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
 /// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
 constexpr int64_t kCachedRowBytes = 1024 * 1024;
 
-/// Four rows against three unpacked groups; `next` as for multiply_wide.
-template <WeightType T>
-void multiply_wide_rows(const Product& product, const WideBlock* blocks, const uint8_t* next,
+/// Four rows against three unpacked groups.
+template <int NumSubs, bool HasMinimum>
+void multiply_wide_rows(const Product& product, const WideBlock<NumSubs>* blocks, NextGroups next,
                         int64_t group, int64_t row) {
   const int64_t num_blocks = product.num_blocks();
   const auto* panel =
       reinterpret_cast<const PanelBlock*>(product.prepared) + row / kPanelRows * num_blocks;
   Lanes sums[kWideRows][kWideGroups];
-  multiply_wide<T>(blocks, panel, static_cast<int>(row % kPanelRows), num_blocks, next, sums);
+  multiply_wide<NumSubs, HasMinimum>(blocks, panel, static_cast<int>(row % kPanelRows), num_blocks,
+                                     next, sums);
   for (int r = 0; r < kWideRows; ++r) {
     float* out = product.out + (row + r) * product.out_stride;
     for (int g = 0; g < kWideGroups; ++g) {
@@ -123,19 +124,23 @@ void multiply_wide_rows(const Product& product, const WideBlock* blocks, const u
 template <WeightType T>
 int64_t multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
                           int64_t group_begin, int64_t group_end) {
+  using Shape = WideShape<T>;
+  using Block = WideBlock<Shape::num_subs>;
   static thread_local Scratch scratch;
   const int64_t num_inputs = product.weight.num_inputs;
-  const int64_t bytes = product.num_blocks() * static_cast<int64_t>(sizeof(WideBlock));
-  auto* blocks = reinterpret_cast<WideBlock*>(scratch.reserve(bytes));
+  const int64_t bytes = product.num_blocks() * static_cast<int64_t>(sizeof(Block));
+  auto* blocks = reinterpret_cast<Block*>(scratch.reserve(bytes));
+  const int64_t size = group_bytes(T, num_inputs);
   int64_t group = group_begin;
   for (; group + kWideGroups <= group_end; group += kWideGroups) {
-    const int64_t size = group_bytes(T, num_inputs);
     const uint8_t* packed = product.weight.data + group * size;
-    const bool more = group + 2 * kWideGroups <= group_end;
     unpack_wide<T>(packed, num_inputs, blocks);
+    const bool more = group + 2 * kWideGroups <= group_end;
+    NextGroups next = {packed + kWideGroups * size,
+                       more ? kWideGroups * block_format(T).block_bytes() : 0};
     for (int64_t row = row_begin; row < row_end; row += kWideRows) {
-      const uint8_t* next = more && row == row_begin ? packed + kWideGroups * size : nullptr;
-      multiply_wide_rows<T>(product, blocks, next, group, row);
+      multiply_wide_rows<Shape::num_subs, Shape::has_minimum>(product, blocks, next, group, row);
+      next.block_bytes = 0;
     }
   }
   return group;
@@ -184,20 +189,8 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
 #endif
   const Product product = {weight, static_cast<const uint8_t*>(prepared), out, out_stride,
                            accumulate};
-  switch (weight.type) {
-    case WeightType::F32:
-      return multiply_groups<WeightType::F32>(product, num_rows, group_begin, group_end);
-    case WeightType::F16:
-      return multiply_groups<WeightType::F16>(product, num_rows, group_begin, group_end);
-    case WeightType::BF16:
-      return multiply_groups<WeightType::BF16>(product, num_rows, group_begin, group_end);
-    case WeightType::Q4_0:
-      return multiply_groups<WeightType::Q4_0>(product, num_rows, group_begin, group_end);
-    case WeightType::Q4_1:
-      return multiply_groups<WeightType::Q4_1>(product, num_rows, group_begin, group_end);
-    case WeightType::Q8_0:
-      return multiply_groups<WeightType::Q8_0>(product, num_rows, group_begin, group_end);
-  }
+  with_type(weight.type,
+            [&](auto type) { multiply_groups<type()>(product, num_rows, group_begin, group_end); });
 }
 
 }  // namespace ts

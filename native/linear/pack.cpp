@@ -5,41 +5,92 @@
 #include "linear/layout.h"
 #include "linear/linear.h"
 #include "linear/number.h"
+#include "linear/source.h"
 
 namespace ts {
 namespace {
 
-/// Bytes of one 32-block in GGUF: float16 d, for Q4_1 float16 m, then the quants.
-constexpr int64_t source_block_bytes(WeightType type) {
-  return type == WeightType::Q8_0 ? 34 : type == WeightType::Q4_1 ? 20 : 18;
+/// Each of a quad's four bytes with only its lowest `bits`.
+uint32_t byte_mask(int bits) { return 0x01010101U * ((1U << bits) - 1); }
+
+/// Writes bits [shift, shift + bits) of a block's codes to one column of a plane.
+void put_plane(const uint32_t quads[kQuads], int bits, int shift, uint8_t* plane, int64_t column) {
+  for (int vector = 0; vector < bits; ++vector) {
+    uint32_t word = 0;
+    for (int quad = vector; quad < kQuads; quad += bits) {
+      word |= (quads[quad] >> shift & byte_mask(bits)) << quad / bits * bits;
+    }
+    std::memcpy(plane + 64 * vector + 4 * column, &word, sizeof word);
+  }
 }
 
-constexpr int64_t source_quant_offset(WeightType type) { return type == WeightType::Q4_1 ? 4 : 2; }
-
-/// Copies one 32-block of one output into its column of the group.
-/// GGUF keeps input i in the low nibble of byte i and input i + 16 in the high one, which is
-/// already quad j beside quad j + 4.
-void pack_block(WeightType type, const uint8_t* source, uint8_t* quants, uint8_t* scales,
-                int64_t column) {
-  std::memcpy(scales + 2 * column, source, 2);
-  if (type == WeightType::Q4_1) {
-    std::memcpy(scales + 32 + 2 * column, source + 2, 2);
-  }
-  source += source_quant_offset(type);
-  const int64_t num_quads = quant_bytes(type) / 64;
-  const uint8_t flip = type == WeightType::Q8_0 ? 0x80 : 0;  // w + 128 as a byte
-  for (int64_t quad = 0; quad < num_quads; ++quad) {
-    for (int64_t i = 0; i < 4; ++i) {
-      quants[64 * quad + 4 * column + i] = source[4 * quad + i] ^ flip;
+/// ORs what put_plane wrote back into the codes.
+void get_plane(const uint8_t* plane, int bits, int shift, int64_t column, uint32_t quads[kQuads]) {
+  for (int vector = 0; vector < bits; ++vector) {
+    uint32_t word;
+    std::memcpy(&word, plane + 64 * vector + 4 * column, sizeof word);
+    for (int quad = vector; quad < kQuads; quad += bits) {
+      quads[quad] |= (word >> quad / bits * bits & byte_mask(bits)) << shift;
     }
   }
 }
 
+void put_half(uint16_t half, uint8_t* halves, int64_t column) {
+  std::memcpy(halves + 2 * column, &half, sizeof half);
+}
+
+float get_half(const uint8_t* halves, int64_t column) {
+  uint16_t half;
+  std::memcpy(&half, halves + 2 * column, sizeof half);
+  return float_from_half(half);
+}
+
+/// The scales of one sub-block; `scales` are those of its block.
+void put_steps(const BlockFormat& format, int sub, uint8_t scale, uint8_t minimum, uint8_t* scales,
+               int64_t column) {
+  uint8_t* place = scales + sub * format.scale_step() + column;
+  if (format.scales == Scales::Nibbles) {
+    *place = static_cast<uint8_t>(scale | minimum << 4);
+    return;
+  }
+  *place = scale;
+  if (format.has_minimum) place[format.minimum_offset()] = minimum;
+}
+
+/// Copies one of GGUF's blocks of one output into its column of the group; `first` counts blocks
+/// of 32.
+void pack_source_block(const BlockFormat& format, const SourceBlock& source, int64_t first,
+                       int64_t num_blocks, uint8_t* group, int64_t column) {
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    uint32_t quads[kQuads];
+    std::memcpy(quads, source.codes + i * kBlockSize, sizeof quads);
+    uint8_t* quants = group + format.quant_offset(first + i);
+    put_plane(quads, format.low_bits, 0, quants, column);
+    put_plane(quads, format.high_bits, format.low_bits, quants + 64 * format.low_bits, column);
+    if (!format.two_steps()) continue;
+    for (int sub = 0; sub < format.num_subs; ++sub) {
+      const int64_t step = i * format.num_subs + sub;
+      put_steps(format, sub, static_cast<uint8_t>(source.scale_steps[step]),
+                static_cast<uint8_t>(source.minimum_steps[step]),
+                group + format.scale_offset(first + i), column);
+    }
+  }
+  // With two steps, minimums are subtracted.
+  const uint16_t sign = format.two_steps() ? 0x8000 : 0;
+  uint8_t* halves =
+      group + (format.two_steps() ? format.unit_scale_offset(first) : format.scale_offset(first));
+  put_half(source.scale, halves, column);
+  if (format.has_minimum) put_half(source.minimum ^ sign, halves + 2 * kGroupSize, column);
+}
+
 void pack_block_row(WeightType type, int64_t num_inputs, const uint8_t* source, uint8_t* group,
                     int64_t column) {
-  for (int64_t block = 0; block < num_inputs / kBlockSize; ++block) {
-    pack_block(type, source + block * source_block_bytes(type), group + quant_offset(type, block),
-               group + scale_offset(type, block), column);
+  const BlockFormat format = block_format(type);
+  const SourceSize size = source_size(type);
+  for (int64_t input = 0; input < num_inputs; input += size.inputs, source += size.bytes) {
+    SourceBlock block;
+    read_block(type, source, &block);
+    pack_source_block(format, block, input / kBlockSize, size.inputs / kBlockSize, group, column);
   }
 }
 
@@ -60,26 +111,45 @@ void pack_float_row(WeightType type, int64_t num_inputs, const uint8_t* source, 
   }
 }
 
-void unpack_block(WeightType type, const uint8_t* quants, const uint8_t* scales, int64_t column,
-                  float* out) {
-  uint16_t half[2] = {0, 0};
-  std::memcpy(&half[0], scales + 2 * column, 2);
-  if (type == WeightType::Q4_1) {
-    std::memcpy(&half[1], scales + 32 + 2 * column, 2);
+/// What the (code - offset) of a sub-block are multiplied by, and what is added.
+struct SubScale {
+  float scale;
+  float minimum;
+};
+
+SubScale unpack_scale(const BlockFormat& format, const uint8_t* group, int64_t block, int sub,
+                      int64_t column) {
+  const uint8_t* halves =
+      group + (format.two_steps() ? format.unit_scale_offset(block) : format.scale_offset(block));
+  const float scale = get_half(halves, column);
+  const float minimum = format.has_minimum ? get_half(halves + 2 * kGroupSize, column) : 0.0F;
+  if (!format.two_steps()) return {scale, minimum};
+  const uint8_t* steps = group + format.scale_offset(block) + sub * format.scale_step() + column;
+  if (format.scales == Scales::Nibbles) {
+    return {scale * static_cast<float>(*steps & 15), minimum * static_cast<float>(*steps >> 4)};
   }
-  const float scale = float_from_half(half[0]);
-  const float minimum = float_from_half(half[1]);
-  for (int64_t i = 0; i < kBlockSize; ++i) {
-    const int64_t quad = i / 4;
-    if (type == WeightType::Q8_0) {
-      const int quant = quants[64 * quad + 4 * column + i % 4] - 128;
-      out[i] = static_cast<float>(quant) * scale;
-      continue;
+  const int8_t scale_step = static_cast<int8_t>(steps[0]);
+  const int8_t minimum_step =
+      format.has_minimum ? static_cast<int8_t>(steps[format.minimum_offset()]) : int8_t{0};
+  return {scale * static_cast<float>(scale_step), minimum * static_cast<float>(minimum_step)};
+}
+
+void unpack_block(const BlockFormat& format, const uint8_t* group, int64_t block, int64_t column,
+                  float* out) {
+  uint32_t quads[kQuads] = {};
+  const uint8_t* quants = group + format.quant_offset(block);
+  get_plane(quants, format.low_bits, 0, column, quads);
+  get_plane(quants + 64 * format.low_bits, format.high_bits, format.low_bits, column, quads);
+  uint8_t codes[kBlockSize];
+  std::memcpy(codes, quads, sizeof codes);
+  const int size = 4 * format.quads_per_sub();
+  for (int sub = 0; sub < format.num_subs; ++sub) {
+    const SubScale factors = unpack_scale(format, group, block, sub, column);
+    for (int i = sub * size; i < (sub + 1) * size; ++i) {
+      const int code = format.has_table ? kCodeTable[codes[i]] : codes[i];
+      const float value = static_cast<float>(code - format.offset) * factors.scale;
+      out[i] = format.has_minimum ? value + factors.minimum : value;
     }
-    const uint8_t byte = quants[64 * (quad % 4) + 4 * column + i % 4];
-    const int quant = quad < 4 ? byte & 15 : byte >> 4;
-    out[i] = type == WeightType::Q4_0 ? static_cast<float>(quant - 8) * scale
-                                      : static_cast<float>(quant) * scale + minimum;
   }
 }
 
@@ -95,26 +165,25 @@ float unpack_element(WeightType type, const uint8_t* group, int64_t input, int64
   return type == WeightType::F16 ? float_from_half(bits) : float_from_bfloat16(bits);
 }
 
-bool is_known(WeightType type) {
-  return is_block_format(type) || type == WeightType::F32 || type == WeightType::F16 ||
-         type == WeightType::BF16;
+/// Inputs that the rows of a type must fill; 0 if the type is unknown.
+int64_t input_unit(WeightType type) {
+  if (is_block_format(type)) return source_size(type).inputs;
+  return with_type(type, [](auto) {}) ? 1 : 0;
 }
 
 }  // namespace
 
 int64_t packed_bytes(WeightType type, int64_t num_outputs, int64_t num_inputs) {
-  if (!is_known(type) || num_outputs < 1 || num_inputs < 1 ||
-      (is_block_format(type) && num_inputs % kBlockSize != 0)) {
-    return -1;
-  }
+  const int64_t unit = input_unit(type);
+  if (unit == 0 || num_outputs < 1 || num_inputs < 1 || num_inputs % unit != 0) return -1;
   return num_groups(num_outputs) * group_bytes(type, num_inputs);
 }
 
 void pack_groups(WeightType type, int64_t num_outputs, int64_t num_inputs, const void* source,
                  void* packed, int64_t group_begin, int64_t group_end) {
   const bool blocks = is_block_format(type);
-  const int64_t row_bytes = blocks ? num_inputs / kBlockSize * source_block_bytes(type)
-                                   : num_inputs * element_bytes(type);
+  const SourceSize unit = blocks ? source_size(type) : SourceSize{1, element_bytes(type)};
+  const int64_t row_bytes = num_inputs / unit.inputs * unit.bytes;
   const int64_t size = group_bytes(type, num_inputs);
   for (int64_t index = group_begin; index < group_end; ++index) {
     uint8_t* group = static_cast<uint8_t*>(packed) + index * size;
@@ -137,9 +206,9 @@ void unpack_row(const PackedWeight& weight, int64_t row, float* out) {
   const uint8_t* group = weight.data + row / kGroupSize * group_bytes(weight.type, num_inputs);
   const int64_t column = row % kGroupSize;
   if (is_block_format(weight.type)) {
+    const BlockFormat format = block_format(weight.type);
     for (int64_t block = 0; block < num_inputs / kBlockSize; ++block) {
-      unpack_block(weight.type, group + quant_offset(weight.type, block),
-                   group + scale_offset(weight.type, block), column, out + block * kBlockSize);
+      unpack_block(format, group, block, column, out + block * kBlockSize);
     }
     return;
   }

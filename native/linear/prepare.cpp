@@ -23,18 +23,20 @@ void prepare_block(const float* x, PanelBlock* block, int64_t row) {
   const float scale = usable ? amax / kMaxQuant : 0.0F;
   const float inverse = usable ? 1.0F / scale : 0.0F;
   int32_t q[kBlockSize];
-  int32_t sum = 0;
+  int32_t sums[2] = {0, 0};  // of the two halves
   for (int i = 0; i < kBlockSize; ++i) {
     // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
     const float rounded = x[i] * inverse + 12582912.0F;
     q[i] = usable ? static_cast<int32_t>(bits_from_float(rounded)) - 0x4b400000 : 0;
-    sum += q[i];
+    sums[i * 2 / kBlockSize] += q[i];
   }
   store_activations(q, block->rows[row]);
   block->scale[row] = largest < 0x7f800000U ? scale : float_from_bits(0x7fc00000U);
-  block->scaled_sum[row] = block->scale[row] * static_cast<float>(sum);
-  block->minus_sum[row] = -sum;
-  block->minus_eight_sum[row] = -8 * sum;
+  const int32_t parts[3] = {sums[0] + sums[1], sums[0], sums[1]};
+  for (int part = 0; part < 3; ++part) {
+    block->scaled_sum[part][row] = block->scale[row] * static_cast<float>(parts[part]);
+    block->minus_sum[part][row] = -parts[part];
+  }
 }
 
 void prepare_blocks(const float* x, int64_t num_inputs, int64_t row, void* prepared) {

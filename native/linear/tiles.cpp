@@ -22,20 +22,11 @@ namespace {
 void unpack_group(const PackedWeight& weight, int64_t group, uint8_t* tiles, int64_t stride) {
   const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
   const int64_t num_tiles = round_up(weight.num_inputs, kBlockSize) / kBlockSize;
-  switch (weight.type) {
-    case WeightType::Q4_0:
-      return unpack_group_tiles<WeightType::Q4_0>(data, num_tiles, tiles, stride);
-    case WeightType::Q4_1:
-      return unpack_group_tiles<WeightType::Q4_1>(data, num_tiles, tiles, stride);
-    case WeightType::Q8_0:
-      return unpack_group_tiles<WeightType::Q8_0>(data, num_tiles, tiles, stride);
-    case WeightType::F16:
-      return unpack_group_tiles<WeightType::F16>(data, num_tiles, tiles, stride);
-    case WeightType::BF16:
-      return unpack_group_tiles<WeightType::BF16>(data, num_tiles, tiles, stride);
-    case WeightType::F32:
-      return;  // never prepared as tiles
-  }
+  with_type(weight.type, [&](auto type) {
+    if constexpr (type() != WeightType::F32) {  // never prepared as tiles
+      unpack_group_tiles<type()>(data, num_tiles, tiles, stride);
+    }
+  });
 }
 
 /// Operands of one run over the depth: tile t of each lies at its pointer + t * its stride.

@@ -8,6 +8,7 @@
 #include "linear/dot.h"
 #include "linear/lanes.h"
 #include "linear/layout.h"
+#include "linear/scales.h"
 
 namespace ts {
 
@@ -20,44 +21,52 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(order, halves);
 }
 
-/// Weights of the quants in byte `shift / 8` of each dword, as the format defines them.
+/// Weights of the codes in byte `shift / 8` of each dword, as the format defines them.
 template <WeightType T>
-inline __m512 dequantize(__m512i quads, int shift, __m512 scale, __m512 minimum) {
-  constexpr int offset = T == WeightType::Q8_0 ? 128 : T == WeightType::Q4_0 ? 8 : 0;
-  __m512i quants = _mm512_and_si512(_mm512_srli_epi32(quads, static_cast<unsigned>(shift)),
-                                    _mm512_set1_epi32(255));
-  if constexpr (offset != 0) quants = _mm512_sub_epi32(quants, _mm512_set1_epi32(offset));
-  const __m512 values = _mm512_cvtepi32_ps(quants);
-  return T == WeightType::Q4_1 ? _mm512_fmadd_ps(values, scale, minimum)
-                               : _mm512_mul_ps(values, scale);
+inline __m512 dequantize(__m512i quads, int shift, Lanes scale, Lanes minimum) {
+  constexpr BlockFormat format = block_format(T);
+  __m512i codes = _mm512_and_si512(_mm512_srli_epi32(quads, static_cast<unsigned>(shift)),
+                                   _mm512_set1_epi32(255));
+  if constexpr (format.offset != 0) {
+    codes = _mm512_sub_epi32(codes, _mm512_set1_epi32(format.offset));
+  }
+  const Lanes values = to_lanes({codes});
+  return format.has_minimum ? multiply_add(values, scale, minimum).v : multiply(values, scale).v;
 }
 
 template <WeightType T>
-inline void unpack_block_tile(const uint8_t* group, int64_t block, uint8_t* tile) {
-  const uint8_t* scales = group + scale_offset(T, block);
-  const __m512 scale = load_halves(scales).v;
-  const __m512 minimum = T == WeightType::Q4_1 ? load_halves(scales + 32).v : _mm512_setzero_ps();
-  __m512i quads[8];
-  load_quads<T>(group + quant_offset(T, block), quads);
+inline void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& reader, uint8_t* tile) {
+  constexpr BlockFormat format = block_format(T);
+  const Codes<T> codes = load_codes<T>(quants);
+  Lanes scale[format.num_subs];
+  Lanes minimum[format.num_subs];
+  for (int sub = 0; sub < format.num_subs; ++sub) reader.read(sub, &scale[sub], &minimum[sub]);
   TS_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const __m512i first = pair_bfloat16(dequantize<T>(quads[i], 0, scale, minimum),
-                                        dequantize<T>(quads[i], 8, scale, minimum));
-    const __m512i second = pair_bfloat16(dequantize<T>(quads[i], 16, scale, minimum),
-                                         dequantize<T>(quads[i], 24, scale, minimum));
+  for (int i = 0; i < kQuads; ++i) {
+    const int sub = i / format.quads_per_sub();
+    const __m512i first = pair_bfloat16(dequantize<T>(codes.quads[i], 0, scale[sub], minimum[sub]),
+                                        dequantize<T>(codes.quads[i], 8, scale[sub], minimum[sub]));
+    const __m512i second =
+        pair_bfloat16(dequantize<T>(codes.quads[i], 16, scale[sub], minimum[sub]),
+                      dequantize<T>(codes.quads[i], 24, scale[sub], minimum[sub]));
     _mm512_store_si512(tile + 128 * i, first);
     _mm512_store_si512(tile + 128 * i + 64, second);
   }
 }
 
-/// Unpacks a whole group; tile t of it goes to tiles + t * stride.
 template <WeightType T>
-void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+void unpack_block_group(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+  ScaleReader<T> reader;
   for (int64_t index = 0; index < num_tiles; ++index, tiles += stride) {
-    if constexpr (is_block_format(T)) {
-      unpack_block_tile<T>(group, index, tiles);
-      continue;
-    }
+    reader.enter(group, index);
+    unpack_block_tile<T>(group + block_format(T).quant_offset(index), reader, tiles);
+  }
+}
+
+/// Float formats, which are tiles already but for the rounding.
+template <WeightType T>
+void unpack_float_group(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+  for (int64_t index = 0; index < num_tiles; ++index, tiles += stride) {
     const uint8_t* source = group + index * kTileBytes;
     for (int64_t row = 0; row < kTileBytes; row += 64) {
       __m512i pairs = _mm512_load_si512(source + row);
@@ -66,6 +75,17 @@ void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, uint8_t* tiles,
       }
       _mm512_store_si512(tiles + row, pairs);
     }
+  }
+}
+
+/// Unpacks a whole group of any type but F32; tile t of it goes to tiles + t * stride.
+template <WeightType T>
+void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+  if constexpr (is_block_format(T)) {
+    unpack_block_group<T>(group, num_tiles, tiles, stride);
+  } else {
+    static_assert(element_bytes(T) == 2);
+    unpack_float_group<T>(group, num_tiles, tiles, stride);
   }
 }
 

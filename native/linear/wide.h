@@ -10,10 +10,12 @@
 #if TS_LEVEL >= 2
 
 #include <cstdint>
+#include <cstring>
 
 #include "linear/dot.h"
 #include "linear/kernels.h"
 #include "linear/lanes.h"
+#include "linear/scales.h"
 
 namespace ts {
 
@@ -21,39 +23,69 @@ constexpr int kWideGroups = 3;
 constexpr int kWideRows = 4;
 constexpr int64_t kFewestWideRows = 32;  // fewer do not repay the unpacking (measured)
 
-/// One 32-block of three groups, as the kernel reads it: bytes in VNNI order, float32 scales.
-struct alignas(64) WideBlock {
-  uint8_t quads[8][kWideGroups][64];
-  float scale[kWideGroups][kGroupSize];
-  float minimum[kWideGroups][kGroupSize];  // Q4_1 alone
+/// What the kernel needs to know of a format: a format without minimums has signed weights.
+template <WeightType T>
+struct WideShape {
+  static constexpr int num_subs = block_format(T).num_subs;
+  static constexpr bool has_minimum = block_format(T).has_minimum;
+  static_assert(has_minimum == (block_format(T).offset == 0));
 };
+
+/// One 32-block of three groups, as the kernel reads it: bytes in VNNI order, 128 added to signed
+/// ones; float32 scales; minimums where the format has them.
+template <int NumSubs>
+struct alignas(64) WideBlock {
+  uint8_t quads[kQuads][kWideGroups][64];
+  float scale[NumSubs][kWideGroups][kGroupSize];
+  float minimum[NumSubs][kWideGroups][kGroupSize];
+};
+
+/// Unpacks one block of a group into its column of a wide one.
+template <WeightType T>
+inline void unpack_wide_block(const uint8_t* group, int64_t index, const ScaleReader<T>& reader,
+                              int g, WideBlock<WideShape<T>::num_subs>* block) {
+  constexpr BlockFormat format = block_format(T);
+  constexpr int to_bytes = format.has_minimum ? 0 : 128 - format.offset;
+  const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
+  TS_UNROLL
+  for (int i = 0; i < kQuads; ++i) {
+    const __m512i bytes = _mm512_add_epi8(codes.quads[i], _mm512_set1_epi8(to_bytes));
+    _mm512_store_si512(block->quads[i][g], bytes);
+  }
+  TS_UNROLL
+  for (int sub = 0; sub < format.num_subs; ++sub) {
+    Lanes scale;
+    Lanes minimum;
+    reader.read(sub, &scale, &minimum);
+    store_lanes(block->scale[sub][g], scale);
+    if constexpr (format.has_minimum) store_lanes(block->minimum[sub][g], minimum);
+  }
+}
 
 /// Unpacks three groups that follow each other.
 template <WeightType T>
-void unpack_wide(const uint8_t* groups, int64_t num_inputs, WideBlock* blocks) {
+void unpack_wide(const uint8_t* groups, int64_t num_inputs,
+                 WideBlock<WideShape<T>::num_subs>* blocks) {
+  constexpr BlockFormat format = block_format(T);
   const int64_t size = group_bytes(T, num_inputs);
+  ScaleReader<T> readers[kWideGroups];
   for (int64_t index = 0; index < num_inputs / kBlockSize; ++index) {
     for (int g = 0; g < kWideGroups; ++g) {
       const uint8_t* group = groups + g * size;
-      const uint8_t* scales = group + scale_offset(T, index);
-      prefetch<quant_bytes(T) + scale_bytes(T)>(group + quant_offset(T, index));
-      __m512i quads[8];
-      load_quads<T>(group + quant_offset(T, index), quads);
-      TS_UNROLL
-      for (int i = 0; i < 8; ++i) _mm512_store_si512(blocks[index].quads[i][g], quads[i]);
-      store_lanes(blocks[index].scale[g], load_halves(scales));
-      if constexpr (T == WeightType::Q4_1) {
-        store_lanes(blocks[index].minimum[g], load_halves(scales + 32));
-      }
+      prefetch<format.block_bytes()>(group + index * format.block_bytes());
+      readers[g].enter(group, index);
+      unpack_wide_block<T>(group, index, readers[g], g, blocks + index);
     }
   }
 }
 
-/// sums += quads of three groups x one plane of four rows, whose bytes are 64 apart.
-inline void dot_plane(const WideBlock& block, const uint8_t* bytes,
+/// sums += a sub-block's quads of three groups x one plane of four rows, whose bytes are 64 apart.
+template <int NumSubs>
+inline void dot_plane(const WideBlock<NumSubs>& block, int sub, const uint8_t* bytes,
                       __m512i sums[kWideRows][kWideGroups]) {
+  constexpr int count = kQuads / NumSubs;
   TS_UNROLL
-  for (int i = 0; i < 8; ++i) {
+  for (int i = sub * count; i < (sub + 1) * count; ++i) {
     __m512i quads[kWideGroups];
     TS_UNROLL
     for (int g = 0; g < kWideGroups; ++g) quads[g] = _mm512_load_si512(block.quads[i][g]);
@@ -70,47 +102,60 @@ inline void dot_plane(const WideBlock& block, const uint8_t* bytes,
   }
 }
 
-template <WeightType T>
-inline void dot_wide(const WideBlock& block, const PanelBlock& panel, int row,
+/// The shift by 7 makes the 128 of signed weights of what the sums start from.
+template <int NumSubs, bool HasMinimum>
+inline void dot_wide(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row, int sub,
                      __m512i sums[kWideRows][kWideGroups]) {
   const uint8_t* bytes = row_bytes(panel, row);
+  const int32_t* minus_sum = panel.minus_sum[sum_index(NumSubs, sub)] + row;
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
-    const __m512i start = high_start<T>(&panel.minus_sum[row + r]);
+    const __m512i start = HasMinimum ? _mm512_setzero_si512() : _mm512_set1_epi32(minus_sum[r]);
     TS_UNROLL
     for (int g = 0; g < kWideGroups; ++g) sums[r][g] = start;
   }
-  dot_plane(block, bytes, sums);
+  dot_plane(block, sub, bytes, sums);
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
     TS_UNROLL
     for (int g = 0; g < kWideGroups; ++g) sums[r][g] = _mm512_slli_epi32(sums[r][g], 7);
   }
-  dot_plane(block, bytes + kBlockSize, sums);
+  dot_plane(block, sub, bytes + kBlockSize, sums);
+}
+
+/// Adds one sub-block's part to the sums of four rows and three groups.
+template <int NumSubs, bool HasMinimum>
+inline void add_wide_sub(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row, int sub,
+                         Lanes sums[kWideRows][kWideGroups]) {
+  __m512i dots[kWideRows][kWideGroups];
+  dot_wide<NumSubs, HasMinimum>(block, panel, row, sub, dots);
+  const float* scaled_sum = panel.scaled_sum[sum_index(NumSubs, sub)] + row;
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
+    const Lanes row_scale = broadcast(panel.scale[row + r]);
+    const Lanes row_sum = broadcast(scaled_sum[r]);
     TS_UNROLL
     for (int g = 0; g < kWideGroups; ++g) {
-      sums[r][g] = finish_dot<T>(sums[r][g], &panel.minus_eight_sum[row + r]);
+      const Lanes factor = multiply(load_lanes(block.scale[sub][g]), row_scale);
+      sums[r][g] = multiply_add(to_lanes({dots[r][g]}), factor, sums[r][g]);
+      if constexpr (HasMinimum) {
+        sums[r][g] = multiply_add(load_lanes(block.minimum[sub][g]), row_sum, sums[r][g]);
+      }
     }
   }
 }
 
-/// Fetches one block's share of the packed groups that come next, into the second-level cache.
-template <WeightType T>
-inline void prefetch_wide(const uint8_t* next, int64_t index) {
-  constexpr int64_t share = kWideGroups * (quant_bytes(T) + scale_bytes(T));
-  TS_UNROLL
-  for (int64_t offset = 0; offset < share; offset += 64) {
-    __builtin_prefetch(next + index * share + offset, 0, 2);
-  }
-}
+/// The packed groups that come next; none if there are no bytes of them for each block.
+struct NextGroups {
+  const uint8_t* data;
+  int64_t block_bytes;
+};
 
-/// Rows [row, row + 4) of a panel against three unpacked groups. Meanwhile the three packed groups
-/// at `next` (if any) are fetched.
-template <WeightType T>
-void multiply_wide(const WideBlock* blocks, const PanelBlock* panel, int row, int64_t num_blocks,
-                   const uint8_t* next, Lanes out[kWideRows][kWideGroups]) {
+/// Rows [row, row + 4) of a panel against three unpacked groups. Meanwhile the next ones are
+/// fetched into the second-level cache.
+template <int NumSubs, bool HasMinimum>
+void multiply_wide(const WideBlock<NumSubs>* blocks, const PanelBlock* panel, int row,
+                   int64_t num_blocks, NextGroups next, Lanes out[kWideRows][kWideGroups]) {
   Lanes sums[kWideRows][kWideGroups];
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
@@ -118,22 +163,12 @@ void multiply_wide(const WideBlock* blocks, const PanelBlock* panel, int row, in
     for (int g = 0; g < kWideGroups; ++g) sums[r][g] = zero_lanes();
   }
   for (int64_t index = 0; index < num_blocks; ++index) {
-    const WideBlock& block = blocks[index];
-    if (next != nullptr) prefetch_wide<T>(next, index);
-    __m512i dots[kWideRows][kWideGroups];
-    dot_wide<T>(block, panel[index], row, dots);
+    for (int64_t offset = 0; offset < next.block_bytes; offset += 64) {
+      __builtin_prefetch(next.data + index * next.block_bytes + offset, 0, 2);
+    }
     TS_UNROLL
-    for (int r = 0; r < kWideRows; ++r) {
-      const Lanes row_scale = broadcast(panel[index].scale[row + r]);
-      const Lanes row_sum = broadcast(panel[index].scaled_sum[row + r]);
-      TS_UNROLL
-      for (int g = 0; g < kWideGroups; ++g) {
-        const Lanes factor = multiply(load_lanes(block.scale[g]), row_scale);
-        sums[r][g] = multiply_add(to_lanes({dots[r][g]}), factor, sums[r][g]);
-        if constexpr (T == WeightType::Q4_1) {
-          sums[r][g] = multiply_add(load_lanes(block.minimum[g]), row_sum, sums[r][g]);
-        }
-      }
+    for (int sub = 0; sub < NumSubs; ++sub) {
+      add_wide_sub<NumSubs, HasMinimum>(blocks[index], panel[index], row, sub, sums);
     }
   }
   TS_UNROLL

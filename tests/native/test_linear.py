@@ -7,22 +7,25 @@ import platform
 import numpy as np
 import pytest
 
+from support.block_formats import set_halves
+from support.native import NEEDS
 from support.native_linear import (
     BF16,
     BLOCK_TYPES,
     F16,
     F32,
+    FLOAT_TYPES,
     GENERATED,
     NAMES,
-    NEEDS,
     PROMPT,
     Q4_0,
     Q4_1,
+    Q6_K,
     Q8_0,
     TYPES,
     Library,
-    Matrix,
     bfloat16,
+    block_matrix,
     close,
     from_bfloat16,
     library,
@@ -31,10 +34,13 @@ from support.native_linear import (
     random_matrix,
     random_rows,
     same_bits,
+    whole_blocks,
 )
 
 VECTOR_LEVELS = ("avx2", "avx512")
-SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]  # (outputs, inputs)
+# (outputs, inputs), widened to whole blocks, and rows
+SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
+CASES = [*zip(SHAPES, (1, 2, 3, 8, 21), strict=True), ((100, 96), 37), ((50, 160), 70)]
 
 
 @pytest.fixture(params=list(NEEDS))
@@ -52,19 +58,18 @@ def tiles(request: pytest.FixtureRequest) -> Library:
 def test_unpacked_rows_are_the_exact_weights(
     lib: Library, kind: int, shape: tuple[int, int]
 ) -> None:
-    matrix = random_matrix(kind, shape, np.random.default_rng(1))
+    matrix = random_matrix(kind, whole_blocks(kind, shape), np.random.default_rng(1))
     assert same_bits(lib.unpack(matrix, lib.pack(matrix, cuts=(1, 3))), matrix.exact)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 21, 37])
+@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
 def test_generated_rows_equal_the_twin_bit_for_bit(
     lib: Library, kind: int, shape: tuple[int, int], num_rows: int
 ) -> None:
     rng = np.random.default_rng(num_rows)
-    matrix = random_matrix(kind, shape, rng)
-    x = random_rows(num_rows, shape[1], rng)
+    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
+    x = random_rows(num_rows, matrix.exact.shape[1], rng)
     fused = lib.name != "portable" or platform.machine() == "aarch64"
     twin = multiply_blocks if kind in BLOCK_TYPES else multiply_floats
     actual = lib.multiply(matrix, x)
@@ -77,20 +82,19 @@ def test_prompt_rows_equal_generated_rows_below_amx(lib: Library, kind: int) -> 
     if lib.name.startswith("amx"):
         pytest.skip("prompt rows go through tiles")
     rng = np.random.default_rng(3)
-    matrix = random_matrix(kind, (72, 192), rng)
-    x = random_rows(19, 192, rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (72, 192)), rng)
+    x = random_rows(19, matrix.exact.shape[1], rng)
     assert same_bits(lib.multiply(matrix, x, PROMPT), lib.multiply(matrix, x, GENERATED))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 50])
+@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
 def test_tiles_are_near_the_product_of_rounded_operands(
     tiles: Library, kind: int, shape: tuple[int, int], num_rows: int
 ) -> None:
     rng = np.random.default_rng(num_rows)
-    matrix = random_matrix(kind, shape, rng)
-    x = random_rows(num_rows, shape[1], rng)
+    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
+    x = random_rows(num_rows, matrix.exact.shape[1], rng)
     weights, rows = matrix.exact, x
     if kind != F32:
         weights, rows = from_bfloat16(bfloat16(weights)), from_bfloat16(bfloat16(x))
@@ -106,8 +110,8 @@ def test_a_row_does_not_depend_on_its_company_or_on_the_split(
     lib: Library, kind: int, row_kind: int
 ) -> None:
     rng = np.random.default_rng(4)
-    matrix = random_matrix(kind, (121, 160), rng)
-    x = random_rows(45, 160, rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (121, 160)), rng)
+    x = random_rows(45, matrix.exact.shape[1], rng)
     together = lib.multiply(matrix, x, row_kind)
     for cuts in ((1, 2, 3), (5,)):
         assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
@@ -124,8 +128,9 @@ def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
     lib: Library, kind: int, row_kind: int
 ) -> None:
     rng = np.random.default_rng(5)
-    matrix = random_matrix(kind, (37, 96), rng)
-    x = random_rows(20, 200, rng)[:, :96]  # rows apart by more than their length
+    matrix = random_matrix(kind, whole_blocks(kind, (37, 96)), rng)
+    num_inputs = matrix.exact.shape[1]
+    x = random_rows(20, 320, rng)[:, :num_inputs]  # rows apart by more than their length
     plain = lib.multiply(matrix, x, row_kind)
     before = rng.standard_normal((20, 50)).astype(np.float32)
     out = before.copy()
@@ -137,8 +142,8 @@ def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
 def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
     rng = np.random.default_rng(6)
-    matrix = random_matrix(kind, (200, 320), rng)
-    x = random_rows(33, 320, rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (200, 320)), rng)
+    x = random_rows(33, matrix.exact.shape[1], rng)
     first, second = (library(level).multiply(matrix, x) for level in VECTOR_LEVELS)
     assert same_bits(first, second)
 
@@ -146,12 +151,12 @@ def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
 def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int) -> None:
     rng = np.random.default_rng(7)
-    matrix = random_matrix(kind, (48, 128), rng)
-    x = random_rows(9, 128, rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (48, 128)), rng)
+    x = random_rows(9, matrix.exact.shape[1], rng)
     assert same_bits(tiles.multiply(matrix, x), library("avx512").multiply(matrix, x))
 
 
-@pytest.mark.parametrize("kind", [F32, F16, BF16], ids=NAMES.get)
+@pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
 @pytest.mark.parametrize("num_inputs", [1, 7, 33, 95])
 @pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
 def test_float_formats_take_any_number_of_inputs(
@@ -168,21 +173,20 @@ def test_float_formats_take_any_number_of_inputs(
 @pytest.mark.parametrize("magnitude", [1e-35, 1e-20, 1e20, 1e30])
 def test_huge_and_tiny_activations(lib: Library, kind: int, magnitude: float) -> None:
     rng = np.random.default_rng(9)
-    matrix = random_matrix(kind, (16, 64), rng)
-    x = (rng.standard_normal((4, 64)) * magnitude).astype(np.float32)
+    matrix = random_matrix(kind, whole_blocks(kind, (16, 64)), rng)
+    x = (rng.standard_normal((4, matrix.exact.shape[1])) * magnitude).astype(np.float32)
     assert close(lib.multiply(matrix, x), matrix, x, 1e-4)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
-def test_extreme_quants_and_activations_do_not_overflow(lib: Library, kind: int) -> None:
+@pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80, 0xFF])
+def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, fill: int) -> None:
     rng = np.random.default_rng(10)
-    plain = random_matrix(kind, (32, 96), rng)
-    source = plain.source.copy()
-    source[..., -16 if kind != Q8_0 else -32 :] = {Q8_0: 0x80}.get(kind, 0xFF)
-    used = {Q8_0: -128, Q4_0: 7, Q4_1: 15}[kind]
-    quants = np.full_like(plain.quants, used)
-    matrix = Matrix(kind, source, plain.exact, plain.scales, plain.mins, quants)
-    x = np.ones((8, 96), np.float32) * rng.choice(np.array([-3, 3], np.float32), (8, 1))
+    source = np.full_like(random_matrix(kind, whole_blocks(kind, (32, 96)), rng).source, fill)
+    set_halves(NAMES[kind], source, rng)
+    matrix = block_matrix(kind, source)
+    x = np.ones((40, matrix.exact.shape[1]), np.float32)
+    x *= rng.choice(np.array([-3, 3], np.float32), (40, 1))
     fused = lib.name != "portable" or platform.machine() == "aarch64"
     assert same_bits(lib.multiply(matrix, x), multiply_blocks(matrix, x, fused))
 
@@ -194,8 +198,8 @@ def test_a_row_that_is_not_finite_spoils_no_other(
     lib: Library, kind: int, bad: float, row_kind: int
 ) -> None:
     rng = np.random.default_rng(11)
-    matrix = random_matrix(kind, (16, 64), rng)
-    x = random_rows(5, 64, rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (16, 64)), rng)
+    x = random_rows(5, matrix.exact.shape[1], rng)
     clean = lib.multiply(matrix, x, row_kind)
     x[2, 40] = bad
     out = lib.multiply(matrix, x, row_kind)
@@ -205,6 +209,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(
 
 def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
     assert lib.packed_bytes(Q4_1, 16, 33) == -1
+    assert lib.packed_bytes(Q6_K, 16, 32) == -1
     assert lib.packed_bytes(99, 16, 32) == -1
     assert lib.packed_bytes(F32, 0, 32) == -1
     assert lib.packed_bytes(F32, 17, 32) == 2 * 16 * 32 * 4
@@ -213,5 +218,6 @@ def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
 def test_block_formats_share_prepared_rows(lib: Library) -> None:
     assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0) == 1
     assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0) == 1
+    assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0) == 1
     assert lib.c.ts_linear_same_preparation(F16, BF16) == 1
     assert lib.c.ts_linear_same_preparation(F32, Q4_0) == 0

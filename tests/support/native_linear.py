@@ -3,58 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 
 import numpy as np
-import pytest
 
-from twostroke.core import env
+from support.block_formats import Parts, random_source, take_apart
+from support.native import load_level
+from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID
 
-ROOT = Path(__file__).parents[2]
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
-NAMES = {F32: "F32", F16: "F16", Q4_0: "Q4_0", Q4_1: "Q4_1", Q8_0: "Q8_0", BF16: "BF16"}
-BLOCK_TYPES = (Q4_0, Q4_1, Q8_0)
+F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
+NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
 TYPES = tuple(NAMES)
+FLOAT_TYPES = (F32, F16, BF16)
+BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
 GENERATED, PROMPT = 0, 1
-NEEDS = {
-    "portable": set(),
-    "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
-    "amx_emulated": {"avx512_vnni", "avx512_bf16"},
-    "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
-}
-
-
-# The libraries
-
-
-def build_dir() -> Path:
-    """The folder of native libraries; builds them if none is given and none is there."""
-    if (folder := env.native_dir()) is not None:
-        return folder
-    folder = ROOT / "build" / "native"
-    if not list(folder.glob("libtwostroke_*.so")):
-        search = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-        cmake, ninja = (shutil.which(tool, path=search) for tool in ("cmake", "ninja"))
-        if cmake is None or ninja is None:
-            pytest.skip("cmake and ninja are needed to build the native libraries")
-        make = [cmake, "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
-        subprocess.run([*make, f"-DCMAKE_MAKE_PROGRAM={ninja}"], check=True)
-        subprocess.run([ninja, "-C", str(folder)], check=True)
-    return folder
-
-
-def processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
 def aligned(num_bytes: int) -> np.ndarray:
@@ -66,21 +29,22 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix in GGUF's layout: `source` bytes, and the exact weights (outputs, inputs)."""
+    """A matrix in GGUF's layout: `source` bytes, and the exact weights (outputs, inputs).
+
+    Those of a block format have parts.
+    """
 
     type: int
     source: np.ndarray
     exact: np.ndarray
-    scales: np.ndarray  # (outputs, blocks) float32; empty for float formats
-    mins: np.ndarray
-    quants: np.ndarray  # (outputs, blocks, 32) int64: what the integer dot products multiply
+    parts: Parts | None = None
 
 
 class Library:
     """One level's C interface."""
 
-    def __init__(self, path: Path) -> None:
-        self.c = ctypes.CDLL(str(path))
+    def __init__(self, level: str) -> None:
+        self.c = load_level(level)
         self.c.ts_linear_level.restype = ctypes.c_char_p
         for name in ("packed_bytes", "prepared_bytes"):
             getattr(self.c, f"ts_linear_{name}").restype = ctypes.c_int64
@@ -159,20 +123,10 @@ def ranges(num_outputs: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-LIBRARIES: dict[str, Library] = {}
-
-
+@cache
 def library(level: str) -> Library:
-    if level not in LIBRARIES:
-        if level != "portable" and platform.machine() not in {"x86_64", "AMD64"}:
-            pytest.skip(f"{level} is for x86-64")
-        if missing := NEEDS[level] - processor_flags():
-            pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-        path = build_dir() / f"libtwostroke_{level}.so"
-        if not path.exists():
-            pytest.skip(f"{path.name} was not built")
-        LIBRARIES[level] = Library(path)
-    return LIBRARIES[level]
+    """One level; skips the test where the machine cannot run it."""
+    return Library(level)
 
 
 # Matrices and rows
@@ -188,13 +142,10 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def random_matrix(
-    kind: int, shape: tuple[int, int], rng: np.random.Generator, scale: float = 0.02
-) -> Matrix:
+def random_matrix(kind: int, shape: tuple[int, int], rng: np.random.Generator) -> Matrix:
     if kind in BLOCK_TYPES:
-        return random_blocks(kind, shape, rng, scale)
-    exact = (rng.standard_normal(shape) * scale).astype(np.float32)
-    empty = np.zeros(0, np.float32)
+        return block_matrix(kind, random_source(NAMES[kind], shape, rng))
+    exact = (rng.standard_normal(shape) * 0.02).astype(np.float32)
     if kind == F16:
         source: np.ndarray = exact.astype(np.float16)
         exact = source.astype(np.float32)
@@ -203,39 +154,21 @@ def random_matrix(
         exact = from_bfloat16(source)
     else:
         source = exact.copy()
-    return Matrix(kind, source, exact, empty, empty, empty)
+    return Matrix(kind, source, exact)
 
 
-def random_blocks(
-    kind: int, shape: tuple[int, int], rng: np.random.Generator, scale: float
-) -> Matrix:
-    """Random quants with the extremes among them, scales of both signs, some blocks zero."""
-    num_outputs, num_inputs = shape
-    blocks = (num_outputs, num_inputs // 32)
-    d = (rng.standard_normal(blocks) * scale).astype(np.float16)
-    m = (rng.standard_normal(blocks) * scale).astype(np.float16)
-    d[rng.random(blocks) < 0.05] = 0
-    d[rng.random(blocks) < 0.05] = np.float16(6e-8)  # the smallest subnormal
-    if kind == Q8_0:
-        quants = rng.integers(-128, 128, (*blocks, 32))
-        quants[rng.random(blocks) < 0.1] = -128
-        body = quants.astype(np.int8).view(np.uint8)
-        used = quants
-    else:
-        quants = rng.integers(0, 16, (*blocks, 32))
-        quants[rng.random(blocks) < 0.1] = 15
-        body = (quants[..., :16] | quants[..., 16:] << 4).astype(np.uint8)
-        used = quants - 8 if kind == Q4_0 else quants
-    head = [d[..., None].view(np.uint8)]
-    exact = used.astype(np.float32) * d.astype(np.float32)[..., None]
-    if kind == Q4_1:
-        head.append(m[..., None].view(np.uint8))
-        exact = exact + m.astype(np.float32)[..., None]
-    source = np.ascontiguousarray(np.concatenate([*head, body], axis=-1))
-    return Matrix(
-        kind, source, exact.reshape(shape), d.astype(np.float32), m.astype(np.float32),
-        used.astype(np.int64),
-    )  # fmt: skip
+def block_matrix(kind: int, source: np.ndarray) -> Matrix:
+    """Take blocks (outputs, bytes) apart; the parts must make the exact weights."""
+    exact = FORMATS_BY_GGUF_ID[kind].dequantize(source)
+    parts = take_apart(NAMES[kind], source)
+    assert same_bits(parts.weights(), exact)
+    return Matrix(kind, source, exact, parts)
+
+
+def whole_blocks(kind: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Widen a shape until its rows fill the blocks of the type."""
+    size = FORMATS_BY_GGUF_ID[kind].block_size
+    return shape[0], -(-shape[1] // size) * size
 
 
 def random_rows(num_rows: int, num_inputs: int, rng: np.random.Generator) -> np.ndarray:
@@ -270,6 +203,11 @@ def multiply_blocks(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
     closely enough that a second rounding could only show in one case of 2^40.
     """
     scales, q = quantize_rows(x)
+    parts = matrix.parts
+    assert parts is not None
+    num_subs, size = parts.quants.shape[1:]
+    q = q.reshape(len(x), num_subs, size)
+    scales = np.repeat(scales, 32 // size, axis=1)
     sums = q.sum(axis=-1).astype(np.float32) * scales
     total = np.zeros((len(x), len(matrix.exact)), np.float32)
     wide: type[np.floating] = np.longdouble if fused else np.float32
@@ -278,14 +216,14 @@ def multiply_blocks(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
         wider = a.astype(wide) * b.astype(wide) + c.astype(wide)
         return np.asarray(wider, np.float32)
 
-    for block in range(scales.shape[1]):
-        dots = (q[:, block] @ matrix.quants[:, block].T).astype(np.float32)
-        factor = scales[:, block, None] * matrix.scales[None, :, block]
-        total = multiply_add(dots, factor, total)
-        if matrix.type == Q4_1:
-            total = multiply_add(
-                np.broadcast_to(matrix.mins[:, block], total.shape), sums[:, block, None], total
-            )
+    # Exact in float64, whose products are fast: at most 2^8 * 2^14 * 2^5.
+    dots = np.einsum("rsi,osi->sro", q.astype(np.float64), parts.quants.astype(np.float64))
+    for sub in range(num_subs):
+        factor = scales[:, sub, None] * parts.scales[None, :, sub]
+        total = multiply_add(dots[sub].astype(np.float32), factor, total)
+        if parts.minimums.size:
+            minimums = np.broadcast_to(parts.minimums[:, sub], total.shape)
+            total = multiply_add(minimums, sums[:, sub, None], total)
     return total
 
 
@@ -307,8 +245,10 @@ def close(actual: np.ndarray, matrix: Matrix, x: np.ndarray, tolerance: float) -
     """Whether every output is near the exact product, relative to its terms' magnitudes."""
     exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
     size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
-    if matrix.type in BLOCK_TYPES:  # an error of q meets the whole weight, never its parts
+    if (parts := matrix.parts) is not None:  # an error of q meets the weight and its parts
         amax = np.repeat(np.abs(x.reshape(len(x), -1, 32)).max(axis=-1), 32, axis=-1)
-        largest = np.abs(matrix.exact) + 16 * np.repeat(np.abs(matrix.scales), 32, axis=-1)
-        size += amax.astype(np.float64) @ largest.T
+        largest = np.abs(parts.scales)[..., None] * (np.abs(parts.quants) + 1)
+        if parts.minimums.size:
+            largest = largest + np.abs(parts.minimums)[..., None]
+        size += amax.astype(np.float64) @ largest.reshape(matrix.exact.shape).T
     return bool(np.all(np.abs(actual - exact) <= tolerance * size + 1e-30))

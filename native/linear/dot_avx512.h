@@ -1,0 +1,130 @@
+// Dot products with VNNI: bytes of codes x two int8 planes of activations.
+//
+// A row's 64 bytes are two planes, q = 128 hi + lo: 32 x hi in [-127, 127], 32 x lo.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "linear/dot.h"
+#include "linear/lanes.h"
+
+namespace ts {
+
+inline void store_activations(const int32_t* q, uint8_t* row) {
+  for (int i = 0; i < kBlockSize; ++i) {
+    const int32_t high = (q[i] + 64) >> 7;
+    row[i] = static_cast<uint8_t>(high);
+    row[kBlockSize + i] = static_cast<uint8_t>(q[i] - high * 128);
+  }
+}
+
+/// Unsigned bytes in VNNI order.
+template <WeightType T>
+struct Codes {
+  __m512i quads[kQuads];
+};
+
+/// A quad's bits from a plane, moved to bit `left` of each byte.
+template <int Bits>
+inline __m512i load_plane(const uint8_t* plane, int quad, int left) {
+  const __m512i bytes = _mm512_load_si512(plane + 64 * (quad % Bits));
+  if constexpr (Bits == 8) return bytes;
+  const int right = quad / Bits * Bits - left;
+  const __m512i moved = right < 0 ? _mm512_slli_epi16(bytes, static_cast<unsigned>(-right))
+                                  : _mm512_srli_epi16(bytes, static_cast<unsigned>(right));
+  return _mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(((1 << Bits) - 1) << left)));
+}
+
+template <WeightType T>
+inline Codes<T> load_codes(const uint8_t* quants) {
+  constexpr BlockFormat format = block_format(T);
+  Codes<T> codes;
+  TS_UNROLL
+  for (int i = 0; i < kQuads; ++i) {
+    codes.quads[i] = load_plane<format.low_bits>(quants, i, 0);
+    if constexpr (format.high_bits != 0) {
+      const uint8_t* plane = quants + 64 * format.low_bits;
+      const __m512i high = load_plane<format.high_bits>(plane, i, format.low_bits);
+      codes.quads[i] = _mm512_or_si512(codes.quads[i], high);
+    }
+    if constexpr (format.has_table) {
+      const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodeTable));
+      codes.quads[i] = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes.quads[i]);
+    }
+  }
+  return codes;
+}
+
+/// sum += quads x one dword of four activations. GCC 12 would spend a register and an
+/// instruction on the broadcast.
+inline void dot_accumulate(__m512i* sum, __m512i quads, const uint8_t* activations) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(*sum)
+      : "v"(quads), "m"(*reinterpret_cast<const uint32_t (*)[1]>(activations)));
+}
+
+/// What the sum of a row starts from before the high plane: for an offset of 128, which the shift
+/// by 7 that follows makes of it.
+template <WeightType T>
+inline __m512i high_start(const int32_t* minus_sum) {
+  return block_format(T).offset == 128 ? _mm512_set1_epi32(*minus_sum) : _mm512_setzero_si512();
+}
+
+/// Takes back any other offset.
+template <WeightType T>
+inline __m512i take_back(__m512i sum, const int32_t* minus_sum) {
+  constexpr int offset = block_format(T).offset;
+  if constexpr (offset == 0 || offset == 128) return sum;
+  return _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(*minus_sum), shift_of(offset)));
+}
+
+/// Few rows: the planes in sums of their own, for shorter chains of dependent instructions.
+template <WeightType T, int R>
+inline void dot_sub_apart(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+                          Integers sums[R]) {
+  constexpr int count = block_format(T).quads_per_sub();
+  const uint8_t* bytes = row_bytes(block, row);
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    __m512i high = high_start<T>(minus_sum + r);
+    __m512i low = take_back<T>(_mm512_setzero_si512(), minus_sum + r);
+    TS_UNROLL
+    for (int i = sub * count; i < (sub + 1) * count; ++i) {
+      dot_accumulate(&high, codes.quads[i], bytes + 64 * r + 4 * i);
+      dot_accumulate(&low, codes.quads[i], bytes + 64 * r + kBlockSize + 4 * i);
+    }
+    sums[r].v = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+  }
+}
+
+template <WeightType T, int R>
+inline void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+                    Integers sums[R]) {
+  if constexpr (R <= 2) return dot_sub_apart<T, R>(codes, block, row, sub, sums);
+  constexpr int count = block_format(T).quads_per_sub();
+  const uint8_t* bytes = row_bytes(block, row);
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(minus_sum + r);
+  TS_UNROLL
+  for (int i = sub * count; i < (sub + 1) * count; ++i) {
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) dot_accumulate(&sums[r].v, codes.quads[i], bytes + 64 * r + 4 * i);
+  }
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
+  TS_UNROLL
+  for (int i = sub * count; i < (sub + 1) * count; ++i) {
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      dot_accumulate(&sums[r].v, codes.quads[i], bytes + 64 * r + kBlockSize + 4 * i);
+    }
+  }
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, minus_sum + r);
+}
+
+}  // namespace ts

@@ -1,0 +1,63 @@
+// GGUF's quantized blocks, taken apart into codes and scales: the layouts of ggml-common.h.
+#pragma once
+
+#include <cstdint>
+
+#include "linear/linear.h"
+
+namespace ts {
+
+/// Inputs and bytes of one block in GGUF.
+struct SourceSize {
+  int64_t inputs;
+  int64_t bytes;
+};
+
+/// Of block formats alone.
+constexpr SourceSize source_size(WeightType type) {
+  switch (type) {
+    case WeightType::Q4_0:
+    case WeightType::IQ4_NL:
+      return {32, 18};
+    case WeightType::Q4_1:
+      return {32, 20};
+    case WeightType::Q5_0:
+      return {32, 22};
+    case WeightType::Q5_1:
+      return {32, 24};
+    case WeightType::Q8_0:
+      return {32, 34};
+    case WeightType::Q2_K:
+      return {256, 84};
+    case WeightType::Q3_K:
+      return {256, 110};
+    case WeightType::Q4_K:
+      return {256, 144};
+    case WeightType::Q5_K:
+      return {256, 176};
+    case WeightType::Q6_K:
+      return {256, 210};
+    case WeightType::IQ4_XS:
+      return {256, 136};
+    case WeightType::F32:
+    case WeightType::F16:
+    case WeightType::BF16:
+      break;
+  }
+  return {0, 0};
+}
+
+/// A block's parts; which of them a format has, BlockFormat says. `scale` and `minimum` are
+/// float16; the steps are those of its sub-blocks, in formats with two steps of scales.
+struct SourceBlock {
+  uint8_t codes[256];  // Q8_0: weight + 128
+  int8_t scale_steps[16];
+  int8_t minimum_steps[16];
+  uint16_t scale;
+  uint16_t minimum;
+};
+
+/// Reads the block at `p` (any alignment).
+void read_block(WeightType type, const uint8_t* p, SourceBlock* block);
+
+}  // namespace ts
