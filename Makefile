@@ -14,6 +14,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.twostroke-ready
 ORACLE ?= .venv-oracle
 ORACLE_STAMP := $(ORACLE)/.twostroke-ready
+FUZZ ?= .venv-fuzz
+FUZZ_STAMP := $(FUZZ)/.twostroke-ready
+FUZZ_ARGS ?=
+CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 
@@ -21,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test check format test-oracle bench bench-peers correctness clean
+.PHONY: help setup build pull run test check format test-oracle fuzz bench bench-peers correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -67,14 +71,26 @@ test-oracle: pull ## Compare with PyTorch and transformers, in an environment of
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)
 	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
 
+fuzz: ## Feed a million damaged model files to the readers, guided by coverage (FUZZ_ARGS="--cases 20000").
+	@$(MAKE) --no-print-directory $(FUZZ_STAMP)
+	@$(FUZZ)/bin/python tests/fuzz/run.py $(FUZZ_ARGS)
+
 # Never the project's own environment: the core must be seen to work without these.
-$(ORACLE_STAMP): tests/oracle/requirements.txt $(STAMP)
+$(ORACLE_STAMP): tests/oracle/requirements.txt $(CORE_REQUIREMENTS)
 	@test -x $(ORACLE)/bin/python || $(PYTHON) -m venv $(ORACLE)
 	@echo "Installing PyTorch and transformers into $(ORACLE) (some 1 GB)"
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-	  > build/core-requirements.txt
-	@$(ORACLE)/bin/python -m pip install --quiet -r build/core-requirements.txt -r tests/oracle/requirements.txt
+	@$(ORACLE)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r tests/oracle/requirements.txt
 	@touch $@
+
+$(FUZZ_STAMP): tests/fuzz/requirements.txt $(CORE_REQUIREMENTS)
+	@test -x $(FUZZ)/bin/python || $(PYTHON) -m venv $(FUZZ)
+	@echo "Installing the fuzzing engine into $(FUZZ)"
+	@$(FUZZ)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r tests/fuzz/requirements.txt
+	@touch $@
+
+$(CORE_REQUIREMENTS): $(STAMP)
+	@mkdir -p $(@D)
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > $@
 
 correctness: pull ## Compare every instruction-set level of this machine with the reference, on held-out text.
 	@$(BIN)/python benchmarks/correctness.py $(BENCH_ARGS)

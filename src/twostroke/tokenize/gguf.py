@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import byte_level_bytes, byte_token, sentencepiece_bytes
@@ -18,7 +18,7 @@ from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, unicode_form, words_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from twostroke.tokenize.pairs import Pairs
     from twostroke.tokenize.specials import AddedToken
@@ -71,7 +71,7 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     added = tuple(token for token in fields.added() if token.id not in runs)
     bytes_of = _byte_tokens(fields)
     vocabulary = Vocabulary(texts, [*_specials(added), *bytes_of])
-    scores = list(cast("Sequence[float]", fields.array("scores")))
+    scores = list(fields.array("scores", float))
     if len(scores) != len(texts):
         raise ModelFormatError(f"The tokenizer has {len(texts)} tokens but {len(scores)} scores.")
     for id_ in runs:
@@ -127,8 +127,7 @@ def _is_spaces(text: str) -> bool:
 
 
 def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
-    lines = cast("Sequence[str]", fields.array("merges"))
-    pairs = [_pair(line) for line in lines]
+    pairs = [_pair(line) for line in fields.array("merges", str)]
     try:
         return ListedPairs(pairs, vocabulary)
     except ModelFormatError:

@@ -26,8 +26,8 @@ class Fields:
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
-        self.tokens = cast("Sequence[str]", self.array("tokens"))
-        types = cast("Sequence[int]", self.array("token_type", optional=True))
+        self.tokens = self.array("tokens", str)
+        types = self.array("token_type", int, optional=True)
         if len(types) not in (0, len(self.tokens)):
             raise ModelFormatError(
                 f"The tokenizer has {len(self.tokens)} tokens but {len(types)} token types."
@@ -81,14 +81,19 @@ class Fields:
             )
         return value
 
-    def array(self, key: str, *, optional: bool = False) -> Sequence[object]:
-        """Return an array; an empty one for an optional one that is not there."""
+    def array(self, key: str, kind: type[T], *, optional: bool = False) -> Sequence[T]:
+        """Return an array of one type; an empty one for an optional one that is not there."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None and optional:
             return ()
         if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
             raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
-        return cast("Sequence[object]", value)
+        items = cast("Sequence[T]", value)
+        if not set(map(type, items)) <= {kind}:
+            raise ModelFormatError(
+                f"The tokenizer's table tokenizer.ggml.{key} is not all of type {kind.__name__}."
+            )
+        return items
 
     def token_id(self, key: str) -> int | None:
         """Return a token's id, or None where the file has none."""

@@ -27,7 +27,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a small file; ModelFormatError if it is not one."""
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
+            # A read reserves what it is allowed: no more than the file has.
+            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
     except OSError as error:
         raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
     if len(raw) > MAX_JSON_BYTES:
@@ -80,7 +81,8 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         with path.open("rb") as file:
-            return file.read(MAX_JSON_BYTES).decode("utf-8", "replace")
+            size = min(path.stat().st_size, MAX_JSON_BYTES)
+            return file.read(size).decode("utf-8", "replace")
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
