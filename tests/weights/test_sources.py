@@ -13,7 +13,7 @@ from support.tiny import write_tiny_gguf
 from twostroke import weights
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError
 from twostroke.weights import catalogue
-from twostroke.weights.pull import Progress
+from twostroke.weights.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,9 +102,10 @@ def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
         ("", "There is no model ''"),
         ("./none.gguf", "There is no file or folder './none.gguf'"),
         ("none.safetensors", "There is no file or folder"),
-        ("some/folder", "There is no file or folder 'some/folder'"),
+        ("some/folder", "'some/folder'. Did you mean 'hf:some/folder'?"),
         ("a\0b", "There is no model"),
-        ("hf:owner/repo", "'hf:owner/repo' is no source of models"),
+        ("some/repo:Q4_0", "Did you mean 'hf:some/repo:Q4_0'?"),
+        ("file:///a.gguf", "is no source of models"),
         ("https://host/a.gguf", "is no source of models"),
     ],
 )
@@ -150,7 +151,7 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
     ]
     assert [listing.path for listing in listings] == [pulled, None, None, None, other]
     assert listings[0].file_bytes == pulled.stat().st_size
-    assert listings[1].licence == "Gemma terms"
+    assert listings[1].licence == "Gemma terms (https://ai.google.dev/gemma/terms)"
 
 
 def test_verification_sees_one_changed_byte(pulled: Path) -> None:

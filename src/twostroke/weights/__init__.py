@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from twostroke.weights.catalogue import CATALOGUE, PackagedModel
-from twostroke.weights.load import load_path
-from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
-from twostroke.weights.pull import Progress, Watcher
-from twostroke.weights.sources import (
+from twostroke.weights.inventory import (
+    Leftover,
     ModelListing,
+    drop,
+    find,
+    forget_missing,
+    leftovers,
     list_models,
-    load,
-    pull,
     remove,
-    resolve,
+    unused,
     verify,
 )
+from twostroke.weights.load import load_path
+from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
+from twostroke.weights.progress import Progress, Watcher
+from twostroke.weights.sources import load, pull, resolve
 
 __all__ = [
     "CATALOGUE",
     "GgufTokenizer",
     "JsonTokenizer",
+    "Leftover",
     "LoadedModel",
     "ModelListing",
     "PackagedModel",
     "Progress",
     "Watcher",
+    "drop",
+    "find",
+    "forget_missing",
+    "leftovers",
     "list_models",
     "load",
     "load_path",
     "pull",
     "remove",
     "resolve",
+    "unused",
     "verify",
 ]

@@ -24,7 +24,7 @@ class PackagedModel:
     """A model file that is `parts`, one after the other.
 
     `name` is what a user types, `file_name` its name in the cache. What the catalogue cannot
-    know of a model that a user names by package (size, checksum, licence, family) is None.
+    know of a model that a user names by package (size, checksum, licence, family, format) is None.
     """
 
     name: str
@@ -35,6 +35,7 @@ class PackagedModel:
     sha256: str | None = None
     licence: str | None = None
     architecture: str | None = None
+    number_format: str | None = None
 
 
 def _numbered(package: str, version: str, count: int, member: str) -> tuple[Part, ...]:
@@ -56,6 +57,7 @@ _SMOLLM2 = PackagedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     licence="Apache-2.0",
     architecture="llama",
+    number_format="Q4_1",
 )
 
 _GEMMA3_270M = PackagedModel(
@@ -70,8 +72,9 @@ _GEMMA3_270M = PackagedModel(
     ),
     file_bytes=253113024,
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    licence="Gemma terms",
+    licence="Gemma terms (https://ai.google.dev/gemma/terms)",
     architecture="gemma3",
+    number_format="Q4_K_M",
 )
 
 _QWEN25_CODER_05B = PackagedModel(
@@ -83,6 +86,7 @@ _QWEN25_CODER_05B = PackagedModel(
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     licence="Apache-2.0",
     architecture="qwen2",
+    number_format="Q4_K_M",
 )
 
 _QWEN25_CODER_15B = PackagedModel(
@@ -94,6 +98,7 @@ _QWEN25_CODER_15B = PackagedModel(
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     licence="Apache-2.0",
     architecture="qwen2",
+    number_format="Q4_K_M",
 )
 
 CATALOGUE: dict[str, PackagedModel] = {

@@ -91,6 +91,34 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(mapping, metadata, MappingProxyType(tensors), MappingProxyType(unsupported))
 
 
+@dataclass(frozen=True, slots=True)
+class GgufPeek:
+    """What the beginning of a GGUF file says: its family, and types that cannot be read here."""
+
+    architecture: str
+    unsupported: tuple[str, ...]
+
+
+def peek_gguf(path: Path) -> GgufPeek | None:
+    """Return what the beginning of a file tells, or None if it is too short to tell it.
+
+    Raises ModelFormatError if this cannot be the beginning of a GGUF file.
+    """
+    mapping = MappedFile(path)
+    reader = _Reader(mapping)
+    try:
+        num_tensors, num_keys = reader.header()
+        metadata = Metadata(mapping, reader.keys(num_keys))
+        kinds = {info.kind for info in reader.tensor_infos(num_tensors)}
+    except ModelFormatError:
+        if reader.position < 8:  # not even its magic number and version are right
+            raise
+        return None
+    unknown = sorted(kinds - FORMATS_BY_GGUF_ID.keys())
+    names = tuple(UNSUPPORTED_GGUF_TYPES.get(kind, f"type {kind}") for kind in unknown)
+    return GgufPeek(str(metadata.get("general.architecture", "")), names)
+
+
 class Metadata(Mapping[str, Value]):
     """A file's keys and values; arrays become lists when they are first asked for."""
 

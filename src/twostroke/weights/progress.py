@@ -1,0 +1,50 @@
+"""How far fetching or checking is, told to whoever watches."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pull or a check is.
+
+    `phase` is "choose" (`note` says what was chosen), "wait" (another process is fetching the same
+    model), "download", "unpack" or "verify". `total_bytes` is None when it is not known yet.
+    """
+
+    phase: str
+    done_bytes: int
+    total_bytes: int | None
+    note: str | None = None
+
+
+Watcher: TypeAlias = "Callable[[Progress], None]"
+
+
+def ignore(progress: Progress) -> None:
+    """Watch nothing."""
+    del progress
+
+
+def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal.
+
+    Of several files, `before` bytes were checked already, and all have `total_bytes`.
+    """
+    digest, done = hashlib.sha256(), before
+    total = path.stat().st_size if total_bytes is None else total_bytes
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            watch(Progress("verify", done, total))
+    return digest.hexdigest()

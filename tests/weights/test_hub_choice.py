@@ -1,0 +1,155 @@
+"""Which files of a repository are fetched: what a name asks for, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.weights.hub.choice import Choice, RepoFile, choose, quantization, shards
+from twostroke.weights.hub.names import HubName
+
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+NOISE = ("README.md", ".gitattributes", "modeling_x.py", "pytorch_model.bin", "model.pth", "a.onnx")
+SPLIT = tuple(f"Q8_0/m-Q8_0-0000{n}-of-00003.gguf" for n in (1, 2, 3))
+
+
+def repo(*paths: str) -> list[RepoFile]:
+    return [RepoFile(path, 10, "0" * 40) for path in paths]
+
+
+def chosen(asked: str | None, *paths: str) -> Choice:
+    return choose(HubName("o/r", asked), repo(*paths))
+
+
+def names(choice: Choice) -> list[str]:
+    return [file.path for file in choice.files]
+
+
+def refusal(asked: str | None, *paths: str) -> str:
+    with pytest.raises((ModelNotFoundError, ModelFormatError)) as caught:
+        chosen(asked, *paths)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("gemma-3-270m-it-Q4_K_M.gguf", "Q4_K_M"),
+        ("qwen2.5-0.5b-instruct-q4_k_m.gguf", "Q4_K_M"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
+        ("sub/m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("m-IQ2_XXS.gguf", "IQ2_XXS"),
+        ("m-bf16.gguf", "BF16"),
+        ("Q8_0/m-Q8_0-00001-of-00003.gguf", "Q8_0"),
+        ("m-fp16.gguf", "FP16"),
+        ("gpt-MXFP4.gguf", "MXFP4"),
+        ("model.gguf", None),
+        ("Qwen2.gguf", None),
+    ],
+)
+def test_the_quantization_is_read_from_the_name(path: str, expected: str | None) -> None:
+    assert quantization(path) == expected
+
+
+def test_the_only_gguf_is_taken_without_a_word() -> None:
+    choice = chosen(None, "model.gguf", "mmproj-model-f16.gguf", "imatrix.gguf", *NOISE)
+    assert (names(choice), choice.entry, choice.note) == (["model.gguf"], "model.gguf", None)
+
+
+def test_of_several_the_preferred_is_taken_and_said() -> None:
+    choice = chosen(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
+    assert choice.entry == "m-Q4_K_M.gguf"
+    assert choice.note == "o/r holds 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."
+    assert chosen(None, "m-Q8_0.gguf", "m-F16.gguf").entry == "m-Q8_0.gguf"
+
+
+def test_several_without_a_known_quantization_are_not_guessed() -> None:
+    message = refusal(None, "a.gguf", "b.gguf")
+    assert "holds 2 GGUF models: name one, such as 'hf:o/r:a.gguf'; others: b.gguf" in message
+    assert "name one" in refusal(None, "a-Q4_0.gguf", "b-Q4_0.gguf")
+
+
+@pytest.mark.parametrize(
+    "asked", ["Q8_0", "q8_0", "m-q8_0.gguf", "m-Q8_0", "sub/m-Q8_0.gguf", "SUB/M-Q8_0.GGUF"]
+)
+def test_a_file_is_named_by_path_name_or_quantization(asked: str) -> None:
+    assert chosen(asked, "m-Q4_0.gguf", "sub/m-Q8_0.gguf").entry == "sub/m-Q8_0.gguf"
+
+
+def test_a_quantization_is_exact() -> None:
+    assert chosen("Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-Q4_K_M.gguf"
+    assert chosen("UD-Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-UD-Q4_K_M.gguf"
+
+
+def test_a_quantization_of_two_models_is_not_guessed() -> None:
+    message = refusal("Q4_0", "a-Q4_0.gguf", "b-Q4_0.gguf")
+    assert "'Q4_0' fits 2 models of 'o/r': name one of a-Q4_0.gguf, b-Q4_0.gguf" in message
+
+
+def test_an_unknown_file_is_answered_with_those_that_are_there() -> None:
+    message = refusal("Q4_K_N", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    assert "holds no 'Q4_K_N': there are Q4_K_M, Q8_0. Did you mean 'Q4_K_M'?" in message
+    assert "holds no GGUF file, and so no 'Q4_0'" in refusal("Q4_0", "model.safetensors", *SMALL)
+
+
+@pytest.mark.parametrize("asked", [None, "Q8_0", SPLIT[0], SPLIT[2]])
+def test_all_parts_of_a_split_model_come_together(asked: str | None) -> None:
+    choice = chosen(asked, *reversed(SPLIT))
+    assert names(choice) == list(SPLIT)
+    assert choice.entry == SPLIT[0]
+
+
+def test_a_split_model_with_a_part_missing_is_refused() -> None:
+    assert "not all of them are in the repository" in refusal("Q8_0", *SPLIT[:2])
+    assert chosen(None, *SPLIT[1:], "m-F16.gguf").entry == "m-F16.gguf"
+
+
+def test_of_a_safetensors_repository_only_what_is_read_is_fetched() -> None:
+    files = repo(*SMALL, "chat_template.jinja", "model.safetensors", "vocab.json", *NOISE)
+    choice = choose(HubName("o/r"), files)
+    assert names(choice) == [*SMALL, "chat_template.jinja"]
+    whole = shards(choice, None, files)
+    assert names(whole) == [*SMALL, "chat_template.jinja", "model.safetensors"]
+    assert whole.entry is None
+
+
+def test_the_index_says_which_shards_are_fetched() -> None:
+    parts = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    index = "model.safetensors.index.json"
+    files = repo(*SMALL, index, *parts, "consolidated.safetensors")
+    choice = choose(HubName("o/r"), files)
+    weights = {"weight_map": {"a": parts[0], "b": parts[1], "c": parts[0]}}
+    assert names(shards(choice, weights, files)) == [*SMALL, index, *parts]
+    with pytest.raises(ModelFormatError, match=r"names 'none\.safetensors', which is not there"):
+        shards(choice, {"weight_map": {"a": "none.safetensors"}}, files)
+    with pytest.raises(ModelFormatError, match=r"names 'config\.json'"):
+        shards(choice, {"weight_map": {"a": "config.json"}}, files)
+    for nothing in ({}, {"weight_map": []}, {"weight_map": {}}):
+        with pytest.raises(ModelFormatError, match="no weight_map"):
+            shards(choice, nothing, files)
+
+
+def test_a_repository_with_both_gives_what_is_asked() -> None:
+    both = (*SMALL, "model.safetensors", "m-Q4_0.gguf")
+    assert chosen(None, *both).entry == "m-Q4_0.gguf"
+    assert "GGUF and safetensors" in (chosen(None, *both).note or "")
+    assert names(chosen("safetensors", *both)) == list(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ((*SMALL, "pytorch_model.bin"), "only PyTorch checkpoints, which can run code"),
+        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter"),
+        (("README.md",), "neither a GGUF file nor model.safetensors"),
+        (("model.safetensors", "tokenizer.json"), "holds no config.json"),
+        (("model.safetensors", "config.json", "tokenizer.model"), "holds no tokenizer.json"),
+        ((), "neither a GGUF file nor"),
+    ],
+)
+def test_a_repository_without_readable_weights_is_refused(
+    paths: tuple[str, ...], expected: str
+) -> None:
+    message = refusal(None, *paths)
+    assert expected in message
+    assert message.endswith("Nothing was fetched.")

@@ -1,0 +1,76 @@
+"""Names of models on the hub: each form that is understood, and what is said of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.core.errors import UsageError
+from twostroke.weights.hub.names import HubName, parse, suggestion
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("hf:owner/repo", HubName("owner/repo")),
+        ("HF:owner/repo", HubName("owner/repo")),
+        ("hf://owner/repo", HubName("owner/repo")),
+        ("hf:Qwen/Qwen2.5-0.5B:Q4_K_M", HubName("Qwen/Qwen2.5-0.5B", "Q4_K_M")),
+        ("hf:o/r:a b/model.gguf@v1.0", HubName("o/r", "a b/model.gguf", "v1.0")),
+        ("hf:o/r@refs/pr/1", HubName("o/r", None, "refs/pr/1")),
+        ("https://huggingface.co/o/r", HubName("o/r")),
+        ("https://huggingface.co/o/r/", HubName("o/r")),
+        ("https://www.huggingface.co/o/r?library=gguf#top", HubName("o/r")),
+        ("huggingface.co/o/r", HubName("o/r")),
+        ("hf.co/o/r:Q8_0", HubName("o/r", "Q8_0")),
+        ("https://huggingface.co/o/r/tree/dev", HubName("o/r", None, "dev")),
+        ("https://hf.co/o/r/blob/main/a/b%20c.gguf", HubName("o/r", "a/b c.gguf")),
+        ("https://hf.co/o/r/resolve/v2/a.gguf?download=true", HubName("o/r", "a.gguf", "v2")),
+    ],
+)
+def test_each_form_is_understood(typed: str, expected: HubName) -> None:
+    found = parse(typed)
+    assert found == expected
+    assert parse(str(found)) == expected
+
+
+@pytest.mark.parametrize(
+    "typed", ["smollm2", "owner/repo", "./hf:x", "pypi:a==1:b.gguf", "a:b", ""]
+)
+def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
+    assert parse(typed) is None
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "hf:",
+        "hf:repo",
+        "hf:a/b/c",
+        "hf:o/r:",
+        "hf:o/r@",
+        "hf:o/r@dev:file.gguf",
+        "hf:o/r:a:b",
+        "hf:o/r:../../secret",
+        "hf:o/r:/etc/passwd",
+        "hf:o/r:a\\b",
+        "hf:o/r@../main",
+        "hf:../r",
+        "hf:o/..",
+        "hf:o/a--b",
+        "hf:o/r\n",
+        "hf:o/r:a\0b",
+        "https://huggingface.co/datasets/o/r",
+        "https://huggingface.co/models",
+        "https://huggingface.co/o/r/discussions/4",
+    ],
+)
+def test_what_is_damaged_is_refused_with_the_form(typed: str) -> None:
+    with pytest.raises(UsageError, match=r"hf:owner/repo\[:file"):
+        parse(typed)
+
+
+def test_a_repository_without_its_prefix_gets_a_hint() -> None:
+    assert suggestion("Qwen/Qwen3-0.6B-GGUF") == " Did you mean 'hf:Qwen/Qwen3-0.6B-GGUF'?"
+    assert suggestion("o/r:Q4_0") == " Did you mean 'hf:o/r:Q4_0'?"
+    for path in ("./a/b", "/a/b", "a/b/c", "a", "../x"):
+        assert suggestion(path) == ""
