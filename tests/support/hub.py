@@ -112,6 +112,17 @@ def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.server_close()
 
 
+def stored(cache: Path) -> list[str]:
+    """Return the names of the files in the hub's cache."""
+    found = (path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file())
+    return sorted(name for name in found if not name.startswith(".locks/"))
+
+
+def partials(cache: Path) -> list[Path]:
+    """Return what interrupted downloads have left there."""
+    return sorted(cache.rglob("*.incomplete"))
+
+
 def git_sha1(content: bytes) -> str:
     """Return git's name of a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -1,0 +1,212 @@
+"""What the hub, the network or the disk refuse, each as one sentence that helps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import pytest
+
+from support.gguf_writer import gguf_bytes
+from support.hub import TOKEN, Hub, Repo, stored
+from twostroke import weights
+from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.weights.progress import Progress
+
+NAME = "hf:o/r"
+
+
+def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
+    with pytest.raises(kind) as caught:
+        weights.pull(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+def test_wrong_bytes_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    hub.damaged = True
+    assert "'a.gguf' arrived with a wrong checksum" in refusal(NAME)
+    assert stored(hub_cache) == []
+    hub.damaged = False
+    assert weights.pull(NAME).read_bytes() == gguf
+
+
+def test_wrong_bytes_of_a_small_file_are_dropped(hub: Hub, hub_cache: Path, folder: dict) -> None:
+    hub.repos["o/r"] = Repo(folder)
+    hub.damaged = True
+    assert "'config.json' arrived with a wrong checksum" in refusal(NAME)
+
+
+def test_more_bytes_than_announced_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    hub.longer = True
+    assert "is larger than the" in refusal(NAME)
+    assert stored(hub_cache) == []
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_hub_is_asked_again(hub: Hub, gguf: bytes, status: int) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    hub.refusals.extend([(status, {"Retry-After": "2"})] * 3)
+    assert weights.pull(NAME).read_bytes() == gguf
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "expected"),
+    [
+        (429, {"Retry-After": "300"}, "limits how often you may ask for 'o/r': try again in 300 s"),
+        (429, {"RateLimit": '"api";r=0;t=55'}, "try again in 55 s; log in with 'hf auth login'"),
+        (503, {}, "is out of order for 'o/r' (status 503): try again later"),
+        (418, {}, "refuses 'o/r' with status 418"),
+        (403, {}, "the token is wrong or may not read it"),
+    ],
+)
+def test_a_hub_that_stays_busy_is_one_sentence(
+    hub: Hub, gguf: bytes, status: int, headers: dict[str, str], expected: str
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    hub.refusals.extend([(status, headers)] * 20)
+    assert expected in refusal(NAME)
+
+
+def test_a_gated_repository_says_where_its_licence_is(
+    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf}, gated=True)
+    message = refusal(NAME)
+    assert f"'o/r' is gated: accept its licence at {hub.url}/o/r, then log in with" in message
+    monkeypatch.setenv("HF_TOKEN", "other")
+    assert f"Your token has no access to 'o/r' yet: accept its licence at {hub.url}/o/r" in refusal(
+        NAME
+    )
+    monkeypatch.setenv("HF_TOKEN", "nonsense")
+    assert "the token is wrong" in refusal(NAME)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert weights.pull(NAME).read_bytes() == gguf
+    assert {asked.token for asked in hub.transfers} == {None}, "a token left the hub"
+
+
+def test_what_cannot_be_seen_is_not_found(
+    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf}, private=True)
+    for name in (NAME, "hf:o/none"):
+        assert "has no model 'o/" in refusal(name, ModelNotFoundError)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert weights.pull(NAME).read_bytes() == gguf
+    message = refusal("hf:o/r@dev", ModelNotFoundError)
+    assert message == f"'o/r' has no revision 'dev': see {hub.url}/o/r."
+    assert "holds no 'Q8_0'" in refusal("hf:o/r:Q8_0", ModelNotFoundError)
+
+
+@pytest.mark.parametrize("nonsense", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "o/r"}'])
+def test_an_answer_that_is_none_is_one_sentence(hub: Hub, nonsense: bytes) -> None:
+    hub.nonsense = nonsense
+    assert "describes no repository: check HF_ENDPOINT" in refusal(NAME)
+
+
+def test_no_network_is_one_sentence_and_the_cache_still_works(
+    hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
+    path = weights.pull(NAME)
+    shutil.rmtree(tmp_path / "cache")  # the hub's cache still has it
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert weights.pull(NAME) == path
+    assert weights.load(NAME).name == "o/r"
+    assert "could not be reached for 'o/r'" in refusal("hf:o/r:Q8_0")
+    assert "could not be reached for 'o/other'" in refusal("hf:o/other")
+
+
+def test_offline_mode_is_told_from_no_network(
+    hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set, unset it" in refusal(NAME)
+    assert hub.asked == []
+
+
+def test_a_family_that_cannot_run_is_refused_at_the_first_bytes(hub: Hub, hub_cache: Path) -> None:
+    strange = gguf_bytes({"general.architecture": "strange"}, {}) + bytes(20_000_000)
+    hub.repos["o/r"] = Repo({"a.gguf": strange})
+    seen: list[Progress] = []
+    with pytest.raises(ModelFormatError, match="family 'strange', which this version cannot run"):
+        weights.pull(NAME, seen.append)
+    assert seen[-1].done_bytes <= 2 << 20
+    assert stored(hub_cache) == []
+
+
+def test_numbers_that_cannot_be_read_are_refused_at_the_first_bytes(
+    hub: Hub, hub_cache: Path, gguf: bytes
+) -> None:
+    at = gguf.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8
+    data = gguf[:at] + (16).to_bytes(4, "little") + gguf[at + 4 :]
+    hub.repos["o/r"] = Repo({"a.gguf": data + bytes(20_000_000)})
+    message = refusal(NAME, ModelFormatError)
+    assert "'a.gguf' has numbers of type IQ2_XXS" in message
+    assert "name another quantization" in message
+    assert stored(hub_cache) == []
+
+
+def test_what_is_no_gguf_file_is_refused_at_the_first_bytes(hub: Hub, hub_cache: Path) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": b"version https://git-lfs" + bytes(20_000_000)})
+    assert "is not a GGUF file" in refusal(NAME, ModelFormatError)
+    assert stored(hub_cache) == []
+
+
+def test_a_configuration_that_cannot_run_is_refused_before_the_weights(
+    hub: Hub, folder: dict[str, bytes]
+) -> None:
+    for change, expected in (
+        ({"model_type": "strange"}, "is of the family 'strange'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ):
+        config = json.loads(folder["config.json"]) | change
+        hub.repos["o/r"] = Repo({**folder, "config.json": json.dumps(config).encode()})
+        assert expected in refusal(NAME, ModelFormatError)
+    assert hub.transfers == []
+
+
+def test_a_full_disk_is_seen_beforehand(
+    hub: Hub, hub_cache: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
+    message = refusal(NAME)
+    assert "needs 20 MB of disk space to be fetched" in message
+    assert "set HF_HOME to a folder elsewhere" in message
+    assert hub.transfers == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(
+    hub: Hub, hub_cache: Path, gguf: bytes
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    hub_cache.parent.mkdir()
+    hub_cache.write_text("a file")
+    message = refusal(NAME)
+    assert "could not be written to" in message
+    assert "set HF_HOME" in message
+
+
+def test_names_that_lead_out_of_the_repository_are_none(hub: Hub, hub_cache: Path) -> None:
+    hub.repos["o/r"] = Repo({"../../../evil.gguf": b"GGUF", "/etc/evil.gguf": b"GGUF"})
+    assert "holds neither a GGUF file nor" in refusal(NAME, ModelFormatError)
+
+
+def test_a_missing_client_says_how_to_install_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install 'twostroke[hub]'" in refusal(NAME)
+    with pytest.raises(ModelNotFoundError, match="'twostroke pull hf:o/r'"):
+        weights.resolve(NAME)
