@@ -22,9 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "fuzz"
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-SHARES = {"gguf": 0.4, "split": 0.1, "safetensors": 0.25, "hf_folder": 0.25}
+SHARES = {
+    "gguf": 0.25,
+    "gguf_model": 0.2,
+    "split": 0.1,
+    "safetensors": 0.2,
+    "hf_folder": 0.2,
+    "tokenizer_json": 0.05,
+}
 MAX_LENGTH = 8192  # bytes of an input
 MEMORY_BYTES = 256 << 20  # of address space, above what the process has when it starts
+INSTRUMENTED = ["twostroke.weights", "twostroke.models", "twostroke.tokenize"]
 MEASURE_EVERY = 16  # inputs whose memory is traced, which is slow
 
 
@@ -74,7 +82,7 @@ def fuzz(target: str, cases: int, seed: int, scratch: Path) -> None:
     """Fuzz one target with files in `scratch`; never returns."""
     import atheris
 
-    with atheris.instrument_imports(include=["twostroke"]):
+    with atheris.instrument_imports(include=INSTRUMENTED):
         from fuzz import mutate, seeds, targets
 
     found, start, files = WORK / target, scratch / "start", scratch / "files"

@@ -13,7 +13,14 @@ import twostroke
 from fuzz.targets import FOLDER_FILES, SEPARATOR
 from support.gguf_writer import I32, U16, Typed, gguf_bytes
 from support.safetensors_writer import safetensors_bytes
-from support.tiny import Tiny, tiny_metadata, tiny_tensors, vocabulary, write_tiny_folder
+from support.tiny import (
+    SPECIAL_TOKENS,
+    Tiny,
+    tiny_metadata,
+    tiny_tensors,
+    tokenizer_json,
+    write_tiny_folder,
+)
 from twostroke.models import ARCHITECTURES
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.safetensors import read_safetensors
@@ -27,9 +34,8 @@ ROOMS = ("weights", "models", "tokenize")
 
 def seeds(target: str) -> dict[str, bytes]:
     """Return the inputs to start from: those written here, and the kept corpus, by name."""
-    made = {"gguf": _gguf, "split": _split, "safetensors": _safetensors, "hf_folder": _hf_folder}
     kept = {path.name: path.read_bytes() for path in sorted((CORPUS / target).glob("*"))}
-    return {f"seed-{name}": data for name, data in made[target]().items()} | kept
+    return {f"seed-{name}": data for name, data in _SOUND[target]().items()} | kept
 
 
 def words() -> list[str]:
@@ -47,17 +53,28 @@ def words() -> list[str]:
 
 
 def _gguf() -> dict[str, bytes]:
-    found = {
-        "model": _model_bytes(_cut(tiny_tensors(SMALL), "token_embd.weight")),
-        "empty": gguf_bytes({}, {}),
-        "values": gguf_bytes(
-            {"a": [[1, 2], ["x", ""]], "b": 0.5, "c": Typed(7, [True, False])}, {}
-        ),
+    """Return both kinds of tokenizer, each beside tensors of half the formats."""
+    values = {"a": [[1, 2], ["x", ""]], "b": 0.5, "c": Typed(7, [True, False])}
+    sentencepiece = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<0x0A>", "▁", "▁H", "H", "e", "l"],
+        "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0],
+        "tokenizer.ggml.token_type": Typed(I32, [2, 6, 1, 1, 1, 1, 1]),
+        "tokenizer.ggml.unknown_token_id": 0,
     }
-    for name, fmt in FORMATS.items():
-        values = np.arange(fmt.block_size, dtype=np.float32)[None]
-        found[name] = gguf_bytes({}, {"t": QuantTensor.from_floats(values, fmt)})
-    return found
+    tensors = {
+        name: QuantTensor.from_floats(np.arange(fmt.block_size, dtype=np.float32)[None], fmt)
+        for name, fmt in FORMATS.items()
+    }
+    halves = [{name: tensors[name] for name in list(tensors)[part::2]} for part in range(2)]
+    return {
+        "byte-level": gguf_bytes(_tokenizer_keys() | values, halves[0]),
+        "sentencepiece": gguf_bytes(sentencepiece, halves[1]),
+    }
+
+
+def _gguf_model() -> dict[str, bytes]:
+    return {"llama": _model_bytes(_cut(tiny_tensors(SMALL), "token_embd.weight"))}
 
 
 def _split() -> dict[str, bytes]:
@@ -104,17 +121,27 @@ def _hf_folder() -> dict[str, bytes]:
 
 
 def _model_bytes(tensors: dict[str, QuantTensor], more: dict[str, object] | None = None) -> bytes:
-    tokens = vocabulary()[0]
-    few = [*tokens[:3], "H", "e", "l", "He", "ll"]
-    metadata = tiny_metadata(SMALL) | {
-        "llama.vocab_size": NUM_TOKENS,
-        "tokenizer.ggml.tokens": few,
+    sizes = {"llama.vocab_size": NUM_TOKENS, "general.alignment": ALIGNMENT}
+    metadata = tiny_metadata(SMALL) | _tokenizer_keys() | sizes
+    return gguf_bytes(metadata | (more or {}), tensors, alignment=ALIGNMENT)
+
+
+def _tokenizer_keys() -> dict[str, object]:
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*SPECIAL_TOKENS, "H", "e", "l", "He", "ll"],
         "tokenizer.ggml.token_type": Typed(I32, [3, 3, 3, 1, 1, 1, 1, 1]),
         "tokenizer.ggml.merges": ["H e", "l l"],
+        "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.chat_template": "x",
-        "general.alignment": ALIGNMENT,
     }
-    return gguf_bytes(metadata | (more or {}), tensors, alignment=ALIGNMENT)
+
+
+def _tokenizer_json() -> dict[str, bytes]:
+    whole = tokenizer_json()
+    vocab = {text: id_ for id_, text in enumerate([*SPECIAL_TOKENS, "H", "e", "l", "He", "ll"])}
+    model = whole["model"] | {"vocab": vocab, "merges": ["H e", "l l"]}
+    return {"byte-level": json.dumps(whole | {"model": model}).encode()}
 
 
 def _cut(tensors: dict[str, QuantTensor], table: str) -> dict[str, QuantTensor]:
@@ -122,3 +149,13 @@ def _cut(tensors: dict[str, QuantTensor], table: str) -> dict[str, QuantTensor]:
     whole = tensors[table]
     few = QuantTensor(whole.format, (NUM_TOKENS, whole.shape[1]), whole.data[:NUM_TOKENS])
     return {name: few if name == table else tensor for name, tensor in tensors.items()}
+
+
+_SOUND = {
+    "gguf": _gguf,
+    "gguf_model": _gguf_model,
+    "split": _split,
+    "safetensors": _safetensors,
+    "hf_folder": _hf_folder,
+    "tokenizer_json": _tokenizer_json,
+}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.tokenize import from_gguf
-from twostroke.weights import GgufTokenizer, load_path
+from twostroke.tokenize import from_gguf, from_tokenizer_json
+from twostroke.weights import load_path
 from twostroke.weights.gguf import read_gguf
 from twostroke.weights.safetensors import read_safetensors
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.quant import QuantTensor
+    from twostroke.tokenize import Tokenizer
 
 REFUSALS = (ModelFormatError, ModelNotFoundError)
 MAX_SECONDS = 1.0
@@ -45,15 +45,16 @@ TEXT = "Hello, wörld!\n\n  it's 1234 日本"
 
 
 def gguf(data: bytes, folder: Path) -> None:
-    """Read one GGUF file, then what stands behind: the model that it describes, its tokenizer."""
-    path = rewrite(folder / "model.gguf", data)
-    file = read_gguf(path)
+    """Read one GGUF file, all of it, and build the tokenizer that it describes."""
+    file = read_gguf(rewrite(folder / "model.gguf", data))
     read_all(file.tensors)
     dict(file.metadata)
-    with suppress(*REFUSALS):
-        load_path(path)
-    with suppress(*REFUSALS):
-        use_tokenizer(file.metadata)
+    use_tokenizer(from_gguf(file.metadata))
+
+
+def gguf_model(data: bytes, folder: Path) -> None:
+    """Load the model that a GGUF file describes."""
+    read_all(load_path(rewrite(folder / "model.gguf", data)).tensors)
 
 
 def split(data: bytes, folder: Path) -> None:
@@ -71,16 +72,21 @@ def hf_folder(data: bytes, folder: Path) -> None:
     """Load a Hugging Face folder: configuration, index, and two safetensors files."""
     write_files(folder, FOLDER_FILES, data)
     rewrite(folder / "tokenizer.json", b"{}")
-    model = load_path(folder)
-    assert not isinstance(model.tokenizer_source, GgufTokenizer)
-    read_all(model.tensors)
+    read_all(load_path(folder).tensors)
+
+
+def tokenizer_json(data: bytes, folder: Path) -> None:
+    """Build the tokenizer of a `tokenizer.json`."""
+    use_tokenizer(from_tokenizer_json(rewrite(folder / "tokenizer.json", data)))
 
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "gguf": gguf,
+    "gguf_model": gguf_model,
     "split": split,
     "safetensors": safetensors,
     "hf_folder": hf_folder,
+    "tokenizer_json": tokenizer_json,
 }
 
 
@@ -143,8 +149,7 @@ def read_all(tensors: Mapping[str, QuantTensor]) -> None:
             tensor.dequantize()
 
 
-def use_tokenizer(metadata: Mapping[str, object]) -> None:
-    """Build the tokenizer and take a text there and back."""
-    tokenizer = from_gguf(metadata)
+def use_tokenizer(tokenizer: Tokenizer) -> None:
+    """Take a text there and back, and spell the first tokens."""
     tokenizer.decode(tokenizer.encode(TEXT, add_special=True))
     tokenizer.decode(range(min(64, tokenizer.vocab_size)), skip_special=False)
