@@ -59,22 +59,38 @@ Plan::Plan(Pool& team, const PlanRecord& record)
   for (const OpRecord& op : ops) {
     facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
   }
+  lay_out_pages(record);
+  for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
+}
+
+void Plan::lay_out_pages(const PlanRecord& record) {
+  page_size = record.page_size;
+  num_pages = record.num_pages;
+  std::vector<int64_t> offsets;  // of each layer within a page of its group
+  std::vector<int64_t> sizes(static_cast<size_t>(record.num_groups));
   for (int32_t i = 0; i < record.num_layers; ++i) {
     const LayerRecord& layer = record.layers[i];
-    layers.push_back({nullptr, 0, record.page_size, layer.num_kv_heads, layer.head_dim});
-    page_halves += 2 * record.page_size * layer.num_kv_heads * layer.head_dim;
+    layers.push_back({nullptr, 0, page_size, layer.num_kv_heads, layer.head_dim});
+    group_of.push_back(layer.group);
+    int64_t& size = sizes[static_cast<size_t>(layer.group)];
+    offsets.push_back(size);
+    size += 2 * page_size * layer.num_kv_heads * layer.head_dim;
   }
-  for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
-  num_pages = record.num_pages;
-  cache_bytes = page_bytes() * num_pages;
-  if (cache_bytes == 0) return;
+  group_windows.resize(sizes.size());
+  for (const OpRecord& op : ops) {
+    if (op.kind != OpKind::Attention) continue;
+    const int32_t group = group_of[static_cast<size_t>(op.layer)];
+    int64_t& window = group_windows[static_cast<size_t>(group)];
+    window = std::max(window, window_of(op));
+  }
+  if (sizes.empty() || num_pages == 0) return;
+  const int64_t page_stride = *std::max_element(sizes.begin(), sizes.end());
+  cache_bytes = num_pages * page_stride * static_cast<int64_t>(sizeof(uint16_t));
   cache = map_memory(cache_bytes);
   if (cache == nullptr) throw std::bad_alloc();
-  auto* data = static_cast<uint16_t*>(cache);
-  for (LayerPages& layer : layers) {
-    layer.data = data;
-    layer.page_stride = page_halves;
-    data += 2 * layer.page_size * layer.num_kv_heads * layer.head_dim;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    layers[i].data = static_cast<uint16_t*>(cache) + offsets[i];
+    layers[i].page_stride = page_stride;
   }
 }
 
@@ -82,10 +98,11 @@ int32_t Plan::schedule_for(const OpRecord& op) {
   if (op.kind != OpKind::Attention) return kNone;
   const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
   const int64_t group = op.num_heads / pages.num_kv_heads;
+  const int64_t window = window_of(op);
   for (size_t i = 0; i < schedules.size(); ++i) {
-    if (schedules[i].fits(group, pages)) return static_cast<int32_t>(i);
+    if (schedules[i].fits(group, window, pages)) return static_cast<int32_t>(i);
   }
-  schedules.emplace_back(group, pages);
+  schedules.emplace_back(group, window, pages);
   return static_cast<int32_t>(schedules.size() - 1);
 }
 

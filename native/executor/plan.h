@@ -47,7 +47,10 @@ struct Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  int64_t page_bytes() const { return page_halves * 2; }
+  const int32_t* page_table(const StepRecord& step, const SliceRecord& slice, int64_t group) const {
+    const auto num_groups = static_cast<int64_t>(group_windows.size());
+    return step.page_tables + (slice.table * num_groups + group) * step.table_stride;
+  }
 
   Pool& pool;
   std::vector<OpRecord> ops;
@@ -58,9 +61,11 @@ struct Plan {
   std::vector<int64_t> buffer_widths;
   std::vector<Block> buffers;
   std::vector<LayerPages> layers;
+  std::vector<int32_t> group_of;             // for each layer
+  std::vector<int64_t> group_windows;        // for each group of layers: the widest of its rows
   std::vector<int32_t> schedule_of;          // for each operation: index into schedules, or kNone
   std::vector<AttentionSchedule> schedules;  // one for each shape of attention
-  int64_t page_halves = 0;
+  int64_t page_size = 0;                     // tokens
   int64_t num_pages = 0;
   int64_t cache_bytes = 0;
   void* cache = nullptr;
@@ -70,6 +75,7 @@ struct Plan {
   OpTimes times;
 
  private:
+  void lay_out_pages(const PlanRecord& record);
   int32_t schedule_for(const OpRecord& op);
 };
 

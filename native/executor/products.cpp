@@ -182,7 +182,7 @@ void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& outp
     if (output.store == Store::Nothing) continue;
     const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
     const auto store = output.store == Store::Keys ? store_keys : store_values;
-    store(pages, worker.page_table(slice), position, values, begin, end);
+    store(pages, worker.page_table(slice, op.layer), position, values, begin, end);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/attention.h"
 #include "kernels/rows.h"
 #include "linear/linear.h"
 #include "sample/sample.h"
@@ -59,13 +60,18 @@ struct OpRecord {
   int32_t num_heads;
   float scale;     // Attention: of the scores
   float factor;    // Embed, Scale
-  float soft_cap;  // Logits: 0 for none
+  float soft_cap;  // Attention, Logits: x becomes soft_cap * tanh(x / soft_cap), 0: it stays
   Activation activation;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
+  int32_t window;     // Attention: each row sees so many keys up to its own, 0: all
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };
+
+inline int64_t window_of(const OpRecord& attention) {
+  return attention.window == 0 ? kNoWindow : attention.window;
+}
 
 struct RopeRecord {
   const double* inverse_frequencies;
@@ -76,9 +82,12 @@ struct RopeRecord {
   int32_t reserved;
 };
 
+/// What one attention layer stores. Layers of a group share pages: a page holds so many tokens of
+/// all layers of one group.
 struct LayerRecord {
   int32_t num_kv_heads;
   int32_t head_dim;
+  int32_t group;
 };
 
 /// The Program, lowered. Arrays are copied, except what weights and vectors point to.
@@ -94,7 +103,9 @@ struct PlanRecord {
   int32_t num_vectors;
   int32_t num_ropes;
   int32_t num_layers;
+  int32_t num_groups;  // of layers
   int32_t num_buffers;
+  int32_t reserved;
   int64_t num_pages;
   int64_t page_size;
 };
@@ -104,14 +115,14 @@ struct SliceRecord {
   int32_t row;  // its first row in the step
   int32_t num_rows;
   int32_t position;
-  int32_t table;  // which page table
+  int32_t table;  // which page tables, one for each group of layers
 };
 
 /// One step. Rows [0, num_generated) are generated, the others prompt.
 struct StepRecord {
   const int32_t* tokens;  // (num_rows)
   const SliceRecord* slices;
-  const int32_t* page_tables;   // (tables, table_stride)
+  const int32_t* page_tables;   // (tables, groups of layers, table_stride)
   const int32_t* sampled_rows;  // ascending
   const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
   SampleResult* results;

@@ -22,8 +22,9 @@ void AttentionSchedule::make(const StepRecord& step, int num_threads) {
   double total = 0;
   for (int32_t i = 0; i < step.num_slices; ++i) {
     const SliceRecord& slice = step.slices[i];
+    const int64_t middle = slice.position + slice.num_rows / 2;
     total += static_cast<double>(slice.num_rows) *
-             static_cast<double>(num_pieces(slice.position + slice.num_rows / 2 + 1));
+             static_cast<double>(num_pieces(middle + 1) - first_piece(middle, window_));
   }
   const double target = num_threads == 1 ? total + 1
                                          : total * static_cast<double>(num_kv_heads_) /
@@ -39,8 +40,11 @@ void AttentionSchedule::cut_slice(const StepRecord& step, int32_t index, double 
   const auto most_rows = static_cast<int32_t>(std::max<int64_t>(1, kQueriesPerTask / group_));
   for (int32_t row = 0; row < slice.num_rows; row += most_rows) {
     const int32_t num_rows = std::min(most_rows, slice.num_rows - row);
-    const auto pieces = static_cast<int32_t>(num_pieces(slice.position + row + num_rows));
-    AttentionTask task{index, row, num_rows, 0, pieces, kNone};
+    const int64_t position = slice.position + row;
+    const auto begin = static_cast<int32_t>(first_piece(position, window_));
+    const auto end = static_cast<int32_t>(num_pieces(position + num_rows));
+    const int32_t pieces = end - begin;
+    AttentionTask task{index, row, num_rows, begin, end, kNone};
     const auto wanted = static_cast<int64_t>(static_cast<double>(task.cost()) / target_cost);
     const auto parts = static_cast<int32_t>(std::min(wanted + 1, pieces / kSmallestSplit));
     const int64_t floats = pieces * PieceShares::num_floats(num_rows * group_, head_dim_);
@@ -54,8 +58,8 @@ void AttentionSchedule::cut_slice(const StepRecord& step, int32_t index, double 
     splits_.push_back({parts, share_floats_, floats});
     share_floats_ += floats * num_kv_heads_;
     for (int32_t part = 0; part < parts; ++part) {
-      task.piece_begin = pieces * part / parts;
-      task.piece_end = pieces * (part + 1) / parts;
+      task.piece_begin = begin + pieces * part / parts;
+      task.piece_end = begin + pieces * (part + 1) / parts;
       tasks_.push_back(task);
     }
   }

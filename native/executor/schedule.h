@@ -33,12 +33,16 @@ struct AttentionSplit {
 /// The tasks of one step, largest first. Results do not depend on how the cut is made.
 class AttentionSchedule {
  public:
-  /// `group` is how many query heads read one key-value head.
-  AttentionSchedule(int64_t group, const LayerPages& pages)
-      : group_(group), num_kv_heads_(pages.num_kv_heads), head_dim_(pages.head_dim) {}
+  /// `group` is how many query heads read one key-value head; rows see the last `window` keys.
+  AttentionSchedule(int64_t group, int64_t window, const LayerPages& pages)
+      : group_(group),
+        window_(window),
+        num_kv_heads_(pages.num_kv_heads),
+        head_dim_(pages.head_dim) {}
 
-  bool fits(int64_t group, const LayerPages& pages) const {
-    return group == group_ && pages.num_kv_heads == num_kv_heads_ && pages.head_dim == head_dim_;
+  bool fits(int64_t group, int64_t window, const LayerPages& pages) const {
+    return group == group_ && window == window_ && pages.num_kv_heads == num_kv_heads_ &&
+           pages.head_dim == head_dim_;
   }
 
   void make(const StepRecord& step, int num_threads);
@@ -58,6 +62,7 @@ class AttentionSchedule {
   void reserve_shares();
 
   int64_t group_;
+  int64_t window_;
   int64_t num_kv_heads_;
   int64_t head_dim_;
   std::vector<AttentionTask> tasks_;

@@ -79,7 +79,7 @@ void store_rows(Worker& worker, const OpRecord& op) {
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
     const SliceRecord& slice = worker.slice_of(row);
     const int64_t position = Worker::position(slice, row);
-    const int32_t* table = worker.page_table(slice);
+    const int32_t* table = worker.page_table(slice, op.layer);
     store_keys(pages, table, position, worker.buffer(op.y) + row * worker.stride(op.y), 0, width);
     store_values(pages, table, position, worker.buffer(op.z) + row * worker.stride(op.z), 0, width);
   }
@@ -107,10 +107,12 @@ void run_attention(Worker& worker, size_t index) {
                              worker.stride(out),
                              task.num_rows,
                              slice.position + task.first_row,
-                             worker.page_table(slice),
+                             worker.page_table(slice, op.layer),
                              group,
                              head,
-                             op.scale};
+                             window_of(op),
+                             op.scale,
+                             op.soft_cap};
     if (task.split == kNone) {
       attend(rows, pages, worker.memory.attention);
       return;
@@ -176,14 +178,17 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
 }
 
+/// Whether every page that the slice's rows see exists; those behind their window need not.
 bool is_inside(const Plan& plan, const StepRecord& record, const SliceRecord& slice) {
-  if (plan.layers.empty()) return true;
-  const int64_t page_size = plan.layers[0].page_size;
-  const int64_t num_pages = (slice.position + slice.num_rows + page_size - 1) / page_size;
-  if (slice.position < 0 || num_pages > record.table_stride) return false;
-  const int32_t* table = record.page_tables + slice.table * record.table_stride;
-  return std::all_of(table, table + num_pages,
-                     [&](int32_t page) { return page >= 0 && page < plan.num_pages; });
+  const int64_t end = (slice.position + slice.num_rows + plan.page_size - 1) / plan.page_size;
+  if (slice.position < 0 || end > record.table_stride) return false;
+  for (size_t group = 0; group < plan.group_windows.size(); ++group) {
+    const int32_t* table = plan.page_table(record, slice, static_cast<int64_t>(group));
+    const int64_t begin = first_seen(slice.position, plan.group_windows[group]) / plan.page_size;
+    const auto exists = [&](int32_t page) { return page >= 0 && page < plan.num_pages; };
+    if (!std::all_of(table + begin, table + end, exists)) return false;
+  }
+  return true;
 }
 
 /// The last guard before memory: whoever let them come here, tokens and pages must exist.

@@ -74,8 +74,8 @@ struct Worker {
   const SliceRecord& slice_of(int64_t row) const {
     return step.record.slices[step.slice_of_row[static_cast<size_t>(row)]];
   }
-  const int32_t* page_table(const SliceRecord& slice) const {
-    return step.record.page_tables + slice.table * step.record.table_stride;
+  const int32_t* page_table(const SliceRecord& slice, int32_t layer) const {
+    return plan.page_table(step.record, slice, plan.group_of[static_cast<size_t>(layer)]);
   }
   static int64_t position(const SliceRecord& slice, int64_t row) {
     return slice.position + row - slice.row;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kBlocksPerPiece = kPieceTokens / kBlockTokens;
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kLog2E = 1.44269504088896341F;
 
 /// A piece's share of a few queries.
 struct TileShare {
@@ -29,18 +30,37 @@ struct Piece {
   const T* next_values[kBlocksPerPiece];
 };
 
-/// Turns a row of scores into shares 2^(score - peak); the keys from `count` on get 0.
-void soften(float* scores, int64_t count, int64_t num_blocks, float* peak, float* sum) {
-  Lanes largest = broadcast(kMinusInfinity);
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    const auto valid = static_cast<int>(std::clamp<int64_t>(count - b * kLanes, 0, kLanes));
-    const Lanes masked = first_or(load_lanes(scores + b * kLanes), valid, kMinusInfinity);
-    store_lanes(scores + b * kLanes, masked);
-    largest = larger(largest, masked);
+/// Which keys of a piece a query sees: [begin, end).
+struct Seen {
+  int64_t begin;
+  int64_t end;
+};
+
+Seen seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
+  const int64_t position = rows.position + query / rows.group;
+  return {std::max<int64_t>(first_seen(position, rows.window) - piece_begin, 0),
+          std::min(position + 1 - piece_begin, kPieceTokens)};
+}
+
+int first_lanes(int64_t count) { return static_cast<int>(std::clamp<int64_t>(count, 0, kLanes)); }
+
+/// Turns a row of scores (blocks [block_begin, block_end) of a piece) into shares
+/// 2^(score - peak); keys that are not seen get 0, whose company changes no sum.
+void soften(float* scores, const Seen& seen, int64_t block_begin, int64_t block_end, float soft_cap,
+            float* peak, float* sum) {
+  const Lanes unseen = broadcast(kMinusInfinity);
+  Lanes largest = unseen;
+  for (int64_t b = block_begin; b < block_end; ++b) {
+    Lanes score = load_lanes(scores + b * kLanes);
+    if (soft_cap != 0) score = multiply(tanh(score), broadcast(soft_cap * kLog2E));
+    score = choose_first(first_lanes(seen.end - b * kLanes), score, unseen);
+    score = choose_first(first_lanes(seen.begin - b * kLanes), unseen, score);
+    store_lanes(scores + b * kLanes, score);
+    largest = larger(largest, score);
   }
   *peak = largest_across(largest);
   Lanes total = zero_lanes();
-  for (int64_t b = 0; b < num_blocks; ++b) {
+  for (int64_t b = block_begin; b < block_end; ++b) {
     const Lanes share = exp2(subtract(load_lanes(scores + b * kLanes), broadcast(*peak)));
     store_lanes(scores + b * kLanes, share);
     total = add(total, share);
@@ -48,40 +68,39 @@ void soften(float* scores, int64_t count, int64_t num_blocks, float* peak, float
   *sum = sum_across(total);
 }
 
-/// Computes the shares of `num_queries` (at most kTileQueries) queries from index `first`.
+/// Computes the shares of `num_queries` (at most kTileQueries) queries from index `first`; each
+/// sees a key of the piece.
 template <class T>
 void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece, const float* q,
                  int64_t first, int64_t num_queries, TileShare& share) {
   alignas(64) float scores[kTileQueries * kPieceTokens];
-  const auto count_of = [&](int64_t query) {
-    const int64_t position = rows.position + query / rows.group;
-    return std::min(position - piece.begin + 1, kPieceTokens);
-  };
-  const int64_t num_tokens = count_of(first + num_queries - 1);
-  const int64_t num_blocks = round_up(num_tokens, kLanes) / kLanes;
+  const int64_t block_begin = seen_by(rows, piece.begin, first).begin / kLanes;
+  const int64_t num_tokens = seen_by(rows, piece.begin, first + num_queries - 1).end;
+  const int64_t block_end = round_up(num_tokens, kLanes) / kLanes;
   with_constant<kTileQueries>(num_queries, [&](auto constant_q) {
     constexpr int Q = decltype(constant_q)::value;
-    for (int64_t b = 0; b < num_blocks; b += kTileVectors) {
-      with_constant<kTileVectors>(num_blocks - b, [&](auto constant_b) {
+    for (int64_t b = block_begin; b < block_end; b += kTileVectors) {
+      with_constant<kTileVectors>(block_end - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         score_tile<Q, B>(q, piece.keys + b, piece.next_keys + b, head_dim, scores + b * kLanes,
                          kPieceTokens);
       });
     }
     for (int i = 0; i < Q; ++i) {
-      soften(scores + i * kPieceTokens, count_of(first + i), num_blocks, &share.peak[i],
-             &share.sum[i]);
+      soften(scores + i * kPieceTokens, seen_by(rows, piece.begin, first + i), block_begin,
+             block_end, rows.soft_cap, &share.peak[i], &share.sum[i]);
     }
     for (int64_t d = 0; d < head_dim; d += kTileVectors * kLanes) {
       with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         const T* values[kBlocksPerPiece];
         const T* next[kBlocksPerPiece];
-        for (int64_t b = 0; b < num_blocks; ++b) {
+        for (int64_t b = block_begin; b < block_end; ++b) {
           values[b] = piece.values[b] + d;
           next[b] = piece.next_values[b] + d;
         }
-        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, num_tokens, share.out + d);
+        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, block_begin * kBlockTokens,
+                         num_tokens, share.out + d);
       });
     }
   });
@@ -114,8 +133,9 @@ void merge(const float* share_peak, const float* share_sum, const float* share_o
 
 void gather_queries(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
   scratch.fit(rows.num_queries(), head_dim);
-  // Shares are powers of two, so log2(e) joins the scale.
-  const Lanes factor = broadcast(rows.scale * 1.44269504088896341F);
+  // Shares are powers of two, so log2(e) joins the scale; a cap takes it in later.
+  const bool is_capped = rows.soft_cap != 0;
+  const Lanes factor = broadcast(is_capped ? rows.scale / rows.soft_cap : rows.scale * kLog2E);
   float* q = scratch.q.data();
   for (int64_t row = 0; row < rows.num_rows; ++row) {
     const float* source = rows.q + row * rows.q_stride;
@@ -146,10 +166,13 @@ template <class T>
 Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
                     AttentionScratch& scratch) {
   Piece<T> piece{index * kPieceTokens, {}, {}, {}, {}};
-  const int64_t end = rows.position + rows.num_rows;  // keys from here on do not exist
+  // Keys outside of these are seen by no row; their pages may not exist.
+  const int64_t begin = first_seen(rows.position, rows.window);
+  const int64_t end = rows.position + rows.num_rows;
   const int64_t block_values = kBlockTokens * pages.head_dim;
   for (int64_t b = 0; b < kBlocksPerPiece; ++b) {
     const int64_t position = piece.begin + b * kBlockTokens;
+    if (position + kBlockTokens <= begin) continue;
     if (position >= end) break;
     const uint16_t* block = pages.block(rows.page_table, rows.head, position);
     if constexpr (sizeof(T) == sizeof(uint16_t)) {
@@ -181,9 +204,9 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begi
   alignas(64) float out[kTileQueries * 512];
   for (int64_t index = begin; index < end; ++index) {
     const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
-    const int64_t first_row = std::max<int64_t>(0, piece.begin - rows.position);
-    for (int64_t i = first_row * rows.group; i < rows.num_queries(); i += kTileQueries) {
-      const int64_t count = std::min<int64_t>(kTileQueries, rows.num_queries() - i);
+    const int64_t query_end = rows.row_end(index) * rows.group;
+    for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTileQueries) {
+      const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
       TileShare share;
       share.out = out;
       attend_tile(rows, head_dim, piece, scratch.q.data() + i * head_dim, i, count, share);
@@ -227,7 +250,7 @@ void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch
     merge(share.peak, share.sum, share.out, count, head_dim, scratch.peak.data() + first,
           scratch.sum.data() + first, scratch.out.data() + first * head_dim);
   };
-  for_shares(rows, pages, 0, num_pieces(rows.position + rows.num_rows), scratch, take);
+  for_shares(rows, pages, rows.piece_begin(), rows.piece_end(), scratch, take);
   write_rows(rows, head_dim, scratch);
 }
 
@@ -235,10 +258,12 @@ void attend_pieces(const AttentionRows& rows, const LayerPages& pages, int64_t b
                    AttentionScratch& scratch, const PieceShares& shares) {
   const int64_t head_dim = pages.head_dim;
   const int64_t num_queries = rows.num_queries();
+  const int64_t first_share = rows.piece_begin();
   gather_queries(rows, head_dim, scratch);
   for_shares(rows, pages, begin, end, scratch,
              [&](int64_t piece, const TileShare& share, int64_t first, int64_t count) {
-               float* out = shares.data + piece * PieceShares::num_floats(num_queries, head_dim);
+               float* out = shares.data +
+                            (piece - first_share) * PieceShares::num_floats(num_queries, head_dim);
                float* peak = out + num_queries * head_dim;
                std::copy_n(share.out, count * head_dim, out + first * head_dim);
                std::copy_n(share.peak, count, peak + first);
@@ -251,16 +276,16 @@ void merge_pieces(const AttentionRows& rows, int64_t head_dim, AttentionScratch&
   const int64_t num_queries = rows.num_queries();
   scratch.fit(num_queries, head_dim);
   start_merging(rows, head_dim, scratch);
-  const int64_t end = num_pieces(rows.position + rows.num_rows);
-  for (int64_t piece = 0; piece < end; ++piece) {
-    const float* out = shares.data + piece * PieceShares::num_floats(num_queries, head_dim);
+  const float* out = shares.data;
+  for (int64_t piece = rows.piece_begin(); piece < rows.piece_end(); ++piece) {
     const float* peak = out + num_queries * head_dim;
-    const int64_t first_row = std::max<int64_t>(0, piece * kPieceTokens - rows.position);
-    for (int64_t i = first_row * rows.group; i < num_queries; i += kTileQueries) {
-      const int64_t count = std::min<int64_t>(kTileQueries, num_queries - i);
+    const int64_t query_end = rows.row_end(piece) * rows.group;
+    for (int64_t i = rows.row_begin(piece) * rows.group; i < query_end; i += kTileQueries) {
+      const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
       merge(peak + i, peak + num_queries + i, out + i * head_dim, count, head_dim,
             scratch.peak.data() + i, scratch.sum.data() + i, scratch.out.data() + i * head_dim);
     }
+    out += PieceShares::num_floats(num_queries, head_dim);
   }
   write_rows(rows, head_dim, scratch);
 }

@@ -1,5 +1,8 @@
 // Causal attention of some rows of one request, for one key-value head, over its pages.
 //
+// A row sees the keys up to its own position: all of them, or the last `window`. A page that no
+// row sees is not read, so that it need not be there any more.
+//
 // The context is cut at absolute positions into pieces of 64 keys. A piece's share of a row is
 // computed from that row and the piece alone (its own maximum, sum and weighted values), and
 // shares are merged in the order of the pieces. So neither the rows computed beside it, nor who
@@ -19,7 +22,19 @@ constexpr int64_t num_pieces(int64_t context) {
   return (context + kPieceTokens - 1) / kPieceTokens;
 }
 
-/// Rows at `position`, `position + 1`, ... of one request, and the pieces that one task covers.
+constexpr int64_t kNoWindow = INT64_MAX / 2;
+
+/// The first position that a row sees.
+constexpr int64_t first_seen(int64_t position, int64_t window) {
+  return position < window ? 0 : position - window + 1;
+}
+
+/// The piece in which it lies.
+constexpr int64_t first_piece(int64_t position, int64_t window) {
+  return first_seen(position, window) / kPieceTokens;
+}
+
+/// Rows at `position`, `position + 1`, ... of one request.
 struct AttentionRows {
   const float* q;  // first row, first query head of the key-value head
   int64_t q_stride;
@@ -30,9 +45,22 @@ struct AttentionRows {
   const int32_t* page_table;
   int64_t group;  // query heads a key-value head
   int64_t head;   // key-value head
+  int64_t window;
   float scale;
+  float soft_cap;  // scores s become soft_cap * tanh(s / soft_cap); 0: they stay
 
   int64_t num_queries() const { return num_rows * group; }
+  int64_t piece_begin() const { return first_piece(position, window); }
+  int64_t piece_end() const { return num_pieces(position + num_rows); }
+
+  /// Rows [row_begin, row_end) see keys of a piece.
+  int64_t row_begin(int64_t piece) const {
+    return piece * kPieceTokens < position ? 0 : piece * kPieceTokens - position;
+  }
+  int64_t row_end(int64_t piece) const {
+    const int64_t last = piece * kPieceTokens + kPieceTokens - 1;  // position of its last key
+    return last - position < num_rows - window ? last - position + window : num_rows;
+  }
 };
 
 /// One thread's working memory.
@@ -52,7 +80,8 @@ struct PieceShares {
   static int64_t num_floats(int64_t num_queries, int64_t head_dim) {
     return num_queries * (head_dim + 2);
   }
-  float* data;  // for each piece: out (queries, head_dim), peak (queries), sum (queries)
+  float* data;  // for each piece from the first that a row sees: out (queries, head_dim),
+                // peak (queries), sum (queries)
 };
 
 /// The whole context: writes the rows of `out`.

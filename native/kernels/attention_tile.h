@@ -55,15 +55,15 @@ void score_tile(const float* q, const T* const* blocks, const T* const* ahead, i
   }
 }
 
-/// sums[query][b] += share[query][token] * value[token][b]; tokens in order.
+/// out[query][b] = sum of share[query][token] * value[token][b]; tokens [begin, end) in order.
 template <int Q, int B, class T>
 void value_tile(const float* shares, int64_t share_stride, const T* const* blocks,
-                const T* const* ahead, int64_t head_dim, int64_t num_tokens, float* out) {
+                const T* const* ahead, int64_t head_dim, int64_t begin, int64_t end, float* out) {
   Lanes sums[Q][B];
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
   }
-  for (int64_t token = 0; token < num_tokens; ++token) {
+  for (int64_t token = begin; token < end; ++token) {
     const T* row = blocks[token / kBlockTokens] + token % kBlockTokens * head_dim;
     Lanes values[B];
     TS_UNROLL for (int b = 0; b < B; ++b) values[b] = load_sixteen(row + b * kLanes);

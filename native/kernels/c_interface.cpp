@@ -16,6 +16,12 @@ TS_EXPORT void ts_kernel_exp2(const float* x, float* out, int64_t count) {
   }
 }
 
+TS_EXPORT void ts_kernel_tanh(const float* x, float* out, int64_t count) {
+  for (int64_t i = 0; i + ts::kLanes <= count; i += ts::kLanes) {
+    ts::store_lanes(out + i, ts::tanh(ts::load_lanes(x + i)));
+  }
+}
+
 /// There and back: float32 to float16 (saturated, as in the pages) to float32; 16 at a time.
 TS_EXPORT void ts_kernel_halves(const float* x, uint16_t* out, int64_t count) {
   for (int64_t i = 0; i + ts::kLanes <= count; i += ts::kLanes) {
@@ -58,7 +64,9 @@ struct TsAttention {
   int64_t position;
   int64_t num_rows;
   int64_t split;
+  int64_t window;  // 0: none
   float scale;
+  float soft_cap;  // 0: none
 };
 
 namespace {
@@ -83,21 +91,23 @@ TS_EXPORT void ts_kernel_store(const TsAttention* a, const float* keys, const fl
 TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* out) {
   const ts::LayerPages pages = layer_pages(*a);
   const int64_t stride = a->num_kv_heads * a->group * a->head_dim;
-  const int64_t end = ts::num_pieces(a->position + a->num_rows);
+  const int64_t window = a->window == 0 ? ts::kNoWindow : a->window;
   ts::AttentionScratch scratch;
   std::vector<float> memory;
   for (int64_t head = 0; head < a->num_kv_heads; ++head) {
     const int64_t first = head * a->group * a->head_dim;
-    const ts::AttentionRows rows{q + first,   stride,        out + first, stride, a->num_rows,
-                                 a->position, a->page_table, a->group,    head,   a->scale};
+    const ts::AttentionRows rows{q + first,   stride,      out + first,   stride,
+                                 a->num_rows, a->position, a->page_table, a->group,
+                                 head,        window,      a->scale,      a->soft_cap};
     if (a->split == 0) {
       ts::attend(rows, pages, scratch);
       continue;
     }
-    memory.resize(
-        static_cast<size_t>(end * ts::PieceShares::num_floats(rows.num_queries(), a->head_dim)));
+    const int64_t end = rows.piece_end();
+    memory.resize(static_cast<size_t>(
+        (end - rows.piece_begin()) * ts::PieceShares::num_floats(rows.num_queries(), a->head_dim)));
     const ts::PieceShares shares{memory.data()};
-    for (int64_t piece = 0; piece < end; piece += a->split) {
+    for (int64_t piece = rows.piece_begin(); piece < end; piece += a->split) {
       ts::attend_pieces(rows, pages, piece, std::min(piece + a->split, end), scratch, shares);
     }
     ts::merge_pieces(rows, a->head_dim, scratch, shares);

@@ -17,10 +17,9 @@ inline Lanes divide(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 /// The smaller of each lane; `b` where either is NaN.
 inline Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
-/// `a` in the first `count` lanes, `value` in the others.
-inline Lanes first_or(Lanes a, int count, float value) {
-  const auto mask = static_cast<__mmask16>((1U << count) - 1);
-  return {_mm512_mask_mov_ps(_mm512_set1_ps(value), mask, a.v)};
+/// `a` in the first `count` lanes, `b` in the others.
+inline Lanes choose_first(int count, Lanes a, Lanes b) {
+  return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>((1U << count) - 1), a.v)};
 }
 /// `a` where it is not below `limit` (so also where it is NaN), 0 elsewhere; tested on `x`.
 inline Lanes zero_below(Lanes a, Lanes x, float limit) {
@@ -59,13 +58,14 @@ inline Lanes larger(Lanes a, Lanes b) {
 inline Lanes smaller(Lanes a, Lanes b) {
   return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}};
 }
-inline __m256 first_or(__m256 a, int begin, int count, float value) {
+inline Lanes choose_first(int count, Lanes a, Lanes b) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(count - begin), lane);
-  return _mm256_blendv_ps(_mm256_set1_ps(value), a, _mm256_castsi256_ps(keep));
-}
-inline Lanes first_or(Lanes a, int count, float value) {
-  return {{first_or(a.v[0], 0, count, value), first_or(a.v[1], 8, count, value)}};
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    const __m256i keep = _mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8 * half), lane);
+    result.v[half] = _mm256_blendv_ps(b.v[half], a.v[half], _mm256_castsi256_ps(keep));
+  }
+  return result;
 }
 inline Lanes zero_below(Lanes a, Lanes x, float limit) {
   Lanes result;
@@ -118,8 +118,8 @@ inline Lanes smaller(Lanes a, Lanes b) {
   for (int i = 0; i < kLanes; ++i) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
   return a;
 }
-inline Lanes first_or(Lanes a, int count, float value) {
-  for (int i = 0; i < kLanes; ++i) a.v[i] = i < count ? a.v[i] : value;
+inline Lanes choose_first(int count, Lanes a, Lanes b) {
+  for (int i = 0; i < kLanes; ++i) a.v[i] = i < count ? a.v[i] : b.v[i];
   return a;
 }
 inline Lanes zero_below(Lanes a, Lanes x, float limit) {

@@ -26,7 +26,9 @@ class AttentionArguments(ctypes.Structure):
         ("position", c_int64),
         ("num_rows", c_int64),
         ("split", c_int64),
+        ("window", c_int64),
         ("scale", c_float),
+        ("soft_cap", c_float),
     )
 
 
@@ -60,6 +62,19 @@ def test_exp2_is_right_to_a_millionth_and_exact_where_it_must_be(library, rng):
     assert np.all(out[:3] == 0)
     assert out[3] == 2.0**127
     assert np.isnan(out[4])
+
+
+def test_tanh_is_right_to_a_millionth_however_small(library, rng):
+    x = floats(np.concatenate([rng.uniform(-12, 12, 4096), 10.0 ** rng.uniform(-30, 0, 4096)]))
+    x[::3] *= -1
+    out = np.empty_like(x)
+    library.ts_kernel_tanh(address(x), address(out), c_int64(x.size))
+    assert np.abs(out / np.tanh(x.astype(np.float64)) - 1).max() < 4e-7
+    edges = floats([0.0, 30, -30, 3e38, -np.inf, np.inf, np.nan] + [0] * 9)
+    out = np.empty_like(edges)
+    library.ts_kernel_tanh(address(edges), address(out), c_int64(16))
+    assert np.array_equal(out[:6], [0, 1, -1, 1, -1, 1])
+    assert np.isnan(out[6])
 
 
 def test_float16_rounds_as_numpy_does(library):
@@ -165,37 +180,58 @@ class Context:
         self.pages = np.full(2 * num_pages * page_values, np.nan, np.float16)
         self.arguments = AttentionArguments(
             self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
-            0, length, 0, head_dim**-0.5,
+            0, length, 0, 0, head_dim**-0.5, 0,
         )  # fmt: skip
         library.ts_kernel_store(
             ctypes.byref(self.arguments), address(self.keys), address(self.values)
         )
 
+    def see(self, window=None, soft_cap=None):
+        """Let the rows see so many keys, their scores capped."""
+        self.arguments.window, self.arguments.soft_cap = window or 0, soft_cap or 0
+        return self
+
     def attend(self, q, position, split=0):
-        """Attention of rows q (rows, heads, head_dim) from `position` on."""
+        """Attention of rows q (rows, heads, head_dim) from `position` on.
+
+        Pages that no row sees are not there.
+        """
         a = self.arguments
         a.position, a.num_rows, a.split = position, len(q), split
+        seen = slice(
+            self.first_seen(position) // a.page_size, -(-(position + len(q)) // a.page_size)
+        )
+        table = np.full_like(self.table, -(10**9))
+        table[seen] = self.table[seen]
+        a.page_table = table.ctypes.data
         q = floats(q)
         out = np.full_like(q, np.nan)
         self.library.ts_kernel_attention(ctypes.byref(a), address(q), address(out))
+        a.page_table = self.table.ctypes.data
         return out
+
+    def first_seen(self, position):
+        window = self.arguments.window
+        return max(0, position - window + 1) if window else 0
 
     def expected(self, q, position):
         k = self.keys.astype(np.float16).astype(np.float64)
         v = self.values.astype(np.float16).astype(np.float64)
         out = np.empty(q.shape)
         for row in range(len(q)):
-            end = position + row + 1
+            seen = slice(self.first_seen(position + row), position + row + 1)
             for head in range(q.shape[1]):
-                scores = k[:end, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
+                scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
+                if cap := self.arguments.soft_cap:
+                    scores = cap * np.tanh(scores / cap)
                 shares = np.exp(scores - scores.max())
-                out[row, head] = shares / shares.sum() @ v[:end, head // self.group]
+                out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
         return out
 
 
 @pytest.mark.parametrize(
     ("page_size", "kv_heads", "group", "head_dim"),
-    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80)],
+    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80), (16, 1, 4, 256)],
 )
 def test_attention_is_as_its_formula(library, rng, page_size, kv_heads, group, head_dim):
     context = Context(library, rng, page_size, kv_heads, group, head_dim, 300)
@@ -205,8 +241,24 @@ def test_attention_is_as_its_formula(library, rng, page_size, kv_heads, group, h
         np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=1e-5)
 
 
-def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
-    context = Context(library, rng, 16, 2, 3, 64, 400)
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 17, 63, 64, 65, 150, 299])
+def test_a_window_and_a_cap_are_as_their_formulas(library, rng, window, soft_cap):
+    for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
+        context = Context(library, rng, page_size, 1, group, head_dim, 300).see(window, soft_cap)
+        for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
+            q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
+            out = context.attend(q, position)
+            np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]
+)
+def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(
+    library, rng, window, soft_cap
+):
+    context = Context(library, rng, 16, 2, 3, 64, 400).see(window, soft_cap)
     q = floats(rng.normal(size=(400, 6, 64)) * 3)
     whole = context.attend(q, 0)
     for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,7 @@ from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
 from twostroke.models import ModelSpec, RopeSpec, build_program
+from twostroke.program import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +29,13 @@ LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
 PAGE_SIZE = 16
 
 
-def tiny_model(**sizes: Any) -> Model:
-    """Return the Program and the tensors of a tiny random Llama."""
+def tiny_model(
+    *, windows: tuple[int | None, ...] = (), soft_cap: float | None = None, **sizes: Any
+) -> Model:
+    """Return the Program and the tensors of a tiny random Llama.
+
+    `windows` gives each layer's window, `soft_cap` caps the scores of attention.
+    """
     tiny = Tiny(**sizes)
     spec = ModelSpec(
         architecture="llama",
@@ -44,8 +51,23 @@ def tiny_model(**sizes: Any) -> Model:
         norm_epsilon=tiny.norm_epsilon,
         rope=RopeSpec(tiny.rope_base, tiny.head_dim, interleaved=True),
         tied_embeddings=tiny.tied,
+        attention_soft_cap=soft_cap,
     )
-    return build_program(spec), tiny_tensors(tiny)
+    program = build_program(spec)
+    return with_windows(program, windows) if windows else program, tiny_tensors(tiny)
+
+
+def with_windows(program: Program, windows: tuple[int | None, ...]) -> Program:
+    """Return the Program with a window for each layer."""
+    ops = tuple(
+        replace(op, window=windows[op.layer]) if isinstance(op, Attention) else op
+        for op in program.ops
+    )
+    layers = tuple(
+        replace(layer, window=window)
+        for layer, window in zip(program.cache_layers, windows, strict=True)
+    )
+    return replace(program, ops=ops, cache_layers=layers)
 
 
 @contextmanager

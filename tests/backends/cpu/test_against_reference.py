@@ -47,10 +47,13 @@ SIZES = [
     {"fmt": "F32"},
     {"fmt": "BF16", "num_heads": 3, "num_kv_heads": 3, "head_dim": 48, "hidden_size": 80},
     {"fmt": "Q8_0", "num_heads": 8, "num_kv_heads": 1, "ffn_size": 96},
+    {"fmt": "F16", "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "windows": (70, None)},
+    {"fmt": "F32", "head_dim": 96, "soft_cap": 2.0, "num_layers": 3, "windows": (1, 33, 64)},
+    {"fmt": "F32", "num_heads": 32, "num_kv_heads": 1, "head_dim": 80, "soft_cap": 50.0},
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: s["fmt"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_tiny_models_are_as_the_reference_says(level, sizes):
     program, tensors = tiny_model(**sizes)

@@ -17,10 +17,12 @@ def level(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["Q4_1", "F32", "post norms"])
+@pytest.fixture(scope="module", params=["Q4_1", "F32", "post norms", "windows"])
 def model(request):
     if program := PROGRAMS.get(request.param):
         return program, random_tensors(program, "Q4_0", "Q8_0")
+    if request.param == "windows":
+        return tiny_model(num_layers=3, windows=(37, None, 100), soft_cap=4.0)
     return tiny_model(fmt=request.param, embedding_fmt="Q8_0")
 
 

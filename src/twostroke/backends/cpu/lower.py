@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
+_MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +319,7 @@ class _Lowering:
         record = self._record(OpKind.ATTENTION, op.q, None)
         record.y, record.z = self._buffers.of_value[op.k], self._buffers.of_value[op.v]
         record.layer, record.num_heads, record.scale = op.layer, op.num_heads, op.scale
+        record.window, record.soft_cap = min(op.window or 0, _MOST_TOKENS), op.soft_cap or 0
         stored = [name in self._stored for name in (op.k, op.v)]
         # Storing the one that is in the pages already a second time does no harm.
         record.is_stored = int(all(stored))

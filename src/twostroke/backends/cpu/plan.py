@@ -59,7 +59,9 @@ class NativePlan:
             len(vectors),
             len(ropes),
             len(layers),
+            1,
             len(lowered.buffer_widths),
+            0,
             self.num_pages,
             page_size,
         )
@@ -96,7 +98,7 @@ class NativePlan:
 
 
 def _layer_record(layer: CacheLayer) -> LayerRecord:
-    return LayerRecord(layer.num_kv_heads, layer.head_dim)
+    return LayerRecord(layer.num_kv_heads, layer.head_dim, 0)
 
 
 def _rope_record(rope: Rope) -> RopeRecord:

@@ -78,6 +78,7 @@ class OpRecord(ctypes.Structure):
         ("activation", c_int32),
         ("is_stored", c_int32),
         ("tap", c_int32),
+        ("window", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
@@ -99,7 +100,7 @@ class RopeRecord(ctypes.Structure):
 class LayerRecord(ctypes.Structure):
     """What one attention layer stores."""
 
-    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32))
+    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32), ("group", c_int32))
 
 
 class WeightRecord(ctypes.Structure):
@@ -128,7 +129,9 @@ class PlanRecord(ctypes.Structure):
         ("num_vectors", c_int32),
         ("num_ropes", c_int32),
         ("num_layers", c_int32),
+        ("num_groups", c_int32),
         ("num_buffers", c_int32),
+        ("reserved", c_int32),
         ("num_pages", c_int64),
         ("page_size", c_int64),
     )
