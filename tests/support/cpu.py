@@ -74,10 +74,14 @@ def with_windows(program: Program, windows: tuple[int | None, ...]) -> Program:
 def cpu_backend(
     model: Model, level: str, num_pages: int, threads: int = 2, page_size: int = PAGE_SIZE
 ) -> Iterator[CpuBackend]:
-    """Run a model on one level; skips the test where the machine cannot."""
+    """Run a model on one level, with `num_pages` for each cache group.
+
+    Skips the test where the machine cannot.
+    """
     load_level(level)
     if level == "amx" and load_level(level).ts_linear_request_tiles() == 0:
         pytest.skip("the operating system refuses tiles")
+    num_pages *= len(model[0].cache_groups)
     backend = CpuBackend(*model, num_pages, page_size, threads, level=level)
     try:
         yield backend
@@ -96,13 +100,19 @@ def run(backend: CpuBackend, *slices: Slice) -> list[int]:
     return backend.run(StepPlan(slices)).tokens
 
 
+def page_lists(backend: CpuBackend, pages: list[int]) -> list[list[int]]:
+    """Return a request's pages: those of each cache group lie between the others'."""
+    num_groups = len(backend.facts.windows)
+    return [[num_groups * page + group for page in pages] for group in range(num_groups)]
+
+
 class Sequence:
     """One greedy request on pages of its own; a drawn token is (id, its log-probabilities)."""
 
     def __init__(self, backend: CpuBackend, prompt: list[int], pages: list[int]) -> None:
         self.backend = backend
         self.request = greedy_request(prompt)
-        self.request.pages = [list(pages)]
+        self.request.pages = page_lists(backend, pages)
 
     def reset(self) -> None:
         """Forget the answer, as if it had just arrived."""

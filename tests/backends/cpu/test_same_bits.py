@@ -5,8 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.cpu import LEVELS, Sequence, cpu_backend, greedy_request, run, tiny_model
+from support.cpu import (
+    LEVELS,
+    Sequence,
+    cpu_backend,
+    greedy_request,
+    page_lists,
+    run,
+    tiny_model,
+)
 from support.programs import PROGRAMS, random_tensors
+from twostroke.cache import PageGroups
+from twostroke.core.errors import BackendError
+from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
 
 NUM_PAGES = 64
@@ -81,7 +92,7 @@ def test_recomputing_generated_rows_gives_their_bits_again(level, model):
         kept = sequence.request.tokens[: 40 + 17]
         sequence.reset()
         sequence.request.tokens[:] = kept
-        sequence.request.pages = [list(range(20, 30))]
+        sequence.request.pages = page_lists(backend, list(range(20, 30)))
         sequence.request.num_preemptions += 1
         first = sequence.prefill(1000)
         assert [first, *sequence.decode(12)] == expected[16:29]
@@ -102,6 +113,28 @@ def test_a_page_of_another_tenant_is_never_read(level, model):
         assert sequence.decode(10) == expected
 
 
+def test_pages_behind_a_window_are_not_read(level):
+    model = tiny_model(num_layers=3, windows=(1, 37, 100))
+    with cpu_backend(model, level, NUM_PAGES, threads=2) as backend:
+        sequence = Sequence(backend, tokens_of(4, 200), list(range(14)))
+        expected = [sequence.prefill(30), *sequence.decode(9)]
+        sequence.reset()
+        groups = PageGroups(backend.facts.page_size, backend.facts.windows)
+        drawn = []
+        while len(drawn) < 10:
+            backend.forget(sequence.request)  # so that the page table is made anew
+            firsts = groups.first_seen(sequence.request.num_computed)
+            for pages, first in zip(sequence.request.pages, firsts, strict=True):
+                pages[:first] = [NO_PAGE] * first
+            drawn += [pair] if (pair := sequence.step(30)) else []
+        assert firsts[0] == 13
+        assert drawn == expected
+        sequence.request.pages[2][firsts[2]] = NO_PAGE
+        backend.forget(sequence.request)
+        with pytest.raises(BackendError, match="page"):
+            sequence.step(30)
+
+
 def test_score_is_what_a_prompt_computes(level, model):
     tokens = tokens_of(8, 130)
     with cpu_backend(model, level, 64, threads=2) as backend:
@@ -109,7 +142,7 @@ def test_score_is_what_a_prompt_computes(level, model):
         shorter = backend.score(tokens[:77])
         assert np.array_equal(logits[:77], shorter)
         request = greedy_request(tokens)
-        request.pages = [list(range(9))]
+        request.pages = page_lists(backend, list(range(9)))
         drawn = run(backend, Slice(request, 0, len(tokens), samples=True))
         assert drawn == [int(np.argmax(logits[-1]))]
 
@@ -134,7 +167,7 @@ def test_drawn_tokens_do_not_depend_on_the_company(level, model):
         def answers(together):
             requests = [greedy_request(tokens_of(i, 5 + i % 3), **sampling) for i in range(40)]
             for i, request in enumerate(requests):
-                request.seed, request.pages = i, [[2 * i, 2 * i + 1]]
+                request.seed, request.pages = i, page_lists(backend, [2 * i, 2 * i + 1])
             for batch in [requests] if together else [[request] for request in requests]:
                 for step in range(8):
                     # Half of them arrive later, so that prompts meet generated rows.

@@ -168,8 +168,8 @@ class CpuBackend:
         assert self._pool is not None
         lowered = self._lowered
         self._weights = PackedWeights(self._library, tensors, lowered.matrices, lowered.vectors)
-        layers = self._program.cache_layers
-        self._plan = NativePlan(self._library, self._pool, lowered, self._weights, layers, pages)
+        program = self._program
+        self._plan = NativePlan(self._library, self._pool, program, lowered, self._weights, pages)
         self._weights.pack(self._pool, release, progress)
 
     def _evaluate(
@@ -186,8 +186,7 @@ class CpuBackend:
         page_size = self.facts.page_size
         num_groups = len(self.facts.windows)
         pages = (num_groups * -(-len(tokens) // page_size), page_size)
-        layers = self._program.cache_layers
-        plan = NativePlan(self._library, pool, lowered, weights, layers, pages)
+        plan = NativePlan(self._library, pool, self._program, lowered, weights, pages)
         try:
             evaluate(plan, tokens, logits, taps, num_groups=num_groups, generated=generated)
         finally:

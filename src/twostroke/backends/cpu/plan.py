@@ -20,7 +20,7 @@ from twostroke.core.errors import BackendError, MemoryLimitError
 if TYPE_CHECKING:
     from twostroke.backends.cpu.lower import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
-    from twostroke.program import CacheLayer, Rope
+    from twostroke.program import Program, Rope
 
 _NOT_THERE = 2  # what `ts_step` returns for a token or a page that does not exist
 
@@ -32,9 +32,9 @@ class NativePlan:
         self,
         library: ctypes.CDLL,
         pool: int,
+        program: Program,
         lowered: Lowered,
         weights: PackedWeights,
-        layers: tuple[CacheLayer, ...],
         pages: tuple[int, int],
     ) -> None:
         """`pages` is (num_pages, page_size); `pool` and `weights` must outlive the plan.
@@ -47,19 +47,20 @@ class NativePlan:
         records = [weights.record(name) for name in lowered.matrices]
         vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
         ropes = [_rope_record(rope) for rope in lowered.ropes]
+        layers = _layer_records(program)
         record = PlanRecord(
             (OpRecord * len(lowered.ops))(*lowered.ops),
             (WeightRecord * len(records))(*records),
             (c_void_p * len(vectors))(*vectors),
             (RopeRecord * len(ropes))(*ropes),
-            (LayerRecord * len(layers))(*(_layer_record(layer) for layer in layers)),
+            (LayerRecord * len(layers))(*layers),
             (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
             len(lowered.ops),
             len(records),
             len(vectors),
             len(ropes),
             len(layers),
-            1,
+            len(program.cache_groups),
             len(lowered.buffer_widths),
             0,
             self.num_pages,
@@ -97,8 +98,14 @@ class NativePlan:
             self._plan = None
 
 
-def _layer_record(layer: CacheLayer) -> LayerRecord:
-    return LayerRecord(layer.num_kv_heads, layer.head_dim, 0)
+def _layer_records(program: Program) -> list[LayerRecord]:
+    group_of = {
+        layer: number for number, group in enumerate(program.cache_groups) for layer in group.layers
+    }
+    return [
+        LayerRecord(layer.num_kv_heads, layer.head_dim, group_of[index])
+        for index, layer in enumerate(program.cache_layers)
+    ]
 
 
 def _rope_record(rope: Rope) -> RopeRecord:
