@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.models import ModelSpec, RopeSpec
-from twostroke.models.blocks import attention, decoder, feed_forward, norm, pre_norm_layer
-from twostroke.program import Activation, Add
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.program import Activation
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
-    from twostroke.program import Op, Program
+    from twostroke.program import Program
 
     Model = tuple[Program, dict[str, QuantTensor]]
 
@@ -37,33 +37,18 @@ SPEC = ModelSpec(
 )
 
 
-def _post_norm_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """A layer whose parts are normed before and after."""
-    name, middle = f"blk.{layer}", f"h{layer}"
-    parts = [f"{name}.{part}" for part in ("a", "b", "c", "d", "e", "f")]
-    return [
-        norm(spec, parts[0], x, f"{name}.attn_norm"),
-        *attention(spec, layer, parts[0], parts[1], head_norms=True),
-        norm(spec, parts[2], parts[1], f"{name}.post_attention_norm"),
-        Add(middle, x, parts[2], spec.hidden_size),
-        norm(spec, parts[3], middle, f"{name}.ffn_norm"),
-        *feed_forward(spec, layer, parts[3], parts[4]),
-        norm(spec, parts[5], parts[4], f"{name}.post_ffw_norm"),
-        Add(output, middle, parts[5], spec.hidden_size),
-    ]
-
-
 def _plain(**changes: Any) -> Program:
-    return decoder(replace(SPEC, **changes), pre_norm_layer)
+    return decoder(replace(SPEC, **changes), residual_layer)
 
 
 def _head_norms(**changes: Any) -> Program:
-    return decoder(replace(SPEC, **changes), partial(pre_norm_layer, head_norms=True))
+    return decoder(replace(SPEC, **changes), partial(residual_layer, query_key_norm="head"))
 
 
 def _post_norms(**changes: Any) -> Program:
     spec = replace(SPEC, activation=Activation.GELU_TANH, **changes)
-    return decoder(spec, _post_norm_layer, embedding_scale=8.0)
+    layer = partial(residual_layer, post_norms=True, query_key_norm="head")
+    return decoder(spec, layer, embedding_scale=8.0)
 
 
 PROGRAMS: dict[str, Program] = {

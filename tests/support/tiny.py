@@ -6,14 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from support.gguf_writer import I32, U16, Typed, write_gguf
 from support.safetensors_writer import write_safetensors
+from support.tiny_families import FAMILIES
+from support.tiny_weights import folder_weights, gguf_weights, random_weights
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy as np
+
+    from support.tiny_families import Variant
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,9 +34,10 @@ _WORDS = ("the", "and", "Ġthe", "Ġa", "Ġis", "Ġof", "Ġto", "ing", "er", "Ġ
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
-    """The sizes of a tiny Llama; `fmt` is the format of its matrices, `embedding_fmt` of its table.
+    """The sizes of a tiny model; `fmt` is the format of its matrices, `embedding_fmt` of its table.
 
-    Two equal Tinys have equal weights, whichever way they are written.
+    `family` is a name of `tiny_families.FAMILIES`; `tiny_of` chooses fitting sizes. Two equal Tinys
+    have equal weights, whichever way they are written.
     """
 
     num_layers: int = 2
@@ -48,6 +53,17 @@ class Tiny:
     fmt: str = "F32"
     embedding_fmt: str = "F32"
     seed: int = 0
+    family: str = "llama"
+
+    @property
+    def variant(self) -> Variant:
+        """What sets the family apart from Llama."""
+        return FAMILIES[self.family]
+
+
+def tiny_of(family: str, **sizes: Any) -> Tiny:
+    """Return a tiny model of a family, with the sizes that show what it is about."""
+    return Tiny(**{**FAMILIES[family].sizes, **sizes}, family=family)
 
 
 def vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
@@ -71,62 +87,33 @@ def byte_alphabet() -> list[str]:
 
 def tiny_weights(tiny: Tiny) -> dict[str, np.ndarray]:
     """Return float32 weights by canonical name; rows of q and k in Hugging Face's order."""
-    rng = np.random.default_rng(tiny.seed)
-
-    def matrix(outputs: int, inputs: int) -> np.ndarray:
-        values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
-        return np.asarray(values, np.float32)
-
-    def norm() -> np.ndarray:
-        return (1 + 0.1 * rng.standard_normal(tiny.hidden_size)).astype(np.float32)
-
-    hidden, vocab_size = tiny.hidden_size, len(vocabulary()[0])
-    queries, keys = tiny.num_heads * tiny.head_dim, tiny.num_kv_heads * tiny.head_dim
-    weights = {"token_embd.weight": matrix(vocab_size, hidden)}
-    for layer in range(tiny.num_layers):
-        weights |= {
-            f"blk.{layer}.attn_norm.weight": norm(),
-            f"blk.{layer}.attn_q.weight": matrix(queries, hidden) * np.float32(2),
-            f"blk.{layer}.attn_k.weight": matrix(keys, hidden) * np.float32(2),
-            f"blk.{layer}.attn_v.weight": matrix(keys, hidden),
-            f"blk.{layer}.attn_output.weight": matrix(hidden, queries),
-            f"blk.{layer}.ffn_norm.weight": norm(),
-            f"blk.{layer}.ffn_gate.weight": matrix(tiny.ffn_size, hidden),
-            f"blk.{layer}.ffn_up.weight": matrix(tiny.ffn_size, hidden),
-            f"blk.{layer}.ffn_down.weight": matrix(hidden, tiny.ffn_size),
-        }
-    weights["output_norm.weight"] = norm()
-    if not tiny.tied:
-        weights["output.weight"] = matrix(vocab_size, hidden)
-    return weights
-
-
-def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder a head's rows from halves (i, i + dim/2) to neighbours (2i, 2i + 1), as GGUF does."""
-    outputs, inputs = weight.shape
-    halves = weight.reshape(num_heads, 2, outputs // num_heads // 2, inputs)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(outputs, inputs)
+    return random_weights(tiny, len(vocabulary()[0]))
 
 
 def tiny_metadata(tiny: Tiny) -> dict[str, Any]:
-    """Return the GGUF metadata of a tiny Llama, tokenizer and chat template included."""
+    """Return the GGUF metadata of a tiny model, tokenizer and chat template included."""
     tokens, merges = vocabulary()
+    facts = {
+        "block_count": tiny.num_layers,
+        "context_length": tiny.context_length,
+        "embedding_length": tiny.hidden_size,
+        "feed_forward_length": tiny.ffn_size,
+        "attention.head_count": tiny.num_heads,
+        "attention.head_count_kv": tiny.num_kv_heads,
+        "attention.key_length": tiny.head_dim,
+        "attention.value_length": tiny.head_dim,
+        "attention.layer_norm_rms_epsilon": tiny.norm_epsilon,
+        "rope.freq_base": tiny.rope_base,
+        "rope.dimension_count": tiny.head_dim,
+        "vocab_size": len(tokens),
+        **tiny.variant.metadata,
+    }
+    architecture = tiny.variant.architecture
     return {
-        "general.architecture": "llama",
+        "general.architecture": architecture,
         "general.name": "Tiny",
         "general.license": "apache-2.0",
-        "llama.block_count": tiny.num_layers,
-        "llama.context_length": tiny.context_length,
-        "llama.embedding_length": tiny.hidden_size,
-        "llama.feed_forward_length": tiny.ffn_size,
-        "llama.attention.head_count": tiny.num_heads,
-        "llama.attention.head_count_kv": tiny.num_kv_heads,
-        "llama.attention.key_length": tiny.head_dim,
-        "llama.attention.value_length": tiny.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": tiny.norm_epsilon,
-        "llama.rope.freq_base": tiny.rope_base,
-        "llama.rope.dimension_count": tiny.head_dim,
-        "llama.vocab_size": len(tokens),
+        **{f"{architecture}.{key}": value for key, value in facts.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
@@ -140,24 +127,20 @@ def tiny_metadata(tiny: Tiny) -> dict[str, Any]:
 
 
 def tiny_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
-    """Return the tensors of a tiny Llama as a GGUF file holds them."""
+    """Return the tensors of a tiny model as a GGUF file holds them."""
     tensors = {}
-    for name, weight in tiny_weights(tiny).items():
-        values, fmt = weight, tiny.fmt
+    for name, weight in gguf_weights(tiny, tiny_weights(tiny)).items():
+        fmt = tiny.fmt
         if weight.ndim == 1:
             fmt = "F32"
         elif name in {"token_embd.weight", "output.weight"}:
             fmt = tiny.embedding_fmt
-        elif name.endswith("attn_q.weight"):
-            values = interleave_rows(weight, tiny.num_heads)
-        elif name.endswith("attn_k.weight"):
-            values = interleave_rows(weight, tiny.num_kv_heads)
-        tensors[name] = QuantTensor.from_floats(values, FORMATS[fmt])
+        tensors[name] = QuantTensor.from_floats(weight, FORMATS[fmt])
     return tensors
 
 
 def write_tiny_gguf(path: Path, tiny: Tiny | None = None) -> Path:
-    """Write a tiny random Llama as a GGUF file and return its path."""
+    """Write a tiny random model as a GGUF file and return its path."""
     tiny = tiny or Tiny()
     return write_gguf(path, tiny_metadata(tiny), tiny_tensors(tiny))
 
@@ -183,13 +166,13 @@ def write_tiny_split(
 
 
 def write_tiny_folder(folder: Path, tiny: Tiny | None = None, num_shards: int = 1) -> Path:
-    """Write a tiny random Llama as a Hugging Face folder (`fmt` F32, F16 or BF16); return it."""
+    """Write a tiny random model as a Hugging Face folder (`fmt` F32, F16 or BF16); return it."""
     tiny = tiny or Tiny()
     folder.mkdir(parents=True, exist_ok=True)
     fmt = FORMATS[tiny.fmt]
     tensors = {
-        _hf_name(name): QuantTensor.from_floats(weight, fmt)
-        for name, weight in tiny_weights(tiny).items()
+        name: QuantTensor.from_floats(weight, fmt)
+        for name, weight in folder_weights(tiny, tiny_weights(tiny)).items()
     }
     if num_shards == 1:
         write_safetensors(folder / "model.safetensors", tensors)
@@ -205,10 +188,9 @@ def write_tiny_folder(folder: Path, tiny: Tiny | None = None, num_shards: int = 
 
 
 def tiny_config(tiny: Tiny) -> dict[str, Any]:
-    """Return the `config.json` of a tiny Llama."""
+    """Return the `config.json` of a tiny model."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "model_type": tiny.variant.model_type,
         "hidden_act": "silu",
         "hidden_size": tiny.hidden_size,
         "intermediate_size": tiny.ffn_size,
@@ -220,12 +202,11 @@ def tiny_config(tiny: Tiny) -> dict[str, Any]:
         "rms_norm_eps": tiny.norm_epsilon,
         "rope_theta": tiny.rope_base,
         "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": tiny.tied,
         "vocab_size": len(vocabulary()[0]),
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
+        **tiny.variant.config,
     }
 
 
@@ -258,29 +239,6 @@ def tokenizer_json() -> dict[str, Any]:
             "merges": [f"{left} {right}" for left, right in merges],
         },
     }
-
-
-def _hf_name(name: str) -> str:
-    whole = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    if name in whole:
-        return whole[name]
-    _, layer, part, kind = name.split(".")
-    parts = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def _write_shards(folder: Path, tensors: dict[str, QuantTensor], num_shards: int) -> None:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.models.family import Family
+from twostroke.models.gemma2 import GEMMA2
+from twostroke.models.gemma3 import GEMMA3
 from twostroke.models.llama import LLAMA
+from twostroke.models.phi3 import PHI3
+from twostroke.models.qwen2 import QWEN2
+from twostroke.models.qwen3 import QWEN3, QWEN3_MOE
 from twostroke.models.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -15,6 +20,12 @@ if TYPE_CHECKING:
 # By the name that GGUF files have for them (`general.architecture`).
 ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3moe": QWEN3_MOE,
 }
 
 # By the names in config.json.

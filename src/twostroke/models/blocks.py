@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from twostroke.models.rope import inverse_frequencies, magnitude
@@ -23,11 +24,13 @@ from twostroke.program import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Literal
 
     from twostroke.models.spec import ModelSpec
     from twostroke.program import Op
 
     Layer = Callable[[ModelSpec, int, str, str], list[Op]]
+    QueryKeyNorm = Literal["head", "row"] | None
 
 
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
@@ -56,11 +59,12 @@ def norm(spec: ModelSpec, output: str, x: str, weight: str) -> RMSNorm:
 
 
 def attention(
-    spec: ModelSpec, layer: int, x: str, output: str, *, head_norms: bool = False
+    spec: ModelSpec, layer: int, x: str, output: str, *, query_key_norm: QueryKeyNorm = None
 ) -> list[Op]:
     """Return queries, keys and values of x, their rotation, attention, and its output projection.
 
-    With `head_norms` each head of queries and keys is normalized before it is rotated.
+    With a `query_key_norm` queries and keys are normalized before they are rotated: each head by
+    itself, or a whole row.
     """
     name, hidden, dim = f"blk.{layer}", spec.hidden_size, spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
@@ -70,26 +74,13 @@ def attention(
         bias = f"{weight}.bias" if spec.qkv_bias else None
         ops.append(Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, count * dim, bias))
     q, k = f"{name}.q", f"{name}.k"
-    if head_norms:
-        ops += [_head_norm(spec, q, heads["q"]), _head_norm(spec, k, heads["k"])]
+    if query_key_norm is not None:
+        groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
+        ops += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
         q, k = f"{q}.normed", f"{k}.normed"
     ops += [_rope(spec, layer, q, heads["q"]), _rope(spec, layer, k, heads["k"])]
     mixed = f"{name}.mixed"
-    ops.append(
-        Attention(
-            mixed,
-            f"{q}.roped",
-            f"{k}.roped",
-            f"{name}.v",
-            layer,
-            spec.num_heads,
-            spec.num_kv_heads,
-            dim,
-            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
-            _window(spec, layer),
-            spec.attention_soft_cap,
-        )
-    )
+    ops.append(_attend(spec, layer, mixed, f"{q}.roped", f"{k}.roped"))
     bias = f"{name}.attn_output.bias" if spec.output_bias else None
     ops.append(
         Linear(output, mixed, f"{name}.attn_output.weight", spec.num_heads * dim, hidden, bias)
@@ -134,27 +125,60 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     ]
 
 
-def pre_norm_layer(
+def residual_layer(
     spec: ModelSpec,
     layer: int,
     x: str,
     output: str,
     *,
-    head_norms: bool = False,
+    pre_norms: bool = True,
+    post_norms: bool = False,
+    query_key_norm: QueryKeyNorm = None,
 ) -> list[Op]:
-    """Return the layer that most families share: norm, part, add; attention, then feed-forward."""
-    name = f"blk.{layer}"
-    normed, attended, middle = f"{name}.normed", f"{name}.attended", f"h{layer}"
-    ffn_normed, fed = f"{name}.ffn_normed", f"{name}.fed"
+    """Return the layer that families share: `x + attention(x)`, then the same of a feed-forward.
+
+    Each part may have a norm before it and one behind it. The second part is a mixture of experts
+    if the spec has experts.
+    """
+    middle = f"h{layer}"
     second = feed_forward if spec.experts is None else mixture
     return [
-        norm(spec, normed, x, f"{name}.attn_norm"),
-        *attention(spec, layer, normed, attended, head_norms=head_norms),
-        Add(middle, x, attended, spec.hidden_size),
-        norm(spec, ffn_normed, middle, f"{name}.ffn_norm"),
-        *second(spec, layer, ffn_normed, fed),
-        Add(output, middle, fed, spec.hidden_size),
+        *residual(
+            spec,
+            layer,
+            partial(attention, query_key_norm=query_key_norm),
+            (x, middle),
+            ("attn_norm" if pre_norms else None, "post_attention_norm" if post_norms else None),
+        ),
+        *residual(
+            spec,
+            layer,
+            second,
+            (middle, output),
+            ("ffn_norm" if pre_norms else None, "post_ffw_norm" if post_norms else None),
+        ),
     ]
+
+
+def residual(
+    spec: ModelSpec,
+    layer: int,
+    part: Layer,
+    ends: tuple[str, str],
+    norms: tuple[str | None, str | None],
+) -> list[Op]:
+    """Return `output = x + part(x)`, `ends` being x and output, with norms before and behind it."""
+    (x, output), (before, behind) = ends, norms
+    seen, result = x, f"{output}.part"
+    ops: list[Op] = []
+    if before is not None:
+        seen = f"{output}.normed"
+        ops.append(norm(spec, seen, x, f"blk.{layer}.{before}"))
+    ops += part(spec, layer, seen, result)
+    if behind is not None:
+        ops.append(norm(spec, f"{result}.normed", result, f"blk.{layer}.{behind}"))
+        result = f"{result}.normed"
+    return [*ops, Add(output, x, result, spec.hidden_size)]
 
 
 def _window(spec: ModelSpec, layer: int) -> int | None:
@@ -171,8 +195,27 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> Rope:
     )
 
 
-def _head_norm(spec: ModelSpec, x: str, num_heads: int) -> RMSNorm:
+def _query_key_norm(
+    spec: ModelSpec, name: str, part: str, num_heads: int, num_groups: int
+) -> RMSNorm:
     width, epsilon = num_heads * spec.head_dim, spec.norm_epsilon
-    blk, part = x.rsplit(".", 1)
-    weight = f"{blk}.attn_{part}_norm.weight"
-    return RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_heads, spec.norm_offset)
+    weight = f"{name}.attn_{part}_norm.weight"
+    x = f"{name}.{part}"
+    return RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)
+
+
+def _attend(spec: ModelSpec, layer: int, output: str, q: str, k: str) -> Attention:
+    dim, scale = spec.head_dim, spec.attention_scale
+    return Attention(
+        output,
+        q,
+        k,
+        f"blk.{layer}.v",
+        layer,
+        spec.num_heads,
+        spec.num_kv_heads,
+        dim,
+        dim**-0.5 if scale is None else scale,
+        _window(spec, layer),
+        spec.attention_soft_cap,
+    )

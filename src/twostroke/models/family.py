@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
     from twostroke.program import Program
 
-    Reading = Callable[[Fields, ModelSpec, Collection[str]], ModelSpec]
+    Reading = Callable[[Fields, ModelSpec], ModelSpec]
 
 
-def as_read(fields: Fields, spec: ModelSpec, weights: Collection[str]) -> ModelSpec:
+def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Return the spec as it is: for families of which a file says nothing special."""
-    del fields, weights
+    del fields
     return spec
 
 
@@ -25,17 +26,19 @@ def as_read(fields: Fields, spec: ModelSpec, weights: Collection[str]) -> ModelS
 class Family:
     """A model family.
 
-    `program` builds the Program. `from_gguf` and `from_config` complete a spec whose sizes are
-    read already with what a GGUF's metadata (keys as in the file) or a config.json says besides;
-    they get the canonical names of the weights, too. `model_types` are its names in config.json,
-    `layer_names` what Hugging Face calls the weights of a layer where it departs from Llama.
-    `fused` names stacks of rows that files keep as one matrix: {"attn_qkv": ("attn_q", "attn_k",
-    "attn_v")}. `interleaves` says that GGUF files have the rows of queries and keys reordered for
-    rotation in neighbouring pairs.
+    `program` builds the Program. `from_gguf` and `from_config` complete a spec, in which all that
+    families share is read already, with what a GGUF's metadata (keys without the architecture) or
+    a config.json says besides; what they do not honour, they refuse (`Fields.expect`).
+
+    `model_types` are the family's names in config.json, each with the values that transformers
+    takes for keys that are left out. `layer_names` is what Hugging Face calls the weights of a
+    layer, where it departs from Llama. `fused` names stacks of rows that files keep as one matrix:
+    {"attn_qkv": ("attn_q", "attn_k", "attn_v")}. `interleaves` says that GGUF files have the rows
+    of queries and keys reordered for rotation in neighbouring pairs.
     """
 
     program: Callable[[ModelSpec], Program]
-    model_types: tuple[str, ...]
+    model_types: Mapping[str, Mapping[str, Any]]
     from_gguf: Reading = as_read
     from_config: Reading = as_read
     layer_names: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,9 @@ MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1 << 10
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 31
+MAX_EXPERTS = 1 << 10
+# Numbers stay within these, so that their products and powers stay finite.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 _REQUIRED: Any = object()
 
@@ -25,47 +28,94 @@ _REQUIRED: Any = object()
 class Fields:
     """The values of file `name` by key; each reading checks type and range.
 
-    Every fault is a ModelFormatError that names the file, the key and the limit.
+    Every key is meant behind `prefix`. Every fault is a ModelFormatError that names the file, the
+    key and the limit.
     """
 
     name: str
     values: Mapping[str, Any]
+    prefix: str = ""
+
+    def within(self, prefix: str) -> Fields:
+        """Return the same values, whose keys are now meant behind `prefix`."""
+        return Fields(self.name, self.values, prefix)
+
+    def value(self, key: str) -> Any:
+        """Return what is at `key`, unchecked; None if there is nothing."""
+        return self.values.get(self.prefix + key)
 
     def fault(self, text: str) -> NoReturn:
         """Raise a ModelFormatError about this file."""
         raise ModelFormatError(f"{self.name!r} {text}.")
 
+    def refuse(self, key: str, problem: str) -> NoReturn:
+        """Raise a ModelFormatError about what is at `key`."""
+        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}")
+
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
-        return self.values.get(key) is not None
+        return self.value(key) is not None
 
     def integer(self, key: str, high: int, *, low: int = 1, default: Any = _REQUIRED) -> int:
         """Return the whole number at `key`, from `low` to `high`, or `default` if there is none."""
         value = self._value(key, default)
         if type(value) is not int or not low <= value <= high:
-            self.fault(f"has {key} = {_shown(value)}, not a whole number from {low} to {high}")
+            self.refuse(key, f"not a whole number from {low} to {high}")
         return value
 
-    def number(self, key: str, *, default: Any = _REQUIRED) -> float:
-        """Return the finite number above zero at `key`, or `default` if there is none."""
+    def number(self, key: str, *, above: float = 0.0, default: Any = _REQUIRED) -> float:
+        """Return the finite number above `above` at `key`, or `default` if there is none."""
         value = self._value(key, default)
         # Comparing before converting: an int may be too large for a float.
-        if type(value) not in {int, float} or not 0 < value < 1e30:
-            self.fault(f"has {key} = {_shown(value)}, not a number above zero")
+        if type(value) not in {int, float} or not max(above, _SMALLEST) < value < _LARGEST:
+            limit = "zero" if above == 0 else f"{above:g}"
+            self.refuse(key, f"not a number above {limit}")
         return float(value)
+
+    def optional_number(self, key: str, *, default: float | None = None) -> float | None:
+        """Return the number above zero at `key`, None for zero, `default` if there is none."""
+        value = self.value(key)
+        if type(value) in {int, float} and value == 0:
+            return None
+        return default if value is None else self.number(key)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Return the `count` numbers above zero of the list at `key`."""
+        values = self._value(key, _REQUIRED)
+        if not isinstance(values, list) or len(values) != count:
+            self.fault(f"has {self.prefix}{key} that is not a list of {count} numbers")
+        entries = Fields(self.name, {f"{self.prefix}{key}[{i}]": v for i, v in enumerate(values)})
+        return tuple(entries.number(name) for name in entries.values)
+
+    def part(self, key: str) -> Fields | None:
+        """Return the object at `key` as fields of their own, or None if there is none."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.fault(f"has {self.prefix}{key} that is not an object")
+        return Fields(f"{self.name}: {key}", value)
+
+    def flags(self, key: str, count: int) -> tuple[bool, ...]:
+        """Return the `count` truth values of the list at `key`."""
+        values = self._value(key, _REQUIRED)
+        is_list = isinstance(values, list) and len(values) == count
+        if not is_list or not all(type(value) is bool for value in values):
+            self.fault(f"has {self.prefix}{key} that is not a list of {count} truth values")
+        return tuple(values)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return the truth value at `key`, or `default` if there is none."""
         value = self._value(key, default)
         if type(value) is not bool:
-            self.fault(f"has {key} = {_shown(value)}, not true or false")
+            self.refuse(key, "not true or false")
         return value
 
     def text(self, key: str, *, default: Any = _REQUIRED) -> str:
         """Return the text at `key`, or `default` if there is none."""
         value = self._value(key, default)
         if type(value) is not str:
-            self.fault(f"has {key} = {_shown(value)}, not text")
+            self.refuse(key, "not text")
         return value
 
     def optional_text(self, key: str) -> str | None:
@@ -74,26 +124,26 @@ class Fields:
 
     def token_ids(self, key: str, num_tokens: int) -> tuple[int, ...]:
         """Return the token id, or list of ids, at `key`, each below `num_tokens`; () if none."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < num_tokens for i in ids):
-            self.fault(f"has {key} = {_shown(value)}, not token ids below {num_tokens}")
+            self.refuse(key, f"not token ids below {num_tokens}")
         return tuple(ids)
 
-    def expect(self, key: str, only: Any) -> None:
-        """Refuse a model whose `key` is there and asks for something other than `only`."""
-        value = self.values.get(key)
-        if value is not None and (type(value) is not type(only) or value != only):
-            self.fault(f"has {key} = {_shown(value)}, which is not supported yet")
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Refuse a model whose `key` is there and asks for something other than what is allowed."""
+        value = self.value(key)
+        if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
+            self.refuse(key, "which is not supported yet")
 
     def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
+        value = self.value(key)
         if value is not None:
             return value
         if default is _REQUIRED:
-            self.fault(f"does not say {key}")
+            self.fault(f"does not say {self.prefix}{key}")
         return default
 
 

@@ -1,20 +1,71 @@
-"""The Llama family: pre-norm decoder, grouped queries, rotary positions, gated feed-forward."""
+"""The Llama family, with Mistral and Mixtral: what the other families are variations of."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from twostroke.models.blocks import decoder, pre_norm_layer
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.common_fields import (
+    config_experts,
+    config_window,
+    gguf_experts,
+    gguf_window,
+)
 from twostroke.models.family import Family
 
 if TYPE_CHECKING:
+    from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
     from twostroke.program import Program
 
 
 def program(spec: ModelSpec) -> Program:
-    """Build the Program of a Llama model (arXiv:2302.13971, 2307.09288)."""
-    return decoder(spec, pre_norm_layer)
+    """Build the Program of a Llama, Mistral or Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088).
+
+    Norm, attention with grouped queries, add; norm, gated feed-forward or experts, add.
+    """
+    return decoder(spec, residual_layer)
 
 
-LLAMA = Family(program=program, model_types=("llama",), interleaves=True)
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read window and experts: GGUF calls Mistral and Mixtral llama, too."""
+    return replace(
+        spec,
+        window=gguf_window(fields, (True,) * spec.num_layers),
+        experts=gguf_experts(fields, spec.num_layers),
+    )
+
+
+def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read window and experts, as far as the model type has them."""
+    model_type = fields.text("model_type")
+    if model_type == "llama":
+        for key in ("sliding_window", "layer_types", "num_local_experts"):
+            fields.expect(key)
+        return spec
+    spec = replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+    if model_type == "mistral":
+        return spec
+    experts = config_experts(fields, spec.num_layers, spec.ffn_size, normalize=True)
+    return replace(spec, experts=experts)
+
+
+LLAMA = Family(
+    program=program,
+    model_types={
+        "llama": {},
+        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+        "mixtral": {
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+    },
+    from_gguf=from_gguf,
+    from_config=from_config,
+    layer_names={"block_sparse_moe.gate": "ffn_gate_inp"},
+    interleaves=True,
+)

@@ -50,10 +50,14 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class TableScaling:
-    """Each pair's frequency is divided by its factor; `magnitude` multiplies sine and cosine."""
+    """Each pair's frequency is divided by its factor; `magnitude` multiplies sine and cosine.
+
+    The factors hold for contexts of up to `reach` tokens; None for any.
+    """
 
     factors: tuple[float, ...]
     magnitude: float = 1.0
+    reach: int | None = None
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | TableScaling
@@ -72,7 +76,7 @@ def inverse_frequencies(rope: RopeSpec) -> tuple[float, ...]:
             return tuple(plain)
         case LinearScaling(factor):
             return tuple(angle / factor for angle in plain)
-        case TableScaling(factors):
+        case TableScaling(factors=factors):
             return tuple(angle / factor for angle, factor in zip(plain, factors, strict=True))
         case Llama3Scaling() as scaling:
             return tuple(_llama3(angle, scaling) for angle in plain)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from twostroke.models import ARCHITECTURES, ModelSpec, RopeSpec
+from twostroke.models import ARCHITECTURES, ModelSpec
 from twostroke.models.fields import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -13,6 +13,8 @@ from twostroke.models.fields import (
     MAX_WIDTH,
     Fields,
 )
+from twostroke.models.rope_fields import ROPE_TABLES, gguf_rope, reach
+from twostroke.weights.names import has_bias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,39 +24,65 @@ if TYPE_CHECKING:
 # Keys that end an answer: end of text, end of turn, end of message.
 _EOS_KEYS = ("eos", "eot", "eom")
 
+# What no family here does, by the architecture's key, with the value that asks for nothing.
+_UNUSUAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": 0.0,
+    "attention.output_scale": 0.0,
+    "attention.temperature_length": 0,
+    "attention.shared_kv_layers": 0,
+    "embedding_scale": 1.0,
+    "leading_dense_block_count": 0,
+    "logit_scale": 1.0,
+    "nextn_predict_layers": 0,
+    "residual_scale": 1.0,
+    "router_logit_softcapping": 0.0,
+    "use_parallel_residual": False,
+}
+
 
 def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> ModelSpec:
     """Translate metadata into a ModelSpec; ModelFormatError for what is missing or not sound."""
     arch = fields.text("general.architecture")
-    heads = fields.integer(f"{arch}.attention.head_count", MAX_WIDTH)
-    hidden = fields.integer(f"{arch}.embedding_length", MAX_WIDTH)
-    if not fields.has(f"{arch}.attention.key_length") and hidden % heads:
+    family = ARCHITECTURES[arch]
+    own = fields.within(f"{arch}.")
+    heads = own.integer("attention.head_count", MAX_WIDTH)
+    hidden = own.integer("embedding_length", MAX_WIDTH)
+    if not own.has("attention.key_length") and hidden % heads:
         fields.fault(f"has {heads} heads that do not divide its width of {hidden}")
-    head_dim = fields.integer(
-        f"{arch}.attention.key_length", MAX_HEAD_DIM, default=max(1, hidden // heads)
+    head_dim = own.integer(
+        "attention.key_length", MAX_HEAD_DIM, default=min(MAX_HEAD_DIM, max(1, hidden // heads))
     )
-    fields.expect(f"{arch}.attention.value_length", head_dim)
-    fields.expect(f"{arch}.expert_count", 0)
+    own.expect("attention.value_length", head_dim)
+    for key, only in _UNUSUAL.items():
+        own.expect(key, only)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         fields.fault("has no tensor 'token_embd.weight'")
+    context = own.integer("context_length", MAX_CONTEXT)
+    tables = {key: _table(fields, key, tensors[key]) for key in ROPE_TABLES if key in tensors}
+    rope = gguf_rope(own, head_dim, context, tables, interleaved=family.interleaves)
     spec = ModelSpec(
         architecture=arch,
         name=name,
-        num_layers=fields.integer(f"{arch}.block_count", MAX_LAYERS),
+        num_layers=own.integer("block_count", MAX_LAYERS),
         hidden_size=hidden,
-        ffn_size=fields.integer(f"{arch}.feed_forward_length", MAX_WIDTH),
+        ffn_size=own.integer("feed_forward_length", MAX_WIDTH),
         num_heads=heads,
-        num_kv_heads=fields.integer(f"{arch}.attention.head_count_kv", MAX_WIDTH, default=heads),
+        num_kv_heads=own.integer("attention.head_count_kv", MAX_WIDTH, default=heads),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        context_length=fields.integer(f"{arch}.context_length", MAX_CONTEXT),
-        norm_epsilon=fields.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=_rope(fields, arch, head_dim, tensors),
+        context_length=reach(rope, context),
+        norm_epsilon=own.number("attention.layer_norm_rms_epsilon"),
+        rope=rope,
         tied_embeddings="output.weight" not in tensors,
+        qkv_bias=has_bias(tensors, "attn_q", "attn_qkv"),
+        output_bias=has_bias(tensors, "attn_output"),
     )
     _check_tokens(fields, spec)
-    return ARCHITECTURES[arch].from_gguf(fields, spec, tensors)
+    return family.from_gguf(own, spec)
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
@@ -65,16 +93,10 @@ def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _rope(fields: Fields, arch: str, head_dim: int, tensors: Mapping[str, QuantTensor]) -> RopeSpec:
-    fields.expect(f"{arch}.rope.scaling.type", "none")
-    fields.expect(f"{arch}.rope.scale_linear", 1.0)
-    if "rope_freqs.weight" in tensors:
-        fields.fault("scales its rope by a table (rope_freqs.weight), which is not supported yet")
-    return RopeSpec(
-        base=fields.number(f"{arch}.rope.freq_base", default=10000.0),
-        dim=fields.integer(f"{arch}.rope.dimension_count", head_dim, low=2, default=head_dim),
-        interleaved=ARCHITECTURES[arch].interleaves,
-    )
+def _table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
+    if len(tensor.shape) != 1 or tensor.num_values > MAX_HEAD_DIM:
+        fields.fault(f"has tensor {name!r} with shape {tensor.shape}, not one factor a pair")
+    return [float(value) for value in tensor.dequantize()]
 
 
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import ModelSpec, RopeSpec
+from twostroke.models import ARCHITECTURES, MODEL_TYPES, ModelSpec
 from twostroke.models.fields import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -15,12 +15,27 @@ from twostroke.models.fields import (
     MAX_WIDTH,
     Fields,
 )
+from twostroke.models.rope_fields import config_rope, reach
+from twostroke.program import Activation
+from twostroke.weights.names import has_bias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
+
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+
+# What no family here does, with the value that asks for nothing.
+_UNUSUAL: dict[str, Any] = {
+    "clip_qkv": None,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "position_embedding_type": "rope",
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -47,20 +62,54 @@ def parse_json(raw: bytes, name: str) -> dict[str, Any]:
     return value
 
 
-def hf_spec(fields: Fields, name: str) -> ModelSpec:
-    """Translate a configuration into a ModelSpec; ModelFormatError for what is not sound."""
+def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
+    """Return a configuration as fields, with what transformers takes for those that are left out.
+
+    That of a model which also sees has the text model's in an object of its own. Raises
+    ModelFormatError for a model type that is not known.
+    """
+    fields = Fields(name, config)
+    text = fields.part("text_config")
+    if text is not None:
+        # A text model's type may differ, as gemma3_text does from gemma3.
+        config = {**config, **text.values}
+        fields = Fields(name, config)
+    model_type = fields.text("model_type")
+    if model_type not in MODEL_TYPES:
+        refuse_architecture(fields, model_type, MODEL_TYPES)
+    defaults = ARCHITECTURES[MODEL_TYPES[model_type]].model_types[model_type]
+    return Fields(name, {**defaults, **config})
+
+
+def refuse_architecture(fields: Fields, architecture: str, known: Collection[str]) -> NoReturn:
+    """Say that a family is not known before saying that one of its details is missing."""
+    fields.fault(
+        f"has the architecture {architecture[:40]!r}, which is not supported yet; "
+        f"supported: {', '.join(sorted(known))}"
+    )
+
+
+def hf_spec(fields: Fields, name: str, weights: Collection[str]) -> ModelSpec:
+    """Translate a configuration into a ModelSpec; ModelFormatError for what is not sound.
+
+    `weights` are the canonical names of what the folder's files hold.
+    """
     if fields.has("quantization_config"):
         fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
     heads = fields.integer("num_attention_heads", MAX_WIDTH)
     hidden = fields.integer("hidden_size", MAX_WIDTH)
     if not fields.has("head_dim") and hidden % heads:
         fields.fault(f"has {heads} heads that do not divide its width of {hidden}")
-    head_dim = fields.integer("head_dim", MAX_HEAD_DIM, default=max(1, hidden // heads))
-    fields.expect("hidden_act", "silu")
-    fields.expect("attention_bias", only=False)
-    fields.expect("mlp_bias", only=False)
-    return ModelSpec(
-        architecture=fields.text("model_type"),
+    head_dim = fields.integer(
+        "head_dim", MAX_HEAD_DIM, default=min(MAX_HEAD_DIM, max(1, hidden // heads))
+    )
+    for key, only in _UNUSUAL.items():
+        fields.expect(key, only)
+    context = fields.integer("max_position_embeddings", MAX_CONTEXT)
+    rope = config_rope(fields, head_dim, context)
+    architecture = MODEL_TYPES[fields.text("model_type")]
+    spec = ModelSpec(
+        architecture=architecture,
         name=name,
         num_layers=fields.integer("num_hidden_layers", MAX_LAYERS),
         hidden_size=hidden,
@@ -69,11 +118,18 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
         num_kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, default=heads),
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-        context_length=fields.integer("max_position_embeddings", MAX_CONTEXT),
+        context_length=reach(rope, context),
         norm_epsilon=fields.number("rms_norm_eps", default=1e-6),
-        rope=_rope(fields, head_dim),
+        rope=rope,
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
+        activation=_activation(fields),
+        qkv_bias=has_bias(weights, "attn_q", "attn_qkv"),
+        output_bias=has_bias(weights, "attn_output"),
     )
+    if spec.qkv_bias != fields.flag("attention_bias", default=False):
+        there = "are" if spec.qkv_bias else "are not"
+        fields.refuse("attention_bias", f"but biases of queries {there} among the weights")
+    return ARCHITECTURES[architecture].from_config(fields, spec)
 
 
 def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -90,19 +146,10 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _rope(fields: Fields, head_dim: int) -> RopeSpec:
-    """Read rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    fields.expect("partial_rotary_factor", 1.0)
-    default_base: Any = 10000.0
-    for key in ("rope_parameters", "rope_scaling"):
-        part = fields.values.get(key)
-        if part is None:
-            continue
-        if not isinstance(part, dict):
-            fields.fault(f"has {key} that is not an object")
-        rope = Fields(f"{fields.name}: {key}", part)
-        rope.expect("rope_type", "default")
-        rope.expect("type", "default")
-        default_base = rope.number("rope_theta", default=default_base)
-    base = fields.number("rope_theta", default=default_base)
-    return RopeSpec(base=base, dim=head_dim, interleaved=False)
+def _activation(fields: Fields) -> Activation:
+    """Gemma's own key goes before the common one, which old files of Gemma have wrong."""
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    activation = _ACTIVATIONS.get(fields.text(key, default="silu"))
+    if activation is None:
+        fields.refuse(key, f"which is not supported yet; supported: {', '.join(_ACTIVATIONS)}")
+    return activation

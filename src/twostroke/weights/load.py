@@ -6,21 +6,29 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.models import ARCHITECTURES, build_program
+from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import Fields
+from twostroke.models.rope_fields import ROPE_TABLES
 from twostroke.quant import FORMATS
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts
-from twostroke.weights.hf_model import hf_chat_template, hf_spec, read_json
+from twostroke.weights.hf_model import (
+    hf_chat_template,
+    hf_fields,
+    hf_spec,
+    read_json,
+    refuse_architecture,
+)
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.names import canonical_name
 from twostroke.weights.safetensors import read_safetensors, read_sharded
+from twostroke.weights.stacks import cut_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from twostroke.models import ModelSpec
+    from twostroke.models import Family, ModelSpec
     from twostroke.quant import QuantTensor
 
 _INDEX = "model.safetensors.index.json"
@@ -62,17 +70,20 @@ def _only_gguf(folder: Path) -> Path:
 def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
     file = read_gguf_parts(path)
     fields = Fields(path.name, file.metadata)
-    _check_architecture(fields, "general.architecture")
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        refuse_architecture(fields, architecture, ARCHITECTURES)
     if "token_embd.weight" in file.unsupported:
         _refuse_type(path.name, "token_embd.weight", file.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), file.tensors)
-    _check_weights(path.name, spec, file.tensors, file.unsupported)
+    weights = {key: tensor for key, tensor in file.tensors.items() if key not in ROPE_TABLES}
+    tensors = _checked(path.name, spec, weights, file.unsupported)
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
         path=path,
         spec=spec,
-        tensors=file.tensors,
+        tensors=tensors,
         tokenizer_source=GgufTokenizer(file.metadata),
         chat_template=fields.optional_text("tokenizer.chat_template"),
         bos_token_id=bos[0] if bos else None,
@@ -89,18 +100,18 @@ def _load_folder(
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no config.json beside the weights.")
-    fields = Fields(config.name, read_json(config))
-    _check_architecture(fields, "model_type")
-    spec = hf_spec(fields, name or folder.resolve().name)
+    fields = hf_fields(config.name, read_json(config))
+    family = ARCHITECTURES[MODEL_TYPES[fields.text("model_type")]]
     if weights is None and (folder / _INDEX).is_file():
         source, files = _INDEX, read_sharded(folder / _INDEX)
     else:
         weights = weights or folder / "model.safetensors"
         source, files = weights.name, read_safetensors(weights)
-    tensors = _canonical(files.tensors)
+    tensors = _canonical(files.tensors, family)
+    spec = hf_spec(fields, name or folder.resolve().name, tensors)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    _check_weights(source, spec, tensors, _canonical(files.unsupported))
+    tensors = _checked(source, spec, tensors, _canonical(files.unsupported, family))
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no tokenizer.json.")
@@ -131,57 +142,46 @@ def _folder_eos_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int,
     return tuple(ids)
 
 
-def _canonical(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    named = ((canonical_name(name), tensor) for name, tensor in tensors.items())
+def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    named = ((canonical_name(name, family.layer_names), tensor) for name, tensor in tensors.items())
     return {name: tensor for name, tensor in named if name is not None}
 
 
-def _check_architecture(fields: Fields, key: str) -> None:
-    """Say that a family is not known before saying that one of its details is missing."""
-    architecture = fields.text(key)
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        fields.fault(
-            f"has the architecture {architecture[:40]!r}, which is not supported yet; "
-            f"supported: {known}"
-        )
-
-
-def _check_weights(
+def _checked(
     file: str,
     spec: ModelSpec,
     tensors: Mapping[str, QuantTensor],
     unsupported: Mapping[str, str],
-) -> None:
-    """Check that the weights are those that the model's Program reads: no more, no fewer."""
+) -> dict[str, QuantTensor]:
+    """Return the weights that the model's Program reads: all of them, and no others."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelFormatError(
             f"{file!r} has {spec.num_heads} heads, not a multiple of its "
             f"{spec.num_kv_heads} key-value heads."
         )
-    if spec.rope.dim % 2:
-        raise ModelFormatError(f"{file!r} has an odd rope dimension, {spec.rope.dim}.")
     if spec.num_layers > len(tensors) + len(unsupported):
         raise ModelFormatError(
             f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
         )
     shapes = build_program(spec).weight_shapes
+    cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
     for name, shape in shapes.items():
         if name in unsupported:
             _refuse_type(file, name, unsupported)
-        if name not in tensors:
+        if name not in cut:
             raise ModelFormatError(f"{file!r} lacks tensor {name!r}.")
-        if tensors[name].shape != shape:
-            found = tensors[name].shape
+        if cut[name].shape != shape:
+            found = cut[name].shape
             raise ModelFormatError(
                 f"{file!r} has tensor {name!r} with shape {found}, the model needs {shape}."
             )
-    for name in (*tensors, *unsupported):
+    for name in (*cut, *unsupported):
         if name not in shapes:
             raise ModelFormatError(
                 f"{file!r} has tensor {name[:80]!r}, for which the family "
                 f"{spec.architecture!r} has no use here: its answers would be wrong."
             )
+    return cut
 
 
 def _refuse_type(file: str, name: str, unsupported: Mapping[str, str]) -> None:

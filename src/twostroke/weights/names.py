@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 _WHOLE_MODEL = {
     "model.embed_tokens": "token_embd",
@@ -16,28 +20,72 @@ _LAYER = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
+_EXPERT = {
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "w1": "ffn_gate",
+    "w3": "ffn_up",
+    "w2": "ffn_down",
+}
+
+# All experts of a layer in one tensor, whose name then has no ending.
+_STACKS = {
+    "gate_up_proj": "ffn_gate_up_exps.weight",
+    "down_proj": "ffn_down_exps.weight",
+}
+
 # Tables that old checkpoints carry along and that follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# What a model that also sees has besides its text model, in transformers' old and new order.
+_BESIDES_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+_TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+_EXPERT_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
+_STACK_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\w+)")
 
 
-def canonical_name(name: str) -> str | None:
+def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the canonical name of a Hugging Face tensor, or None for one that is not needed.
 
-    A name that is not known stays as it is, so that whoever checks the weights can name it.
+    `layer_names` is what a family calls the weights of a layer where it departs from Llama. A name
+    that is not known stays as it is, so that whoever checks the weights can name it.
     """
-    if _DERIVED.fullmatch(name):
+    if _DERIVED.fullmatch(name) or _BESIDES_TEXT.fullmatch(name):
         return None
+    if text := _TEXT.fullmatch(name):
+        name = f"model.{text[2]}"
+    name = name.removeprefix("language_model.")
     stem, _, kind = name.rpartition(".")
     if stem in _WHOLE_MODEL:
         return f"{_WHOLE_MODEL[stem]}.{kind}"
-    layer = _LAYER_NAME.fullmatch(stem)
-    if layer and layer[2] in _LAYER:
-        return f"blk.{int(layer[1])}.{_LAYER[layer[2]]}.{kind}"
-    return name
+    layer = _LAYER_NAME.fullmatch(name)
+    part = layer and _layer_part(layer[2], layer_names)
+    return f"blk.{int(layer[1])}.{part}" if layer and part else name
+
+
+def has_bias(weights: Collection[str], *parts: str) -> bool:
+    """Whether the first layer has a bias for one of `parts`, going by canonical names."""
+    return any(f"blk.0.{part}.bias" in weights for part in parts)
+
+
+def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
+    """Return what a layer's weight is called within its layer."""
+    stem, _, kind = name.rpartition(".")
+    if stem in layer_names or stem in _LAYER:
+        return f"{layer_names.get(stem) or _LAYER[stem]}.{kind}"
+    stack = _STACK_NAME.fullmatch(name.removesuffix(".weight"))
+    if stack and stack[1] in _STACKS:
+        return _STACKS[stack[1]]
+    expert = _EXPERT_NAME.fullmatch(stem)
+    if expert and expert[2] in _EXPERT:
+        return f"{_EXPERT[expert[2]]}.{int(expert[1])}.{kind}"
+    return None

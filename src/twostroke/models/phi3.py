@@ -1,0 +1,41 @@
+"""Phi-3 and Phi-4: Llama, with its matrices stored in stacks and scaled rope tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.common_fields import config_window, gguf_window
+from twostroke.models.family import Family
+
+if TYPE_CHECKING:
+    from twostroke.models.fields import Fields
+    from twostroke.models.spec import ModelSpec
+    from twostroke.program import Program
+
+
+def program(spec: ModelSpec) -> Program:
+    """Build the Program of a Phi-3 (arXiv:2404.14219)."""
+    return decoder(spec, residual_layer)
+
+
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the window, which all layers share."""
+    return replace(spec, window=gguf_window(fields, (True,) * spec.num_layers))
+
+
+def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the window, which all layers share."""
+    return replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+
+
+PHI3 = Family(
+    program=program,
+    model_types={"phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}},
+    from_gguf=from_gguf,
+    from_config=from_config,
+    layer_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    # What GGUF calls ffn_up here is gate and up, one after the other.
+    fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+)

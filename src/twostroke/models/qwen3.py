@@ -1,0 +1,75 @@
+"""The Qwen3 family, dense and with experts: Llama with norms on queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.common_fields import config_experts, config_window, gguf_experts
+from twostroke.models.family import Family
+from twostroke.models.fields import MAX_LAYERS, MAX_WIDTH
+
+if TYPE_CHECKING:
+    from twostroke.models.fields import Fields
+    from twostroke.models.spec import ModelSpec
+    from twostroke.program import Program
+
+
+def program(spec: ModelSpec) -> Program:
+    """Build the Program of a Qwen3 (arXiv:2505.09388)."""
+    return decoder(spec, partial(residual_layer, query_key_norm="head"))
+
+
+def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the window, which is off by default and leaves the first layers alone."""
+    if not fields.flag("use_sliding_window", default=False):
+        return spec
+    whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
+    slides = tuple(layer >= whole for layer in range(spec.num_layers))
+    return replace(spec, window=config_window(fields, slides))
+
+
+def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the experts; every layer has them."""
+    experts = gguf_experts(fields, spec.num_layers)
+    if experts is None:
+        fields.fault("is a mixture of experts, but its expert_count is 0")
+    return replace(spec, experts=experts)
+
+
+def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the experts, which every layer must have, and the window."""
+    fields.expect("decoder_sparse_step", 1)
+    fields.expect("mlp_only_layers", [])
+    if fields.flag("use_sliding_window", default=False):
+        spec = replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+    width = fields.integer("moe_intermediate_size", MAX_WIDTH)
+    normalize = fields.flag("norm_topk_prob", default=False)
+    experts = config_experts(fields, spec.num_layers, width, normalize=normalize)
+    return replace(spec, experts=experts)
+
+
+QWEN3 = Family(
+    program=program,
+    model_types={
+        "qwen3": {
+            "head_dim": 128,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        }
+    },
+    from_config=from_config,
+)
+
+QWEN3_MOE = Family(
+    program=program,
+    model_types={
+        "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts_per_tok": 8}
+    },
+    from_gguf=experts_from_gguf,
+    from_config=experts_from_config,
+    layer_names={"mlp.gate": "ffn_gate_inp"},
+)

@@ -1,0 +1,217 @@
+"""What sets the tiny model of each family apart from a tiny Llama, in both kinds of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A family's departures from Llama.
+
+    `metadata` is a GGUF's (keys without the architecture), `config` a config.json's, `sizes` are
+    changed fields of Tiny. `layer_names` is what Hugging Face calls the weights of a layer, where
+    it departs from Llama; `fused` are stacks of rows that both files hold, `factors` a rope table
+    that the GGUF holds as a tensor. `norm_offset` is what a folder's norms lack.
+    """
+
+    architecture: str = "llama"
+    model_type: str = "llama"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    layer_names: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    interleaves: bool = False
+    qkv_bias: bool = False
+    query_key_norm: str | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    num_experts: int = 0
+
+
+# The window of those that have one: less than a page of 32 tokens, and no multiple of one of 16.
+WINDOW = 27
+
+_LLAMA = Variant(interleaves=True)
+
+_MISTRAL = replace(
+    _LLAMA,
+    model_type="mistral",
+    metadata={"attention.sliding_window": WINDOW},
+    config={"sliding_window": WINDOW},
+)
+
+_MIXTRAL = replace(
+    _LLAMA,
+    model_type="mixtral",
+    num_experts=4,
+    metadata={"expert_count": 4, "expert_used_count": 2},
+    config={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    layer_names={
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate": "block_sparse_moe.experts.{}.w1",
+        "ffn_up": "block_sparse_moe.experts.{}.w3",
+        "ffn_down": "block_sparse_moe.experts.{}.w2",
+    },
+)
+
+_QWEN2 = Variant("qwen2", "qwen2", qkv_bias=True, config={"use_sliding_window": False})
+
+_QWEN3 = Variant("qwen3", "qwen3", query_key_norm="head", config={"use_sliding_window": False})
+
+_QWEN3_MOE = replace(
+    _QWEN3,
+    architecture="qwen3moe",
+    model_type="qwen3_moe",
+    num_experts=8,
+    metadata={"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 128},
+    config={
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    layer_names={
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate": "mlp.experts.{}.gate_proj",
+        "ffn_up": "mlp.experts.{}.up_proj",
+        "ffn_down": "mlp.experts.{}.down_proj",
+    },
+)
+
+_GEMMA2 = Variant(
+    "gemma2",
+    "gemma2",
+    sizes={"num_layers": 4, "head_dim": 32},
+    metadata={
+        "attention.sliding_window": WINDOW,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    config={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    layer_names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    post_norms=True,
+    norm_offset=1.0,
+)
+
+# Seven layers: the sixth sees everything.
+_GEMMA3 = replace(
+    _GEMMA2,
+    architecture="gemma3",
+    model_type="gemma3_text",
+    sizes={"num_layers": 7, "head_dim": 32, "rope_base": 1e6},
+    metadata={
+        "attention.sliding_window": WINDOW,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
+    config={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    query_key_norm="head",
+)
+
+_PHI3 = Variant(
+    "phi3",
+    "phi3",
+    metadata={"attention.sliding_window": WINDOW},
+    config={"sliding_window": WINDOW, "pad_token_id": 0},
+    layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+)
+
+_SHORT = (1.0, 1.02, 1.1, 1.3, 1.6, 2.0)
+_LONG = (1.0, 1.5, 3.0, 6.0, 12.0, 24.0)
+
+# Half a head is not rotated; the long factors are there and, within 256 tokens, not used.
+_PHI3_LONG = replace(
+    _PHI3,
+    sizes={"head_dim": 16},
+    metadata={
+        "attention.sliding_window": 0,
+        "rope.dimension_count": 12,
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": 1.06066017,  # sqrt(1 + ln(512 / 256) / ln(256))
+    },
+    config={
+        "sliding_window": None,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": list(_SHORT),
+            "long_factor": list(_LONG),
+        },
+    },
+    factors={"rope_factors_short.weight": _SHORT, "rope_factors_long.weight": _LONG},
+)
+
+_YARN = replace(
+    _QWEN2,
+    metadata={
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 128,
+    },
+    config={
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+)
+
+_LLAMA31 = replace(
+    _LLAMA,
+    config={
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    # What a converter makes of the above for 8 pairs and a base of 10,000.
+    factors={"rope_freqs.weight": (1.0, 1.0, 2.3391168, 8.0, 8.0, 8.0, 8.0, 8.0)},
+)
+
+FAMILIES: dict[str, Variant] = {
+    "llama": _LLAMA,
+    "llama-3.1": _LLAMA31,
+    "mistral": _MISTRAL,
+    "mixtral": _MIXTRAL,
+    "qwen2": _QWEN2,
+    "qwen2-yarn": _YARN,
+    "qwen3": _QWEN3,
+    "qwen3-moe": _QWEN3_MOE,
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA3,
+    "phi3": _PHI3,
+    "phi3-long": _PHI3_LONG,
+}

@@ -1,0 +1,143 @@
+"""Random weights of tiny models, and how GGUF files and Hugging Face folders hold them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from support.tiny import Tiny
+
+    Weights = dict[str, np.ndarray]
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
+    """Return float32 weights by canonical name; rows of q and k in Hugging Face's order."""
+    rng = np.random.default_rng(tiny.seed)
+    weights = {"token_embd.weight": _matrix(rng, vocab_size, tiny.hidden_size)}
+    for layer in range(tiny.num_layers):
+        part = _attention(rng, tiny) | _feed_forward(rng, tiny)
+        weights |= {f"blk.{layer}.{name}": values for name, values in part.items()}
+    weights["output_norm.weight"] = _norm(rng, tiny.hidden_size)
+    if not tiny.tied:
+        weights["output.weight"] = _matrix(rng, vocab_size, tiny.hidden_size)
+    return weights
+
+
+def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
+    """Return `weights` as a GGUF file has them: rows in its order, stacks, tables of factors."""
+    held = dict(weights)
+    for name, weight in weights.items():
+        if tiny.variant.interleaves and name.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = tiny.num_heads if "attn_q" in name else tiny.num_kv_heads
+            held[name] = interleave_rows(weight, heads)
+    held = _fused(tiny, held)
+    for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
+        for part in ("ffn_gate", "ffn_up", "ffn_down"):
+            names = [f"blk.{layer}.{part}.{e}.weight" for e in range(tiny.variant.num_experts)]
+            held[f"blk.{layer}.{part}_exps.weight"] = np.stack([held.pop(n) for n in names])
+    factors = tiny.variant.factors
+    return held | {name: np.array(values, np.float32) for name, values in factors.items()}
+
+
+def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
+    """Return `weights` as a Hugging Face folder has them, by its names."""
+    offset = np.float32(tiny.variant.norm_offset)
+    held = {
+        name: values - offset if name.endswith("norm.weight") else values
+        for name, values in weights.items()
+    }
+    return {_folder_name(tiny, name): values for name, values in _fused(tiny, held).items()}
+
+
+def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder a head's rows from halves (i, i + dim/2) to neighbours (2i, 2i + 1), as GGUF does."""
+    outputs, inputs = weight.shape
+    halves = weight.reshape(num_heads, 2, outputs // num_heads // 2, inputs)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(outputs, inputs)
+
+
+def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
+    hidden, variant = tiny.hidden_size, tiny.variant
+    queries, keys = tiny.num_heads * tiny.head_dim, tiny.num_kv_heads * tiny.head_dim
+    part: Weights = {}
+    if variant.pre_norms:
+        part["attn_norm.weight"] = _norm(rng, hidden)
+    part["attn_q.weight"] = _matrix(rng, queries, hidden) * np.float32(2)
+    part["attn_k.weight"] = _matrix(rng, keys, hidden) * np.float32(2)
+    part["attn_v.weight"] = _matrix(rng, keys, hidden)
+    part["attn_output.weight"] = _matrix(rng, hidden, queries)
+    if variant.qkv_bias:
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            bias = 0.5 * rng.standard_normal(width)
+            part[f"attn_{name}.bias"] = bias.astype(np.float32)
+    if variant.query_key_norm is not None:
+        whole = variant.query_key_norm == "row"
+        part["attn_q_norm.weight"] = _norm(rng, queries if whole else tiny.head_dim)
+        part["attn_k_norm.weight"] = _norm(rng, keys if whole else tiny.head_dim)
+    if variant.post_norms:
+        part["post_attention_norm.weight"] = _norm(rng, hidden)
+    return part
+
+
+def _feed_forward(rng: np.random.Generator, tiny: Tiny) -> Weights:
+    hidden, variant = tiny.hidden_size, tiny.variant
+    part: Weights = {}
+    if variant.pre_norms:
+        part["ffn_norm.weight"] = _norm(rng, hidden)
+    if variant.num_experts:
+        part["ffn_gate_inp.weight"] = _matrix(rng, variant.num_experts, hidden)
+    for ending in [f".{e}" for e in range(variant.num_experts)] or [""]:
+        part[f"ffn_gate{ending}.weight"] = _matrix(rng, tiny.ffn_size, hidden)
+        part[f"ffn_up{ending}.weight"] = _matrix(rng, tiny.ffn_size, hidden)
+        part[f"ffn_down{ending}.weight"] = _matrix(rng, hidden, tiny.ffn_size)
+    if variant.post_norms:
+        part["post_ffw_norm.weight"] = _norm(rng, hidden)
+    return part
+
+
+def _matrix(rng: np.random.Generator, outputs: int, inputs: int) -> np.ndarray:
+    values = rng.standard_normal((outputs, inputs)) * inputs**-0.5
+    return np.asarray(values, np.float32)
+
+
+def _norm(rng: np.random.Generator, width: int) -> np.ndarray:
+    return (1 + 0.1 * rng.standard_normal(width)).astype(np.float32)
+
+
+def _fused(tiny: Tiny, weights: Weights) -> Weights:
+    """Put the rows of matrices that the family's files keep as one into one."""
+    held = dict(weights)
+    for layer in range(tiny.num_layers):
+        for whole, parts in tiny.variant.fused.items():
+            rows = [held.pop(f"blk.{layer}.{part}.weight") for part in parts]
+            held[f"blk.{layer}.{whole}.weight"] = np.concatenate(rows)
+    return held
+
+
+def _folder_name(tiny: Tiny, name: str) -> str:
+    if name in _WHOLE_MODEL:
+        return _WHOLE_MODEL[name]
+    _, layer, part, *rest = name.split(".")  # rest: the expert's number, if any, and the kind
+    theirs = tiny.variant.layer_names.get(part) or _LAYER_NAMES[part]
+    return f"model.layers.{layer}.{theirs.format(rest[0])}.{rest[-1]}"
