@@ -172,7 +172,7 @@ def test_unsound_metadata_is_refused(
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2', which is not supported yet; supported: "),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', which is not supported yet"),
-        ({"attention_bias": True}, "attention_bias = True, but biases of queries are not among"),
+        ({"attention_bias": True}, "lacks tensor 'blk.0.attn_q.bias'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "does not say low_freq_factor"),
         ({"rope_scaling": {"type": "dynamic"}}, "type = 'dynamic', which is not supported; linear"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config, which is not"),

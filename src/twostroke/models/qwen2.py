@@ -23,6 +23,7 @@ def program(spec: ModelSpec) -> Program:
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window, which is off by default and leaves the first layers alone."""
+    spec = replace(spec, output_bias=False)
     if not fields.flag("use_sliding_window", default=False):
         return spec
     whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)

@@ -58,7 +58,7 @@ class ModelSpec:
 
     `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;
     `context_length` is in tokens. `norm_offset` is added to the weights of norms. The attention
-    scale is that of the scores, None for 1 / sqrt(head_dim). Biases are those that the file has.
+    scale is that of the scores, None for 1 / sqrt(head_dim).
     """
 
     architecture: str

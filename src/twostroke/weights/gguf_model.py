@@ -14,7 +14,6 @@ from twostroke.models.fields import (
     Fields,
 )
 from twostroke.models.rope_fields import ROPE_TABLES, gguf_rope, reach
-from twostroke.weights.names import has_bias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,8 +77,8 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
         norm_epsilon=own.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
-        qkv_bias=has_bias(tensors, "attn_q", "attn_qkv"),
-        output_bias=has_bias(tensors, "attn_output"),
+        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
     )
     _check_tokens(fields, spec)
     return family.from_gguf(own, spec)

@@ -17,7 +17,6 @@ from twostroke.models.fields import (
 )
 from twostroke.models.rope_fields import config_rope, reach
 from twostroke.program import Activation
-from twostroke.weights.names import has_bias
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -89,11 +88,8 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
     )
 
 
-def hf_spec(fields: Fields, name: str, weights: Collection[str]) -> ModelSpec:
-    """Translate a configuration into a ModelSpec; ModelFormatError for what is not sound.
-
-    `weights` are the canonical names of what the folder's files hold.
-    """
+def hf_spec(fields: Fields, name: str) -> ModelSpec:
+    """Translate `hf_fields` into a ModelSpec; ModelFormatError for what is not sound."""
     if fields.has("quantization_config"):
         fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
     heads = fields.integer("num_attention_heads", MAX_WIDTH)
@@ -107,6 +103,7 @@ def hf_spec(fields: Fields, name: str, weights: Collection[str]) -> ModelSpec:
         fields.expect(key, only)
     context = fields.integer("max_position_embeddings", MAX_CONTEXT)
     rope = config_rope(fields, head_dim, context)
+    biased = fields.flag("attention_bias", default=False)
     architecture = MODEL_TYPES[fields.text("model_type")]
     spec = ModelSpec(
         architecture=architecture,
@@ -123,12 +120,9 @@ def hf_spec(fields: Fields, name: str, weights: Collection[str]) -> ModelSpec:
         rope=rope,
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
         activation=_activation(fields),
-        qkv_bias=has_bias(weights, "attn_q", "attn_qkv"),
-        output_bias=has_bias(weights, "attn_output"),
+        qkv_bias=biased,
+        output_bias=biased,
     )
-    if spec.qkv_bias != fields.flag("attention_bias", default=False):
-        there = "are" if spec.qkv_bias else "are not"
-        fields.refuse("attention_bias", f"but biases of queries {there} among the weights")
     return ARCHITECTURES[architecture].from_config(fields, spec)
 
 

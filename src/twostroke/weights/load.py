@@ -108,7 +108,7 @@ def _load_folder(
         weights = weights or folder / "model.safetensors"
         source, files = weights.name, read_safetensors(weights)
     tensors = _canonical(files.tensors, family)
-    spec = hf_spec(fields, name or folder.resolve().name, tensors)
+    spec = hf_spec(fields, name or folder.resolve().name)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
     tensors = _checked(source, spec, tensors, _canonical(files.unsupported, family))

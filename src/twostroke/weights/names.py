@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
 _WHOLE_MODEL = {
     "model.embed_tokens": "token_embd",
@@ -70,11 +70,6 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     layer = _LAYER_NAME.fullmatch(name)
     part = layer and _layer_part(layer[2], layer_names)
     return f"blk.{int(layer[1])}.{part}" if layer and part else name
-
-
-def has_bias(weights: Collection[str], *parts: str) -> bool:
-    """Whether the first layer has a bias for one of `parts`, going by canonical names."""
-    return any(f"blk.0.{part}.bias" in weights for part in parts)
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from twostroke.models import ARCHITECTURES, MODEL_TYPES
 from twostroke.models.fields import Fields
 from twostroke.quant import FORMATS
 from twostroke.weights.gguf import peek_gguf
-from twostroke.weights.hf_model import hf_spec
+from twostroke.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,14 +22,13 @@ _LOOK_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))
 
 def check_config(config: Mapping[str, Any], repo: str) -> None:
     """Raise ModelFormatError for a config.json of a model that cannot run."""
-    fields = Fields(f"{repo}/config.json", config)
-    model_type = fields.text("model_type")
+    model_type = Fields(f"{repo}/config.json", config).text("model_type")
     if model_type not in MODEL_TYPES:
         raise ModelFormatError(
             f"{repo!r} is of the family {model_type[:40]!r}, which this version cannot run yet; "
             f"supported: {', '.join(sorted(MODEL_TYPES))}. Nothing but its config.json was fetched."
         )
-    hf_spec(fields, repo)
+    hf_spec(hf_fields(f"{repo}/config.json", config), repo)
 
 
 class Gate:
