@@ -93,7 +93,7 @@ $(CORE_REQUIREMENTS): $(STAMP)
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' > $@
 
 correctness: pull ## Compare every instruction-set level of this machine with the reference, on held-out text.
-	@$(BIN)/python benchmarks/correctness.py $(BENCH_ARGS)
+	@$(BIN)/twostroke compare $(MODEL) --levels all --check $(BENCH_ARGS)
 
 bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--help" lists parts and rows).
 	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)

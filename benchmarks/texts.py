@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.engine.build import build_tokenizer
+from twostroke.engine.evaluate import held_out_text
 
 if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
 
-HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "heldout.txt"
-
 
 def heldout_tokens(loaded: LoadedModel) -> list[int]:
     """Return the held-out text by a model's own tokenizer."""
-    return build_tokenizer(loaded).encode(HELDOUT.read_text(encoding="utf-8"))
+    return build_tokenizer(loaded).encode(held_out_text())
 
 
 def pieces(tokens: list[int], length: int) -> list[list[int]]:

@@ -33,12 +33,12 @@ def test_options_left_alone_are_the_defaults() -> None:
 
 def test_engine_options_reach_their_fields() -> None:
     line = (
-        "--backend reference --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
+        "--backend cpu --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
         "--page-size 32 --no-prefix-cache --strict-prefix --policy dynamic --max-running 7 "
         "--token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9"
     )
     assert engine_options(given(serve.command, *line.split())) == EngineOptions(
-        ComputeOptions("reference", 3, "avx2"),
+        ComputeOptions("cpu", 3, "avx2"),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
     )
@@ -92,6 +92,8 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("--backend reference --level avx2", "--level is the cpu backend's, not reference's."),
+        ("--device cuda", "--device is the torch backend's: add --backend torch."),
         ("--threads 0", "--threads must be from 1 to 1024, not 0."),
         ("--page-size 17", "--page-size must be one of (16, 32, 64), not 17."),
         ("--kv-memory 0", "--kv-memory must be above 0 bytes, not 0."),
@@ -113,7 +115,7 @@ def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--backend cp", "'cp' is not one of auto, cpu, reference. Did you mean 'cpu'?"),
+        ("--backend cp", "'cp' is not one of auto, cpu, reference, torch. Did you mean 'cpu'?"),
         ("--policy continous", "Did you mean 'continuous'?"),
         ("--kv-memory 12x", "'12x' is not a size: write 512M, 2GB or 1GiB."),
         ("--threads many", "'many' is not a valid integer"),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
+_CHUNK_VALUES = 1 << 22  # logits that are widened to float64 at once
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -37,33 +39,59 @@ class Comparison:
         return abs(self.perplexity / self.right_perplexity - 1)
 
 
-def compare(pieces: Sequence[tuple[Array, Array, Sequence[int]]]) -> Comparison:
-    """Compare (right, other, tokens) of several sequences.
+class Divergence:
+    """Adds up piece by piece what a `Comparison` says, so that texts may be long."""
 
-    Logits are (len(tokens), vocab_size); row i predicts token i + 1, so the last row's prediction
-    counts for KL and agreement but not for the perplexity.
-    """
-    divergences: list[Array] = []
-    agreeing = num_rows = num_predicted = 0
-    right_nats = other_nats = 0.0
-    for right_logits, other_logits, tokens in pieces:
-        right, other = log_softmax(right_logits), log_softmax(other_logits)
-        divergences.append(np.einsum("rv,rv->r", np.exp(right), right - other))
-        agreeing += int(np.sum(right.argmax(axis=1) == other.argmax(axis=1)))
-        num_rows += len(tokens)
-        rows, following = np.arange(len(tokens) - 1), np.array(tokens[1:])
-        right_nats -= float(right[rows, following].sum())
-        other_nats -= float(other[rows, following].sum())
-        num_predicted += len(rows)
-    every = np.concatenate(divergences)
-    return Comparison(
-        num_rows=num_rows,
-        mean_kl=float(every.mean()),
-        max_kl=float(every.max()),
-        top1_agreement=agreeing / num_rows,
-        perplexity=float(np.exp(other_nats / num_predicted)),
-        right_perplexity=float(np.exp(right_nats / num_predicted)),
-    )
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._kl_sum = 0.0
+        self._kl_max = -np.inf
+        self._agreeing = self._num_rows = self._num_predicted = 0
+        self._right_nats = self._other_nats = 0.0
+
+    def add(self, right: Array, other: Array, tokens: Sequence[int]) -> None:
+        """Count a sequence; logits are (len(tokens), vocab_size).
+
+        Row i predicts token i + 1, so the last row's prediction counts for KL and agreement but
+        not for the perplexity.
+        """
+        step = max(1, _CHUNK_VALUES // right.shape[1])
+        following = np.array(tokens[1:], np.int64)
+        for start in range(0, len(tokens), step):
+            rows = slice(start, start + step)
+            self._add_rows(right[rows], other[rows], following[rows])
+
+    def _add_rows(self, right: Array, other: Array, following: NDArray[np.int64]) -> None:
+        """Count rows, of which the first `len(following)` are followed by these tokens."""
+        ours, theirs = log_softmax(right), log_softmax(other)
+        divergences = np.einsum("rv,rv->r", np.exp(ours), ours - theirs)
+        self._kl_sum += float(divergences.sum())
+        self._kl_max = max(self._kl_max, float(divergences.max()))
+        self._agreeing += int(np.sum(ours.argmax(axis=1) == theirs.argmax(axis=1)))
+        self._num_rows += len(right)
+        rows = np.arange(len(following))
+        self._right_nats -= float(ours[rows, following].sum())
+        self._other_nats -= float(theirs[rows, following].sum())
+        self._num_predicted += len(following)
+
+    def result(self) -> Comparison:
+        """Return what was counted; at least one sequence of two tokens must have been."""
+        return Comparison(
+            num_rows=self._num_rows,
+            mean_kl=self._kl_sum / self._num_rows,
+            max_kl=self._kl_max,
+            top1_agreement=self._agreeing / self._num_rows,
+            perplexity=float(np.exp(self._other_nats / self._num_predicted)),
+            right_perplexity=float(np.exp(self._right_nats / self._num_predicted)),
+        )
+
+
+def compare(pieces: Sequence[tuple[Array, Array, Sequence[int]]]) -> Comparison:
+    """Compare (right, other, tokens) of several sequences, as `Divergence.add` takes them."""
+    divergence = Divergence()
+    for right, other, tokens in pieces:
+        divergence.add(right, other, tokens)
+    return divergence.result()
 
 
 def log_softmax(logits: Array) -> NDArray[np.float64]:

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
+    "compare": "Measure how far readers, formats or models lie apart.",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }

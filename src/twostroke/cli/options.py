@@ -27,6 +27,8 @@ F = TypeVar("F", bound="Callable[..., Any]")
 # How the parts of the configuration call what an option sets, where that is not its own name.
 _NAMES: Final = {
     "threads": "--threads",
+    "level": "--level",
+    "device": "--device",
     "page size": "--page-size",
     "KV memory": "--kv-memory",
     "context length": "--context-length",
@@ -90,6 +92,7 @@ def compute_options(function: F) -> F:
         (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Who computes."}),
         (("--threads",), {"type": int, "help": "Compute threads [default: one a core]."}),
         (("--level",), {"help": "Instruction set [default: the best here, see doctor]."}),
+        (("--device",), {"default": "auto", "help": "Of the torch backend, such as cuda:1."}),
         (
             ("--context-length",),
             {"type": int, "help": "Most tokens of prompt and answer [default: the model's]."},
@@ -154,7 +157,9 @@ def batch_options(function: F) -> F:
 def engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `given` and build them."""
     with _named_as_options():
-        compute = ComputeOptions(given.pop("backend"), given.pop("threads"), given.pop("level"))
+        compute = ComputeOptions(
+            given.pop("backend"), given.pop("threads"), given.pop("level"), given.pop("device")
+        )
         cache = CacheOptions(
             memory_bytes=given.pop("kv_memory"),
             context_length=given.pop("context_length"),

@@ -7,24 +7,33 @@ from typing import Final
 
 from twostroke.core.errors import UsageError, nearest
 
-BACKENDS: Final = ("auto", "cpu", "reference")
+BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeOptions:
-    """Who computes: the backend, its threads, and the instruction-set level of the cpu backend."""
+    """Who computes: the backend, its threads, and the instruction-set level of the cpu backend.
+
+    `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
+    one of several.
+    """
 
     backend: str = "auto"
     num_threads: int | None = None
     level: str | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("backend", self.backend, BACKENDS)
         if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
             raise UsageError(f"threads must be from 1 to 1024, not {self.num_threads}.")
+        if self.level is not None and self.backend not in {"auto", "cpu"}:
+            raise UsageError(f"level is the cpu backend's, not {self.backend}'s.")
+        if self.device != "auto" and self.backend != "torch":
+            raise UsageError("device is the torch backend's: add --backend torch.")
 
 
 @dataclass(frozen=True, slots=True)

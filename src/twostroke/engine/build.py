@@ -13,6 +13,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
+from twostroke.core.errors import BackendError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.hardware import machine
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _MAX_RUNNING = 256
+_FLOAT32_BACKENDS = ("reference", "torch")
 _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
@@ -87,16 +89,16 @@ def build(
     options = options or EngineOptions()
     loaded = load(model)
     program = build_program(loaded.spec)
-    weight_bytes = _weight_bytes(loaded, options.compute)
+    size_of_weights = weight_bytes(loaded, options.compute)
     size = size_cache(
-        program, options.cache, options.batch.token_budget, weight_bytes, memory_available()
+        program, options.cache, options.batch.token_budget, size_of_weights, memory_available()
     )
     card = _card(loaded, program, size.context_length)
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
-    if options.compute.backend != "reference":
-        _know_limits(options.compute, weight_bytes)
+    if options.compute.backend not in _FLOAT32_BACKENDS:
+        _know_limits(options.compute, size_of_weights)
     backend = _build_backend(tensors, program, options.compute, size, release, progress)
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
@@ -144,6 +146,8 @@ def _build_backend(
 ) -> Backend:
     if compute.backend == "reference":
         return ReferenceBackend(program, tensors, size.num_pages, size.page_size)
+    if compute.backend == "torch":
+        return _torch_backend(tensors, program, compute, size)
     return CpuBackend(
         program,
         tensors,
@@ -156,9 +160,23 @@ def _build_backend(
     )
 
 
-def _weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
-    """Return about how much memory the weights take; the reference makes them float32."""
-    if compute.backend != "reference":
+def _torch_backend(
+    tensors: Mapping[str, QuantTensor], program: Program, compute: ComputeOptions, size: CacheSize
+) -> Backend:
+    try:
+        from twostroke.backends.torch import TorchBackend, choose_device
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
+        raise BackendError(message) from None
+    device = choose_device(compute.device)
+    return TorchBackend(program, tensors, size.num_pages, size.page_size, device)
+
+
+def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
+    """Return about how many bytes the weights take here; some backends make them float32."""
+    if compute.backend not in _FLOAT32_BACKENDS:
         return loaded.file_bytes
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
 

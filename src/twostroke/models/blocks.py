@@ -49,7 +49,8 @@ def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = No
         CacheLayer(spec.num_kv_heads, spec.head_dim, _window(spec, index))
         for index in range(spec.num_layers)
     )
-    return Program(spec.name, tuple(ops), layers, spec.vocab_size, spec.context_length)
+    outputs = tuple(f"x{index + 1}" for index in range(spec.num_layers))
+    return Program(spec.name, tuple(ops), layers, spec.vocab_size, spec.context_length, outputs)
 
 
 def norm(spec: ModelSpec, output: str, x: str, weight: str) -> RMSNorm:

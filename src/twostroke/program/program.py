@@ -41,7 +41,8 @@ class Program:
     """Operations in the order in which they run, from tokens to logits.
 
     Each value is written once and before it is read. `cache_layers[i]` is what
-    `Attention(layer=i)` keeps in the page pool. `context_length` is in tokens.
+    `Attention(layer=i)` keeps in the page pool. `context_length` is in tokens. `layer_outputs`
+    names the hidden state behind each layer, for whoever looks inside.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Program:
     cache_layers: tuple[CacheLayer, ...]
     vocab_size: int
     context_length: int
+    layer_outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that each value is written once, before it is read."""

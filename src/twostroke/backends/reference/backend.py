@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends import BackendFacts, check_values
-from twostroke.backends.reference.operations import PagedCache, Span, StepState, apply
+from twostroke.backends.reference.operations import PagedCache, StepState, apply
+from twostroke.backends.spans import Span, flatten
 from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
 from twostroke.sample.reference import draw
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
-    from twostroke.core.step import Slice, StepPlan
+    from twostroke.core.step import StepPlan
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
 
@@ -55,7 +56,7 @@ class ReferenceBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        state = _flatten(plan.slices, self._weights, self._cache)
+        state = StepState(*flatten(plan.slices), self._weights, self._cache)
         logits = self._forward(state)[self._logits]
         sampling = [s.request for s in plan.slices if s.samples]
         drawn = [draw(request, row) for request, row in zip(sampling, logits, strict=True)]
@@ -100,29 +101,3 @@ class ReferenceBackend:
                 if last_use[name] is op and name not in kept:
                     del values[name]
         return values
-
-
-def _flatten(
-    slices: tuple[Slice, ...], weights: Mapping[str, NDArray[np.float32]], cache: PagedCache
-) -> StepState:
-    """Return the rows of a step."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    spans: list[Span] = []
-    sampled: list[int] = []
-    for part in slices:
-        end = part.start + part.count
-        rows = slice(len(tokens), len(tokens) + part.count)
-        tokens += part.request.tokens[part.start : end]
-        positions += range(part.start, end)
-        spans.append(Span(rows, part.start, np.array(part.request.pages, np.int64)))
-        if part.samples:
-            sampled.append(rows.stop - 1)
-    return StepState(
-        np.array(tokens),
-        np.array(positions),
-        tuple(spans),
-        np.array(sampled, np.int64),
-        weights,
-        cache,
-    )

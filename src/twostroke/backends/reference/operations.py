@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.request import NO_PAGE
+from twostroke.backends.spans import PageMap
 from twostroke.program import (
     Activation,
     Add,
@@ -28,52 +28,28 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from twostroke.backends.spans import Span
     from twostroke.program import Program
 
     Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive rows of one sequence: `rows` of the step, at `start`, on its groups' `pages`."""
-
-    rows: slice
-    start: int
-    pages: NDArray[np.int64]  # (groups, places)
-
-
 class PagedCache:
-    """Keys and values of every layer, in pages; float32.
-
-    All pages are one memory: a page holds `page_size` tokens of whichever cache group it was given
-    to, and each layer of the group has its place beside the others.
-    """
+    """Keys and values of every layer, in pages; float32."""
 
     def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
         """Reserve `num_pages` pages of `page_size` tokens of one group."""
-        self.page_size = page_size
+        self._map = PageMap(program, page_size)
         self._layers = program.cache_layers
-        self._places: dict[int, tuple[int, int]] = {}  # group and first value of each layer
-        width = 0
-        for number, group in enumerate(program.cache_groups):
-            first = 0
-            for layer in group.layers:
-                self._places[layer] = number, first
-                first += self._layers[layer].values_per_token
-            width = max(width, first)
-        self._memory = np.zeros((num_pages * page_size, width), np.float32)  # a slot a token
+        self._memory = np.zeros((num_pages * page_size, self._map.width), np.float32)
 
     def slots(self, span: Span, layer: int, first: int, end: int) -> NDArray[np.int64]:
         """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
-        positions = np.arange(first, end)
-        pages = span.pages[self._places[layer][0], positions // self.page_size]
-        assert (pages != NO_PAGE).all(), "a row reads behind its window"
-        slots: NDArray[np.int64] = pages * self.page_size + positions % self.page_size
-        return slots
+        return self._map.slots(span, layer, first, end)
 
     def store(self, layer: int, slots: NDArray[np.int64], k: Array, v: Array) -> None:
         """Write keys and values (tokens, kv_heads * head_dim) to `slots`."""
-        keys, values = self._columns(layer)
+        keys, values = self._map.columns(layer)
         self._memory[slots, keys] = k
         self._memory[slots, values] = v
 
@@ -81,12 +57,8 @@ class PagedCache:
         """Return keys and values (tokens, kv_heads, head_dim) at `slots`."""
         facts = self._layers[layer]
         shape = (len(slots), facts.num_kv_heads, facts.head_dim)
-        keys, values = self._columns(layer)
+        keys, values = self._map.columns(layer)
         return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)
-
-    def _columns(self, layer: int) -> tuple[slice, slice]:
-        first, width = self._places[layer][1], self._layers[layer].values_per_token // 2
-        return slice(first, first + width), slice(first + width, first + 2 * width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""The torch backend: runs the engine's steps, one operation after another, plainly."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from twostroke.backends import BackendFacts, check_values
+from twostroke.backends.spans import flatten
+from twostroke.backends.torch.model import TorchModel
+from twostroke.backends.torch.operations import StepState
+from twostroke.backends.torch.pages import PagedStep, Pages
+from twostroke.core.step import StepResult
+from twostroke.sample.reference import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+    Array = NDArray[np.float32]
+
+
+class TorchBackend:
+    """Runs a Program in float32 with PyTorch."""
+
+    def __init__(
+        self,
+        program: Program,
+        tensors: Mapping[str, QuantTensor],
+        num_pages: int,
+        page_size: int,
+        device: str = "cpu",
+    ) -> None:
+        """Dequantize the Program's weights onto `device` and reserve its pages there."""
+        self._program = program
+        self._model = TorchModel(program, tensors, device)
+        self._pages = Pages(program, num_pages, page_size, self._model.device)
+        self.facts = BackendFacts(
+            name="torch",
+            detail=f"PyTorch {torch.__version__} on {device}, float32",
+            level="portable",
+            num_threads=torch.get_num_threads(),
+            num_pages=num_pages,
+            page_size=page_size,
+            windows=tuple(group.window for group in program.cache_groups),
+            one_arithmetic=True,
+            weight_bytes=self._model.weight_bytes,
+            cache_bytes=self._pages.memory.nbytes,
+        )
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and draw one token for each slice that samples."""
+        started = time.perf_counter()
+        tokens, positions, spans, sampled = flatten(plan.slices)
+        device = self._model.device
+        state = StepState(
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(positions).to(device),
+            torch.from_numpy(sampled).to(device),
+            self._model.weights,
+            PagedStep(self._pages, spans),
+        )
+        with torch.inference_mode():
+            (logits,) = self._model.run(state).values()
+            rows = logits.cpu().numpy()
+        kernel_s = time.perf_counter() - started
+        sampling = [s.request for s in plan.slices if s.samples]
+        drawn = [draw(request, row) for request, row in zip(sampling, rows, strict=True)]
+        elapsed_s = time.perf_counter() - started
+        return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed_s, kernel_s)
+
+    def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
+        """Return the logits (len(tokens), vocab_size) of a sequence."""
+        del generated  # one arithmetic for all rows
+        with torch.inference_mode():
+            scored: Array = self._model.logits(torch.tensor(tokens)).cpu().numpy()
+        return scored
+
+    def trace(
+        self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
+    ) -> dict[str, Array]:
+        """Return named values of the Program, (len(tokens), width), for a sequence."""
+        del generated
+        check_values(self._program, values)
+        with torch.inference_mode():
+            traced = self._model.values(torch.tensor(tokens), values)
+            return {name: traced[name].cpu().numpy() for name in values}
+
+    def forget(self, request: Request) -> None:
+        """Keep nothing of a request."""
+
+    def close(self) -> None:
+        """Drop weights and pages."""
+        self._model.weights = {}
+        self._pages.memory = torch.empty(0)

@@ -1,0 +1,93 @@
+"""A Program with PyTorch weights: from tokens to logits, with or without gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from twostroke.backends.torch.operations import StepState, apply
+from twostroke.backends.torch.pages import OneSequence
+from twostroke.core.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+
+class TorchModel:
+    """Interprets a Program in float32.
+
+    `weights` are tensors by the Program's names; ask autograd for the gradients of those that
+    have `requires_grad` set.
+    """
+
+    def __init__(
+        self, program: Program, tensors: Mapping[str, QuantTensor], device: str = "cpu"
+    ) -> None:
+        """Dequantize the Program's weights onto `device` ("cpu", "cuda", "cuda:1").
+
+        Raises:
+            BackendError: there is no such device, or not enough memory on it.
+        """
+        self.program = program
+        self.device = torch.device(device)
+        try:
+            self.weights = {
+                name: torch.from_numpy(tensors[name].dequantize()).to(self.device)
+                for name in program.weight_shapes
+            }
+        except torch.OutOfMemoryError:
+            count = sum(tensors[name].num_values for name in program.weight_shapes)
+            message = f"{program.name} needs {4e-9 * count:.1f} GB as float32, more than {device}"
+            raise BackendError(
+                f"{message} has free; take a smaller model or --device cpu."
+            ) from None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits (len(tokens), vocab_size) of one sequence of token ids (int64)."""
+        return self.values(tokens, ())[self.program.ops[-1].output]
+
+    def values(self, tokens: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the named values, (len(tokens), width), of one sequence, and its logits."""
+        every = torch.arange(len(tokens), device=self.device)
+        state = StepState(tokens.to(self.device), every, every, self.weights, OneSequence())
+        return self.run(state, names)
+
+    def run(self, state: StepState, names: Collection[str] = ()) -> dict[str, Tensor]:
+        """Run the Program on a step's rows; return the named values and the last, the logits."""
+        program = self.program
+        last_use = {name: op for op in program.ops for name in op.inputs}
+        kept = {*names, program.ops[-1].output}
+        values: dict[str, Tensor] = {}
+        for op in program.ops:
+            values[op.output] = apply(op, values, state)
+            for name in set(op.inputs) - kept:
+                if last_use[name] is op:
+                    del values[name]
+        return {name: values[name] for name in kept}
+
+
+def choose_device(wanted: str) -> str:
+    """Return the device that `wanted` stands for; "auto" is a GPU where PyTorch sees one.
+
+    Raises:
+        BackendError: PyTorch has no such device here.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda" if has_gpu else "cpu"
+    count = torch.cuda.device_count() if has_gpu else 0
+    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if wanted not in known:
+        raise BackendError(f"PyTorch has no device '{wanted}' here; there are: {', '.join(known)}.")
+    return wanted

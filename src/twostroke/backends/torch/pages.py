@@ -1,0 +1,73 @@
+"""Where keys and values are kept: in pages between steps, or not at all within one sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from twostroke.backends.spans import PageMap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from twostroke.backends.spans import Span
+    from twostroke.program import Attention, Program
+
+    Seen = tuple[slice, Tensor, Tensor, int]
+
+
+class Keeper(Protocol):
+    """Stores a step's keys and values and finds those that its rows attend to."""
+
+    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+        """Yield (rows, keys, values, position of the first key) for each span of rows.
+
+        `k` and `v` are the step's own, (rows, width); the yielded ones (context, kv_heads,
+        head_dim).
+        """
+
+
+class OneSequence:
+    """A whole sequence at once: nothing outlives the step, and gradients flow through."""
+
+    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+        """Yield the only span."""
+        shape = (len(k), op.num_kv_heads, op.head_dim)
+        yield slice(0, len(k)), k.reshape(shape), v.reshape(shape), 0
+
+
+class Pages:
+    """Keys and values of every layer, in pages; float32."""
+
+    def __init__(
+        self, program: Program, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        """Reserve `num_pages` pages of `page_size` tokens of one cache group."""
+        self.map = PageMap(program, page_size)
+        self.memory = torch.zeros((num_pages * page_size, self.map.width), device=device)
+
+
+class PagedStep:
+    """The spans of one step over pages; what the step computes is stored before it is read."""
+
+    def __init__(self, pages: Pages, spans: Sequence[Span]) -> None:
+        """`spans` are consecutive rows of one sequence each, in the order of the rows."""
+        self._pages = pages
+        self._spans = spans
+
+    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+        """Store the step's keys and values, then yield each span's own with what it can see."""
+        memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
+        for span in self._spans:
+            count = span.rows.stop - span.rows.start
+            first = 0 if op.window is None else max(0, span.start + 1 - op.window)
+            found = self._pages.map.slots(span, op.layer, first, span.start + count)
+            slots = torch.from_numpy(found).to(memory.device)
+            for part, column in zip((k, v), columns, strict=True):
+                memory[slots[-count:], column] = part[span.rows]
+            shape = (len(slots), op.num_kv_heads, op.head_dim)
+            keys, values = (memory[slots, column].reshape(shape) for column in columns)
+            yield span.rows, keys, values, first

@@ -1,0 +1,180 @@
+"""`twostroke compare`: readers, formats and models against one that is held to be right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from twostroke.cli.help import OneOf
+from twostroke.cli.terminal import printable
+from twostroke.core.config import BACKENDS, CacheOptions, ComputeOptions
+from twostroke.core.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.engine.evaluate import Report, Subject
+
+_READERS: Final = tuple(name for name in BACKENDS if name != "auto")
+_LAYERS_SHOWN: Final = 6
+
+
+@click.command("compare")
+@click.argument("model")
+@click.option("--readers", help="Who reads it, such as cpu,torch [default: cpu].")
+@click.option("--levels", help="Instruction sets of the cpu reader: 'all', or such as avx2,avx512.")
+@click.option("--against", metavar="MODEL", help="The model that is right [default: the same].")
+@click.option(
+    "--right",
+    type=OneOf(_READERS),
+    default="reference",
+    show_default=True,
+    help="Who reads the one that is right.",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    help="A file of text [default: prose and code that no model was trained on].",
+)
+@click.option("--length", type=click.IntRange(2), help="Tokens a piece [default: up to 1024].")
+@click.option("--tokens", type=click.IntRange(2), help="Take at most so many [default: all].")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads.")
+@click.option("--device", default="auto", show_default=True, help="Of the torch reader.")
+@click.option("--layers", is_flag=True, help="Show the drift behind every layer.")
+@click.option("--check", is_flag=True, help="End with 1 if a reader is beyond the limits.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) -> None:
+    """Measure how far MODEL's answers lie from the right ones, on a text.
+
+    For each reader: the divergence of its next-token distributions (KL, in nats), how often it has
+    the same likeliest token, the text's perplexity, and how far hidden states drift apart.
+    """
+    from twostroke.engine import evaluate
+
+    against = given["against"] or model
+    subjects = _subjects(model, given)
+    right = evaluate.Subject(against, _compute(given["right"], given), CacheOptions())
+    text = _read(given["text"]) if given["text"] else evaluate.held_out_text()
+    models = [model] if against == model else [model, against]
+    pieces = evaluate.pieces_of(text, models, given["length"], given["tokens"])
+    reports = list(evaluate.compare_subjects(right, subjects, pieces, _notice))
+    num_tokens = sum(map(len, pieces))
+    if as_json:
+        result = {"model": model, "against": against, "right": given["right"]}
+        lines = [asdict(report) for report in reports]
+        click.echo(json.dumps({**result, "num_tokens": num_tokens, "readers": lines}))
+    else:
+        what = f"{against} read by {given['right']}" if against != model else given["right"]
+        click.echo(printable(f"{model} against {what}, {num_tokens:,} tokens\n"))
+        _show(_table(reports))
+        click.echo()
+        _show(_drift_table(reports, every=layers))
+    beyond = [report.name for report in reports if not report.is_within_limits]
+    if check and beyond:
+        limits = (
+            f"mean KL below {evaluate.MAX_MEAN_KL:g}, the same likeliest token at least"
+            f" {evaluate.MIN_TOP1_AGREEMENT:.0%}, perplexity within"
+            f" {evaluate.MAX_PERPLEXITY_CHANGE:.1%}"
+        )
+        raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(beyond)}.")
+
+
+def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
+    from twostroke.engine.evaluate import Subject
+
+    subjects = []
+    for reader in _names(given["readers"] or "cpu", _READERS, "reader"):
+        compute = _compute(reader, given)
+        computes = [compute]
+        if reader == "cpu" and given["levels"]:
+            computes = [replace(compute, level=level) for level in _levels(given["levels"])]
+        subjects += [Subject(model, one, CacheOptions()) for one in computes]
+    if given["device"] != "auto" and "torch" not in {
+        given["right"],
+        *(s.compute.backend for s in subjects),
+    }:
+        raise UsageError("--device is the torch reader's: add --readers torch.")
+    return subjects
+
+
+def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
+    device = given["device"] if reader == "torch" else "auto"
+    return ComputeOptions(reader, given["threads"], device=device)
+
+
+def _levels(wanted: str) -> list[str]:
+    from twostroke.backends.cpu.library import level_reports
+
+    reports = level_reports()
+    if wanted == "all":
+        return [name for name, report in reports.items() if report.startswith("runs")]
+    return wanted.split(",")  # the cpu reader says which of them it does not know
+
+
+def _names(wanted: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name.strip() for name in wanted.split(",")]
+    for name in names:
+        if name not in known:
+            choices = ", ".join(known)
+            message = f"There is no {what} '{name}'; there are: {choices}."
+            raise UsageError(message + nearest(name, known))
+    return names
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{str(path)!r} is not text in UTF-8.") from None
+
+
+def _notice(name: str) -> None:
+    click.echo(f"Reading with {name}", err=True)
+
+
+def _table(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+    headings = ("READER", "MEAN KL", "MAX KL", "SAME TOP-1", "PERPLEXITY", "CHANGE", "ROWS/S")
+    lines: list[tuple[str, ...]] = [headings]
+    for report in reports:
+        it = report.comparison
+        lines.append(
+            (
+                report.name,
+                f"{it.mean_kl:.1e}",
+                f"{it.max_kl:.1e}",
+                f"{it.top1_agreement:.2%}",
+                f"{it.perplexity:.3f}",
+                f"{it.perplexity / it.right_perplexity - 1:+.3%}",
+                f"{report.rows_per_s:,.0f}",
+            )
+        )
+    return lines
+
+
+def _drift_table(reports: Sequence[Report], *, every: bool) -> list[tuple[str, ...]]:
+    """Relative difference of hidden states by layer; a few layers unless `every`."""
+    drifting = [report for report in reports if report.drift]
+    if not drifting:
+        return [("The layers are not alike: no drift to show.",)]
+    count = max(len(report.drift) for report in drifting)
+    shown = list(range(count))
+    if not every and count > _LAYERS_SHOWN:
+        shown = sorted({round(i * (count - 1) / (_LAYERS_SHOWN - 1)) for i in range(_LAYERS_SHOWN)})
+    lines = [("DRIFT BEHIND LAYER", *(report.name for report in drifting))]
+    lines += [
+        (str(layer + 1), *(f"{report.drift[layer]:.1e}" for report in drifting)) for layer in shown
+    ]
+    return lines
+
+
+def _show(lines: list[tuple[str, ...]]) -> None:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for first, *rest in lines:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        click.echo(printable("  ".join([first.ljust(widths[0]), *cells]).rstrip()))

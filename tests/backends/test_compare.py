@@ -1,0 +1,64 @@
+"""What the comparison of two sets of logits counts, against the definitions written out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from twostroke.backends import compare as module
+from twostroke.backends.compare import Divergence, compare
+
+
+def random_pieces(seed: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+    rng = np.random.default_rng(seed)
+    pieces = []
+    for length in (2, 9, 30):
+        right = rng.standard_normal((length, 17)).astype(np.float32) * 3
+        other = right + rng.standard_normal(right.shape).astype(np.float32)
+        pieces.append((right, other, rng.integers(17, size=length).tolist()))
+    return pieces
+
+
+def softmax(row: np.ndarray) -> list[float]:
+    powers = [math.exp(value) for value in row.astype(np.float64)]
+    return [power / sum(powers) for power in powers]
+
+
+def test_every_figure_is_as_its_definition_says() -> None:
+    pieces = random_pieces(1)
+    divergences, agreeing, right_nats, other_nats = [], [], [], []
+    for right, other, tokens in pieces:
+        for i in range(len(tokens)):
+            p, q = softmax(right[i]), softmax(other[i])
+            divergences.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
+            agreeing.append(p.index(max(p)) == q.index(max(q)))
+            if i + 1 < len(tokens):
+                right_nats.append(-math.log(p[tokens[i + 1]]))
+                other_nats.append(-math.log(q[tokens[i + 1]]))
+    result = compare(pieces)
+    assert result.num_rows == 41
+    assert result.mean_kl == pytest.approx(np.mean(divergences))
+    assert result.max_kl == pytest.approx(max(divergences))
+    assert result.top1_agreement == np.mean(agreeing)
+    assert result.right_perplexity == pytest.approx(math.exp(np.mean(right_nats)))
+    assert result.perplexity == pytest.approx(math.exp(np.mean(other_nats)))
+    change = abs(result.perplexity - result.right_perplexity) / result.right_perplexity
+    assert result.perplexity_change == pytest.approx(change)
+
+
+def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = random_pieces(2)
+    whole = compare(pieces)
+    for rows in (1, 4, 29, 30):
+        monkeypatch.setattr(module, "_CHUNK_VALUES", 17 * rows)
+        divergence = Divergence()
+        for piece in pieces:
+            divergence.add(*piece)
+        parts = divergence.result()
+        assert parts.num_rows == whole.num_rows
+        assert parts.mean_kl == pytest.approx(whole.mean_kl)
+        assert parts.perplexity == pytest.approx(whole.perplexity)
+        assert parts.right_perplexity == pytest.approx(whole.right_perplexity)
+        assert parts.top1_agreement == whole.top1_agreement

@@ -1,0 +1,83 @@
+"""`twostroke compare`: its tables, its JSON, its limits and its refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.tiny import Tiny, write_tiny_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny()))
+
+
+@pytest.fixture
+def coarse(tmp_path: Path) -> str:
+    return str(write_tiny_gguf(tmp_path / "coarse.gguf", Tiny(fmt="Q4_0")))
+
+
+def test_the_cpu_reader_is_shown_against_the_reference(cli: Cli, tiny: str) -> None:
+    ran = cli("compare", tiny, "--tokens", "200", "--length", "100", "--check")
+    assert ran.code == 0
+    first, _, head, line, *rest = ran.out.splitlines()
+    assert first.endswith("tiny.gguf against reference, 200 tokens")
+    assert head.split()[:3] == ["READER", "MEAN", "KL"]
+    assert line.startswith("cpu, ")
+    assert rest[1].startswith("DRIFT BEHIND LAYER")
+    assert [row.split()[0] for row in rest[2:]] == ["1", "2"]
+
+
+def test_all_levels_that_run_here_are_lines_of_the_json(cli: Cli, tiny: str) -> None:
+    ran = cli("compare", tiny, "--tokens", "64", "--levels", "all", "--readers", "cpu", "--json")
+    result = json.loads(ran.out)
+    assert result["num_tokens"] == 64
+    assert any("portable" in line["name"] for line in result["readers"])
+    assert all(line["comparison"]["mean_kl"] < 1e-3 for line in result["readers"])
+
+
+def test_check_fails_for_a_coarser_format(cli: Cli, tiny: str, coarse: str) -> None:
+    given = ("compare", coarse, "--against", tiny, "--readers", "reference", "--tokens", "128")
+    assert cli(*given).code == 0
+    ran = cli(*given, "--check")
+    assert ran.code == 1
+    assert "Beyond the limits (mean KL below 0.001" in ran.err
+    assert "reference" in ran.err
+
+
+def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello the world is here to be read " * 5, encoding="utf-8")
+    assert "against reference" in cli("compare", tiny, "--text", str(text)).out
+    text.write_bytes(b"\xff\xfe\xff")
+    assert "is not text in UTF-8" in cli("compare", tiny, "--text", str(text)).err
+    assert "cannot be read" in cli("compare", tiny, "--text", str(tmp_path)).err
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--readers", "cpu,refrence"), "There is no reader 'refrence'"),
+        (("--levels", "avx9"), "There is no instruction-set level 'avx9'"),
+        (("--length", "100000"), "lower --length"),
+        (("--device", "cuda"), "--device is the torch reader's"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    cli: Cli, tiny: str, given: tuple[str, ...], sentence: str
+) -> None:
+    ran = cli("compare", tiny, *given)
+    assert ran.code != 0
+    assert sentence in ran.err
+    assert ran.out == ""

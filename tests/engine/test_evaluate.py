@@ -1,0 +1,82 @@
+"""Comparing readers and models on a text, through the same functions that the command uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.errors import UsageError
+from twostroke.engine.evaluate import Subject, compare_subjects, held_out_text, pieces_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return str(write_tiny_gguf(tmp_path / "tiny.gguf", Tiny()))
+
+
+def subject(model: str, backend: str = "reference") -> Subject:
+    return Subject(model, ComputeOptions(backend), CacheOptions())
+
+
+def silent(name: str) -> None:
+    del name
+
+
+def test_the_text_is_cut_into_pieces_of_which_none_is_a_single_token(tiny: str) -> None:
+    pieces = pieces_of(held_out_text(), [tiny], 100, 301)
+    assert [len(piece) for piece in pieces] == [100, 100, 100]
+    whole = pieces_of(held_out_text(), [tiny], 10**6, None)
+    assert len(whole) == 1
+    assert len(whole[0]) > 2000
+    assert whole[0][:300] == [token for piece in pieces for token in piece]
+
+
+def test_a_reader_beside_itself_differs_in_nothing(tiny: str) -> None:
+    pieces = pieces_of(held_out_text(), [tiny], 64, 150)
+    (report,) = compare_subjects(subject(tiny), [subject(tiny)], pieces, silent)
+    assert report.comparison.mean_kl == 0
+    assert report.comparison.top1_agreement == 1
+    assert report.comparison.num_rows == 150
+    assert report.drift == (0, 0)
+    assert report.is_within_limits
+
+
+def test_another_format_of_the_same_weights_drifts_and_is_beyond_the_limits(
+    tiny: str, tmp_path: Path
+) -> None:
+    coarse = str(write_tiny_gguf(tmp_path / "coarse.gguf", Tiny(fmt="Q4_0")))
+    pieces = pieces_of(held_out_text(), [coarse, tiny], 64, 192)
+    subjects = [subject(coarse), subject(coarse, "cpu")]
+    reports = list(compare_subjects(subject(tiny), subjects, pieces, silent))
+    for report in reports:
+        assert report.comparison.mean_kl > 1e-3
+        assert not report.is_within_limits
+        assert len(report.drift) == 2
+        assert all(0.001 < drift < 1 for drift in report.drift)
+    exact, cpu = reports
+    assert cpu.comparison.mean_kl == pytest.approx(exact.comparison.mean_kl, rel=0.1)
+
+
+def test_layers_that_are_not_alike_have_no_drift(tiny: str, tmp_path: Path) -> None:
+    deeper = str(write_tiny_gguf(tmp_path / "deeper.gguf", Tiny(num_layers=3)))
+    pieces = pieces_of(held_out_text(), [deeper, tiny], 64, 64)
+    (report,) = compare_subjects(subject(tiny), [subject(deeper)], pieces, silent)
+    assert report.drift == ()
+
+
+def test_a_text_of_one_token_is_refused(tiny: str) -> None:
+    with pytest.raises(UsageError, match="The text has 1 tokens, too few"):
+        pieces_of("x", [tiny], 64, None)
+
+
+def test_pieces_longer_than_the_context_are_refused(tmp_path: Path) -> None:
+    short = str(write_tiny_gguf(tmp_path / "short.gguf", Tiny(context_length=32)))
+    pieces = pieces_of(held_out_text(), [short], 64, 64)
+    with pytest.raises(UsageError, match=r"Pieces of 64 tokens .* of 32: lower --length"):
+        list(compare_subjects(subject(short), [subject(short)], pieces, silent))
