@@ -13,8 +13,9 @@ import tokenizers
 import transformers
 
 from support.tokenizer_texts import CHATS, texts
-from support.transformers_tokenizer import chat_ids, plain_ids, smollm2_tokenizer
+from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
 from twostroke.weights import resolve
+from twostroke.weights.gguf import read_gguf
 
 GOLDEN = Path(__file__).parent.parent / "tokenize" / "golden" / "smollm2.json"
 
@@ -22,7 +23,7 @@ GOLDEN = Path(__file__).parent.parent / "tokenize" / "golden" / "smollm2.json"
 def main() -> None:
     """Write the golden file: ids of each text as plain text, and of each rendered chat."""
     model = resolve("smollm2")
-    tokenizer = smollm2_tokenizer(model)
+    tokenizer = transformers_tokenizer(model, read_gguf(model).metadata)
     plain = [{"text": text, "ids": plain_ids(tokenizer, text)} for text in texts()]
     chats = []
     for messages in CHATS:

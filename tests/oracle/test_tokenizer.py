@@ -1,66 +1,90 @@
-"""Token ids and rendered chats, compared with transformers live."""
+"""Token ids and rendered chats, compared with transformers live, for each tokenizer at hand.
+
+`LLAMA_CPP` may name a source tree of llama.cpp: its vocabularies without weights take part too.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.character_classes import disputed
 from support.tokenizer_texts import CHATS, texts
-from support.transformers_tokenizer import chat_ids, plain_ids, smollm2_tokenizer
-from twostroke.tokenize import Tokenizer, from_gguf, from_tokenizer_json
+from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
+from twostroke.core import env
+from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf, from_tokenizer_json
 from twostroke.tokenize.templates import ChatTemplate
+from twostroke.weights.catalogue import CATALOGUE
 from twostroke.weights.gguf import read_gguf
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_MODELS = ["smollm2", "gemma3-270m", "qwen2.5-coder-0.5b"]
+_VOCABULARIES = ["llama-spm", "llama-bpe", "qwen2", "starcoder"]
 
 
-@pytest.fixture(scope="module")
-def theirs(smollm2_path: Path) -> Any:
-    return smollm2_tokenizer(smollm2_path)
+@dataclass(frozen=True)
+class Trio:
+    """One tokenizer: from the GGUF file, from a folder that transformers saved, and theirs."""
+
+    ours: Tokenizer
+    from_folder: Tokenizer
+    theirs: Any
 
 
-@pytest.fixture(scope="module")
-def ours(smollm2_path: Path) -> Tokenizer:
-    return from_gguf(read_gguf(smollm2_path).metadata)
-
-
-@pytest.fixture(scope="module")
-def from_folder(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+@pytest.fixture(scope="module", params=[*_MODELS, *_VOCABULARIES])
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trio:
+    path = _file(request.param)
+    if not path.is_file():
+        pytest.skip(f"there is no {path.name}")
+    metadata = read_gguf(path).metadata
+    theirs = transformers_tokenizer(path, metadata)
     folder = tmp_path_factory.mktemp("folder")
     theirs.save_pretrained(folder)
-    return from_tokenizer_json(folder)
+    return Trio(from_gguf(metadata), from_tokenizer_json(folder), theirs)
 
 
-def test_ids_of_ten_thousand_texts_are_equal(
-    ours: Tokenizer, from_folder: Tokenizer, theirs: Any
-) -> None:
-    for text in _undisputed(num_random=10_000, seed=2):
-        expected = plain_ids(theirs, text)
-        assert ours.encode(text) == expected, ascii(text)
-        assert from_folder.encode(text) == expected, ascii(text)
+def test_ids_of_ten_thousand_texts_are_equal(trio: Trio) -> None:
+    for text in texts(num_random=10_000, seed=2):
+        expected = plain_ids(trio.theirs, text)
+        assert trio.ours.encode(text) == expected, ascii(text)
+        assert trio.from_folder.encode(text) == expected, ascii(text)
 
 
-def test_special_tokens_of_vouched_text_are_equal(ours: Tokenizer, theirs: Any) -> None:
-    for text in _undisputed(num_random=2_000, seed=3):
-        expected = theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text, parse_special=True) == expected, ascii(text)
+def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:
+    marks = trio.ours.special_texts()[:40]
+    for place, text in enumerate(texts(num_random=2_000, seed=3)):
+        marked = f"{text}{marks[place % len(marks)]}{text[::-1]}" if place % 2 else text
+        expected = trio.theirs.backend_tokenizer.encode(marked, add_special_tokens=False).ids
+        assert trio.ours.encode(marked, parse_special=True) == expected, ascii(marked)
+        assert trio.from_folder.encode(marked, parse_special=True) == expected, ascii(marked)
+
+
+def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:
+    for text in texts(num_random=500, seed=4):
+        ids = plain_ids(trio.theirs, text)
+        expected = trio.theirs.backend_tokenizer.decode(ids, skip_special_tokens=True)
+        for tokenizer in (trio.ours, trio.from_folder):
+            decoder = StreamDecoder(tokenizer)
+            assert tokenizer.decode(ids) == expected, ascii(text)
+            assert "".join([decoder.feed(id_) for id_ in ids]) + decoder.finish() == expected
 
 
 @pytest.mark.parametrize("prompted", [True, False])
 @pytest.mark.parametrize("place", range(len(CHATS)))
-def test_chats_are_equal(ours: Tokenizer, theirs: Any, place: int, prompted: bool) -> None:
-    template = ChatTemplate.for_tokenizer(ours)
-    prompt = template.render(CHATS[place], add_generation_prompt=prompted)
-    text, ids = chat_ids(theirs, CHATS[place], prompted=prompted)
+def test_chats_are_equal(trio: Trio, place: int, prompted: bool) -> None:
+    if not trio.ours.chat_templates:
+        pytest.skip("it has no chat template")
+    prompt = ChatTemplate.for_tokenizer(trio.ours).render(
+        CHATS[place], add_generation_prompt=prompted
+    )
+    text, ids = chat_ids(trio.theirs, CHATS[place], prompted=prompted)
     assert prompt.text == text
-    assert ours.encode_prompt(prompt) == ids
+    assert trio.ours.encode_prompt(prompt) == ids
 
 
-def _undisputed(num_random: int, seed: int) -> list[str]:
-    """Texts without the characters that Unicode got after one side's tables (ADR 0005)."""
-    kept = [text for text in texts(num_random, seed) if disputed().isdisjoint(text)]
-    assert len(kept) > 0.98 * num_random
-    return kept
+def _file(name: str) -> Path:
+    if name in CATALOGUE:
+        return env.cache_dir() / "models" / CATALOGUE[name].file_name
+    return Path(os.environ.get("LLAMA_CPP", "llama.cpp")) / f"models/ggml-vocab-{name}.gguf"

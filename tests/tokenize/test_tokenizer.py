@@ -26,7 +26,8 @@ from twostroke.tokenize.pretokenizers import PRE_TOKENIZERS
 
 TOKENIZER = byte_tokenizer()
 QWEN = byte_tokenizer(pre="qwen2")
-BY_NAME = {name: byte_tokenizer(pre=name) for name, spec in PRE_TOKENIZERS.items() if not spec.nfc}
+NAMES = {spec: name for name, spec in PRE_TOKENIZERS.items() if not spec.nfc}.values()
+BY_NAME = {name: byte_tokenizer(pre=name) for name in NAMES}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 MARKED = st.lists(st.one_of(TEXTS, st.sampled_from([START, END, DOC, "<|", "im_end|>"]))).map(
     "".join

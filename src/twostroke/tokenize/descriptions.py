@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize.words import GPT2, cut_at, replacing, unicode_form, words_by
+from twostroke.tokenize.words import DIGIT, GPT2, cut_at, replacing, unicode_form, words_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +122,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[Description, frozenset[str]], Cut]] = {
         _pattern(step), step["behavior"], invert=bool(step.get("invert"))
     ),
     "Digits": lambda step, _schemes: cut_at(
-        r"\p{N}", "Isolated" if step.get("individual_digits") else "Contiguous"
+        DIGIT, "Isolated" if step.get("individual_digits") else "Contiguous"
     ),
     "Metaspace": _metaspace,
 }

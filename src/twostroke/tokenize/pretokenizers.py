@@ -5,13 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twostroke.core.errors import ModelFormatError, nearest
-from twostroke.tokenize.words import GPT2
+from twostroke.tokenize.words import DIGIT, GPT2
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?:%s)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?:%s)?"
+)
+_SLASHED = _REST.replace(r"+[\r\n]*|", r"+[\r\n/]*|")
+_TEKKEN = _CASED.replace("(?:%s)?", "") + r"|\p{N}|" + _SLASHED
+_GPT4O = _CASED.replace("%s", _CONTRACTIONS) + r"|\p{N}{1,3}|" + _SLASHED
+_HAN, _HAN_WIDE = "[一-龥\u3040-\u309f\u30a0-\u30ff]+", "[一-龥\u0800-一가-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +46,53 @@ class PreTokenizer:
     add_bos: bool = False
 
 
+_LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_QWEN2_LIKE = PreTokenizer((_QWEN2,), nfc=True)
+_DIGITS_FIRST = PreTokenizer((DIGIT, GPT2))
+_GPT2_LIKE = PreTokenizer((GPT2,))
+_GPT4O_LIKE = PreTokenizer((_GPT4O,))
+
+# Sources: the tokenizer.json of the models named, and for what a name in a file means, the names
+# that llama.cpp writes (llama-vocab.cpp) and that transformers reads (gguf_tokenizer_mapping.py).
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     # What a file without a name means, as llama.cpp reads it.
     "default": PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
-    "gpt-2": PreTokenizer((GPT2,)),
-    # HuggingFaceTB/SmolLM2 tokenizer.json: single digits, then ByteLevel with its own pattern.
-    "smollm": PreTokenizer((r"\p{N}", GPT2)),
+    "gpt-2": _GPT2_LIKE,
+    "phi-2": _GPT2_LIKE,
+    "mpt": _GPT2_LIKE,
+    "olmo": _GPT2_LIKE,
+    "exaone4": _GPT2_LIKE,
+    # Single digits, then ByteLevel with its own pattern.
+    "smollm": _DIGITS_FIRST,
+    "starcoder": _DIGITS_FIRST,
+    "refact": _DIGITS_FIRST,
+    "command-r": _DIGITS_FIRST,
+    "codeshell": _DIGITS_FIRST,
+    "falcon": PreTokenizer((_PUNCTUATION, GPT2, r"[0-9][0-9][0-9]")),
     # meta-llama/Meta-Llama-3 tokenizer.json.
-    "llama-bpe": PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "llama3": _LLAMA3_LIKE,
+    "llama-v3": _LLAMA3_LIKE,
+    "llama-bpe": _LLAMA3_LIKE,
+    "falcon3": _LLAMA3_LIKE,
+    "pixtral": _LLAMA3_LIKE,
+    "dbrx": PreTokenizer((_LLAMA3,)),
+    "smaug-bpe": PreTokenizer((_LLAMA3,)),
     # Qwen/Qwen2 tokenizer.json, which normalizes to NFC.
-    "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+    "qwen2": _QWEN2_LIKE,
+    "deepseek-r1-qwen": _QWEN2_LIKE,
+    "megrez": _QWEN2_LIKE,
+    "stablelm2": PreTokenizer((_QWEN2,)),
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    # mistralai/Mistral-Nemo tokenizer.json.
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": _GPT4O_LIKE,
+    "llama4": _GPT4O_LIKE,
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_WIDE, r"\p{N}"),
+    ),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", _HAN, _DEEPSEEK3)),
 }
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from typing import Literal
-from unicodedata import normalize
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING
 
 import regex
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize.ages import normal_form, seen_by
+
+if TYPE_CHECKING:
+    from twostroke.tokenize.ages import Form
 
 Normalize = Callable[[str], str]
 Cut = Callable[[str], list[str]]
@@ -17,6 +20,8 @@ Join = Callable[[Sequence[str], Sequence[str]], Iterable[str]]
 
 # The pattern of GPT-2 (encoder.py of openai/gpt-2).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The step `Digits` of a tokenizer.json asks Rust, which knows some numbers more than patterns do.
+DIGIT = "[\\p{N}\U00011de0-\U00011de9\U00016ff4-\U00016ff6]"
 
 
 def words_by(normalizers: Sequence[Normalize], cuts: Sequence[Cut]) -> Cut:
@@ -33,9 +38,9 @@ def words_by(normalizers: Sequence[Normalize], cuts: Sequence[Cut]) -> Cut:
     return words_of
 
 
-def unicode_form(form: Literal["NFC", "NFD", "NFKC", "NFKD"]) -> Normalize:
+def unicode_form(form: Form) -> Normalize:
     """Return what brings a text into a normal form of Unicode."""
-    return lambda text: normalize(form, text)
+    return lambda text: normal_form(form, text)
 
 
 def replacing(pattern: str, content: str) -> Normalize:
@@ -54,17 +59,23 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
     if behavior == "Contiguous":
         pattern = f"(?:{pattern})+"
     join = _JOINS[_INVERTED.get(behavior, behavior) if invert else behavior]
-    compiled = _compile(pattern)
+    compiled, seen = _compile(pattern), seen_by(pattern)
     if join is _isolated and compiled.groups == 0:
         # One call for the whole text: a pattern in parentheses stays among what it splits.
         split = _compile(f"({pattern})").split
-        return lambda text: [word for word in split(text) if word]
+
+        def cut_whole(text: str) -> list[str]:
+            shown = seen(text)
+            words = [word for word in split(shown) if word]
+            return words if shown == text else _sliced(text, words)
+
+        return cut_whole
 
     def cut(text: str) -> list[str]:
         gaps: list[str] = []
         matches: list[str] = []
         done = 0
-        for match in compiled.finditer(text):
+        for match in compiled.finditer(seen(text)):
             start, end = match.span()
             gaps.append(text[done:start])
             matches.append(text[start:end])
@@ -73,6 +84,12 @@ def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) ->
         return [word for word in join(gaps, matches) if word]
 
     return cut
+
+
+def _sliced(text: str, words: Iterable[str]) -> list[str]:
+    """Return `text` in pieces as long as `words` are."""
+    ends = [0, *accumulate(map(len, words))]
+    return [text[start:end] for start, end in pairwise(ends)]
 
 
 def _isolated(gaps: Sequence[str], matches: Sequence[str]) -> Iterable[str]:
