@@ -72,7 +72,8 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
 
     if everything == bool(models):
         raise UsageError("Name the models to verify, or give --all.")
-    names = models or [one.name for one in list_models() if one.path]
+    # Also those of which only a part is left: they were used once.
+    names = models or [one.name for one in list_models() if one.path or one.last_used]
     faults: dict[str, TwostrokeError] = {}
     for name in names:
         try:

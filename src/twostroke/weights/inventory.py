@@ -13,12 +13,12 @@ from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFound
 from twostroke.weights.catalogue import CATALOGUE, PackagedModel
 from twostroke.weights.disk import is_locked
 from twostroke.weights.gguf import peek_gguf
-from twostroke.weights.hub.cache import find_partials, forget
+from twostroke.weights.hub.cache import drop_partial, find_partials, forget
 from twostroke.weights.hub.client import HubClient
 from twostroke.weights.lookup import cache_path, look_up
 from twostroke.weights.progress import file_sha256, ignore
 from twostroke.weights.pull import ARRIVING, is_cached, lock_path
-from twostroke.weights.sources import find_record, runs
+from twostroke.weights.sources import find_record, records_of, runs
 from twostroke.weights.store import (
     Record,
     StoredFile,
@@ -65,14 +65,17 @@ class Leftover:
 
 
 def list_models() -> list[ModelListing]:
-    """Return the catalogue, in its order, and behind it whatever else the cache holds."""
+    """Return the catalogue, in its order, and behind it whatever else the cache holds.
+
+    A model of which only some files are left is listed as one that is not here.
+    """
     listings = [_of_package(model) for model in CATALOGUE.values()]
     known = {model.file_name for model in CATALOGUE.values()}
     for path in sorted(models_folder().glob("*.gguf")):
         record = read_sidecar(path) if path.name not in known else None
         if record is not None:
             listings.append(_of_record(record))
-    listings += [_of_record(record) for record in hub_records() if record.is_whole]
+    listings += [_of_record(record) for record in hub_records() if record.is_there]
     return listings
 
 
@@ -156,7 +159,7 @@ def drop(leftover: Leftover) -> None:
     if leftover.path.is_dir():
         shutil.rmtree(leftover.path)
     else:
-        leftover.path.unlink(missing_ok=True)
+        drop_partial(leftover.path)
 
 
 def forget_missing() -> int:
@@ -174,7 +177,11 @@ def _pulled(name: str) -> Record:
         raise UsageError(
             f"{name!r} is your own file, not a pulled model: it is left alone.", param="model"
         )
-    record = find_record(found) if not isinstance(found, PackagedModel) else _of_cached(found)
+    if isinstance(found, PackagedModel):
+        record = _of_cached(found)
+    else:
+        there = (record for record in records_of(found) if record.is_there)
+        record = find_record(found) or next(there, None)
     if record is None:
         raise ModelNotFoundError(f"Model {name!r} is not in the cache; 'twostroke models' lists.")
     return record
@@ -223,7 +230,7 @@ def _of_record(record: Record) -> ModelListing:
         file_bytes=record.num_bytes,
         licence=record.licence,
         source=record.source,
-        path=record.path,
+        path=record.path if record.is_whole else None,
         last_used=record.last_used,
     )
 

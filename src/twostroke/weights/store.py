@@ -58,6 +58,11 @@ class Record:
         return bool(self.files) and all(_size(file.path) == file.num_bytes for file in self.files)
 
     @property
+    def is_there(self) -> bool:
+        """Whether any of its files is there."""
+        return any(file.path.exists() for file in self.files)
+
+    @property
     def last_used(self) -> float | None:
         """When it was last loaded or fetched, in seconds since 1970."""
         try:

@@ -131,6 +131,12 @@ def find_partials(roots: Iterable[Path]) -> Iterator[Path]:
                 yield path
 
 
+def drop_partial(path: Path) -> None:
+    """Delete what an interrupted download has left, and the folders that this empties."""
+    path.unlink(missing_ok=True)
+    _prune(path.parent, path.parents[2])
+
+
 def _is_linked(repo: Path, blob: Path) -> bool:
     name = blob.name
     links = (path for path in (repo / "snapshots").rglob("*") if path.is_symlink())

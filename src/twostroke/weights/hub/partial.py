@@ -46,6 +46,8 @@ class PartialFile:
     def __exit__(self, *exception: object) -> None:
         """Close it; what has arrived stays."""
         self._out.close()
+        if self.size == 0:
+            self.drop()
 
     def write(self, offset: int, chunk: bytes) -> None:
         """Append bytes that begin at `offset`: the end, or 0 to begin anew."""

@@ -45,9 +45,9 @@ def pull_hub(name: HubName, watch: Watcher) -> Record:
     try:
         return pull.run()
     except KeyboardInterrupt:
-        kept = f"{mega(pull.done_bytes)} are kept, and the next try goes on from there"
-        message = f"Fetching '{name}' was interrupted; "
-        message += f"{kept}." if pull.done_bytes else "nothing was kept."
+        kept = pull.kept_bytes()
+        rest = f"{mega(kept)} are kept, and the next try goes on from there"
+        message = f"Fetching '{name}' was interrupted; {rest if kept else 'nothing was kept'}."
         raise KeyboardInterrupt(message) from None
     except TransientError as error:
         raise error.error from None
@@ -66,6 +66,7 @@ class _Pull:
         self.place = Place(client.cache_folder, "HF_HOME")
         self.listing = RepoListing("", (), None)
         self.were_here: set[RepoFile] = set()
+        self.wanted: list[RepoFile] = []
         self.done_bytes = 0
         self.total_bytes = 0
 
@@ -78,7 +79,7 @@ class _Pull:
         if choice.entry is None:
             choice = self.small_files(choice)
         self.fetch(choice.files, choice.entry)
-        if is_online and self.were_here != set(self.listing.files):
+        if is_online and not self.were_here.issuperset(choice.files):
             self.cache.remember(self.name, self.listing.commit)
         return self.record(choice)
 
@@ -128,10 +129,10 @@ class _Pull:
         if not missing:  # the cache may be one that can only be read
             return
         self.place.folder.mkdir(parents=True, exist_ok=True)
-        wanted = [file for file in missing if not self.cache.has_blob(file)]
-        sizes = [file.num_bytes for file in wanted]
-        self.total_bytes = self.done_bytes + sum(sizes)
-        self.place.need(str(self.name), sum(sizes) - sum(map(self.arrived, wanted)))
+        self.wanted = [file for file in missing if not self.cache.has_blob(file)]
+        num_bytes = sum(file.num_bytes for file in self.wanted)
+        self.total_bytes = self.done_bytes + num_bytes
+        self.place.need(str(self.name), num_bytes - self.kept_bytes())
         for file in missing:
             with locked(self.cache.lock(file), self.wait):
                 if self.is_here(file):
@@ -143,9 +144,16 @@ class _Pull:
     def wait(self) -> None:
         self.watch(Progress("wait", 0, None))
 
-    def arrived(self, file: RepoFile) -> int:
-        partial = self.cache.partial(file)
-        return partial.stat().st_size if partial.exists() else 0
+    def kept_bytes(self) -> int:
+        """Return how much of what is wanted is on the disk."""
+        kept = 0
+        for file in self.wanted:
+            partial = self.cache.partial(file)
+            if self.cache.has_blob(file):
+                kept += file.num_bytes
+            elif partial.exists():
+                kept += partial.stat().st_size
+        return kept
 
     def download(self, file: RepoFile, gate: Gate | None) -> None:
         with PartialFile(self.cache.partial(file), file, self.watch) as partial:
@@ -200,8 +208,11 @@ class _Pull:
             asked=tuple(dict.fromkeys((*(old.asked if old else ()), str(self.name)))),
             snapshot=self.cache.snapshot(commit),
         )
-        file.parent.mkdir(parents=True, exist_ok=True)
-        record.write()
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            record.write()
+        except OSError as error:
+            raise Place(file.parent).error(f"the record of {self.name}", error) from None
         return record
 
     def facts(self, choice: Choice) -> tuple[str | None, str | None]:

@@ -1,0 +1,187 @@
+"""Models in the hub's cache: listed, verified, removed, cleaned; and pulls by several processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.commands import started
+from support.hub import COMMIT, Hub, Repo, partials, stored
+from twostroke import weights
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.weights.disk import locked
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+NAME = "hf:o/r"
+
+
+@pytest.fixture
+def pulled(hub: Hub, folder: dict[str, bytes]) -> Path:
+    """The folder of a model that was pulled."""
+    hub.repos["o/r"] = Repo(folder)
+    return weights.pull(NAME)
+
+
+def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None:
+    listing = weights.list_models()[-1]
+    assert listing.name == NAME
+    assert listing.source == (f"{hub.url}/o/r/tree/{COMMIT}",)
+    assert listing.path == pulled
+    assert listing.file_bytes == sum(path.stat().st_size for path in pulled.iterdir())
+    assert abs((listing.last_used or 0) - time.time()) < 100
+
+
+def test_loading_is_using(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = time.time() + 5000
+    monkeypatch.setattr("time.time", lambda: later)
+    weights.load(NAME)
+    assert weights.find(NAME).last_used == pytest.approx(later)
+    assert weights.unused(1) == []
+    monkeypatch.setattr("time.time", lambda: later + 2 * 86400)
+    assert [one.name for one in weights.unused(1)] == [NAME]
+
+
+def test_verification_names_the_damaged_file(pulled: Path) -> None:
+    weights.verify(NAME)
+    path = pulled / "tokenizer.json"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"]")
+    with pytest.raises(ModelFormatError, match=r"'tokenizer\.json' does not match its checksum"):
+        weights.verify(NAME)
+
+
+def test_a_file_that_is_cut_off_or_gone_is_named_and_fetched_again(
+    hub: Hub, folder: dict[str, bytes], pulled: Path
+) -> None:
+    blob = (pulled / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:1000])
+    assert weights.list_models()[-1].path is None
+    with pytest.raises(ModelFormatError, match=r"'model\.safetensors' does not match"):
+        weights.verify(NAME)
+    with pytest.raises(ModelNotFoundError, match="'twostroke pull hf:o/r'"):
+        weights.resolve(NAME)
+    blob.unlink()
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors' cannot be read: No such file"):
+        weights.verify(NAME)
+    assert (weights.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
+    weights.verify(NAME)
+
+
+def test_removing_leaves_nothing_of_the_model(hub_cache: Path, pulled: Path) -> None:
+    size = weights.find(NAME).file_bytes
+    assert weights.remove(NAME) == size
+    assert stored(hub_cache) == []
+    assert not list(hub_cache.glob("models--*"))
+    with pytest.raises(ModelNotFoundError, match="not in the cache"):
+        weights.remove(NAME)
+
+
+def test_removing_keeps_what_another_model_needs(
+    hub: Hub, hub_cache: Path, gguf: bytes, folder: dict[str, bytes]
+) -> None:
+    hub.repos["o/r"] = Repo({**folder, "a-Q4_0.gguf": gguf, "a-Q8_0.gguf": gguf + b"8"})
+    weights.pull("hf:o/r:Q4_0")
+    weights.pull("hf:o/r:Q8_0")
+    path = weights.pull("hf:o/r:safetensors")
+    assert weights.remove("hf:o/r:Q4_0") == len(gguf)
+    assert {file.name for file in path.iterdir()} == {*folder, "a-Q8_0.gguf"}
+    weights.verify("hf:o/r:Q8_0")
+    weights.verify("hf:o/r:safetensors")
+
+
+def test_what_has_gone_from_the_hub_s_cache_is_forgotten(hub_cache: Path, pulled: Path) -> None:
+    for path in pulled.iterdir():
+        path.unlink()
+    pulled.rmdir()
+    assert NAME not in {one.name for one in weights.list_models()}
+    assert weights.forget_missing() == 1
+    assert weights.forget_missing() == 0
+
+
+def test_what_a_broken_download_left_is_found_unless_it_still_runs(
+    hub: Hub, hub_cache: Path, gguf: bytes
+) -> None:
+    def interrupt(progress: weights.Progress) -> None:
+        if progress.done_bytes > 1_000_000:
+            raise KeyboardInterrupt
+
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    with pytest.raises(KeyboardInterrupt):
+        weights.pull(NAME, interrupt)
+    (partial,) = partials(hub_cache)
+    other = partial.with_name("download-of-another-program.incomplete")
+    other.write_bytes(b"theirs")
+    lock = hub_cache / ".locks" / "models--o--r" / f"{partial.stem}.lock"
+    with locked(lock, lambda: None):
+        assert weights.leftovers() == []
+    (leftover,) = weights.leftovers()
+    assert (leftover.path, leftover.num_bytes) == (partial, partial.stat().st_size)
+    other.unlink()
+    weights.drop(leftover)
+    assert not list(hub_cache.glob("models--*"))
+
+
+def test_a_cache_that_has_everything_is_only_read(
+    hub: Hub, hub_cache: Path, gguf: bytes, tmp_path: Path
+) -> None:
+    hub.repos["o/r"] = Repo({"a.gguf": gguf, "README.md": b"hello"})
+    path = weights.pull(NAME)
+    (tmp_path / "cache" / "models" / "hub").rename(tmp_path / "gone")
+    before = {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")}
+    assert weights.pull(NAME) == path
+    assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before
+
+
+@pytest.fixture
+def for_processes(hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub as the environment tells a command of it."""
+    hub.repos["o/r"] = Repo({"a.gguf": gguf})
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wait_for_bytes(hub_cache: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while not any(path.stat().st_size for path in partials(hub_cache)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_is_taken_up_by_the_next(
+    for_processes: None, hub: Hub, hub_cache: Path, gguf: bytes, number: signal.Signals
+) -> None:
+    hub.pause_s = 0.05
+    with started("pull", NAME) as process:
+        wait_for_bytes(hub_cache, process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode in {128 + number, -number}
+    if number == signal.SIGINT:
+        assert b"are kept, and the next try goes on from there.\n" in err
+    assert not list(hub_cache.rglob("a.gguf"))
+    hub.pause_s = 0.0
+    hub.asked.clear()
+    assert weights.pull(NAME).read_bytes() == gguf
+    assert hub.transfers[0].range is not None
+
+
+def test_of_two_commands_at_once_one_fetches(
+    for_processes: None, hub: Hub, hub_cache: Path
+) -> None:
+    hub.pause_s = 0.01
+    with started("pull", NAME) as first, started("pull", NAME) as second:
+        for process in (first, second):
+            out, err = process.communicate(timeout=60)
+            assert (process.returncode, err) == (0, b"")
+            assert b"Licence: apache-2.0" in out
+    assert len(hub.transfers) == 1
