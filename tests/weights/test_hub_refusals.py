@@ -168,7 +168,7 @@ def test_a_configuration_that_cannot_run_is_refused_before_the_weights(
     hub: Hub, folder: dict[str, bytes]
 ) -> None:
     for change, expected in (
-        ({"model_type": "strange"}, "is of the family 'strange'"),
+        ({"model_type": "strange"}, "'o/r/config.json' has the architecture 'strange'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ):
         config = json.loads(folder["config.json"]) | change

@@ -155,7 +155,7 @@ def _record(file: Path, values: dict[str, Any]) -> Record:
             for one in values["files"]
         )
     else:
-        size = int(values.get("file_bytes", 0))
+        size = int(values.get("file_bytes", 0)) or _size(path) or 0
         files = (StoredFile(path, size, str(values.get("sha256", ""))),)
     return Record(
         file=file,

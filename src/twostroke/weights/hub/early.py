@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import ARCHITECTURES, MODEL_TYPES
-from twostroke.models.fields import Fields
+from twostroke.models import ARCHITECTURES
 from twostroke.quant import FORMATS
 from twostroke.weights.gguf import peek_gguf
 from twostroke.weights.hf_model import hf_fields, hf_spec
@@ -22,12 +21,6 @@ _LOOK_BYTES: Final = tuple(1 << power for power in (16, 20, 22, 23, 24, 25, 26))
 
 def check_config(config: Mapping[str, Any], repo: str) -> None:
     """Raise ModelFormatError for a config.json of a model that cannot run."""
-    model_type = Fields(f"{repo}/config.json", config).text("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ModelFormatError(
-            f"{repo!r} is of the family {model_type[:40]!r}, which this version cannot run yet; "
-            f"supported: {', '.join(sorted(MODEL_TYPES))}. Nothing but its config.json was fetched."
-        )
     hf_spec(hf_fields(f"{repo}/config.json", config), repo)
 
 
