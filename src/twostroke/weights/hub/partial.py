@@ -45,8 +45,10 @@ class PartialFile:
 
     def __exit__(self, *exception: object) -> None:
         """Close it; what has arrived stays."""
+        # By the file itself: an interruption can come between a write and its being counted.
+        is_empty = self._out.seek(0, os.SEEK_END) == 0
         self._out.close()
-        if self.size == 0:
+        if is_empty:
             self.drop()
 
     def write(self, offset: int, chunk: bytes) -> None:
