@@ -14,7 +14,7 @@ from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
 from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
 from twostroke.tokenize.pretokenizers import pre_tokenizer
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
-from twostroke.tokenize.vocabulary import Vocabulary
+from twostroke.tokenize.vocabulary import Vocabulary, encoded
 from twostroke.tokenize.words import cut_at, unicode_form, words_by
 
 if TYPE_CHECKING:
@@ -65,15 +65,15 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     """SentencePiece's kind: characters merged by the scores of what they make, bytes for others."""
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
     runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
-    texts = list(fields.tokens)
-    for id_ in runs:
-        texts[id_] = SPACE * len(texts[id_])
+    changed = {id_: SPACE * len(fields.tokens[id_]) for id_ in runs}
     added = tuple(token for token in fields.added() if token.id not in runs)
     bytes_of = _byte_tokens(fields)
-    vocabulary = Vocabulary(texts, [*_specials(added), *bytes_of])
+    vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of], changed)
     scores = list(fields.array("scores", float))
-    if len(scores) != len(texts):
-        raise ModelFormatError(f"The tokenizer has {len(texts)} tokens but {len(scores)} scores.")
+    if len(scores) != len(fields.tokens):
+        raise ModelFormatError(
+            f"The tokenizer has {len(fields.tokens)} tokens but {len(scores)} scores."
+        )
     for id_ in runs:
         scores[id_] = float("inf")
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
@@ -127,18 +127,19 @@ def _is_spaces(text: str) -> bool:
 
 
 def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
-    pairs = [_pair(line) for line in fields.array("merges", str)]
+    lines = fields.array("merges", str)
     try:
-        return ListedPairs(pairs, vocabulary)
+        return ListedPairs(map(_pair, encoded(lines)), vocabulary)
     except ModelFormatError:
         # Merges may pass through a control token, which is not in the vocabulary on purpose.
         apart = {vocabulary.spelling(id_) for id_ in _specials(added)}
-        kept = [(a, b) for a, b in pairs if not apart.intersection((a, b, a + b))]
+        pairs = map(_pair, encoded(lines))
+        kept = ((a, b) for a, b in pairs if not apart.intersection((a, b, a + b)))
         return ListedPairs(kept, vocabulary)
 
 
-def _pair(line: str) -> tuple[bytes, bytes]:
-    left, _, right = line.encode("utf-8", "surrogateescape").partition(b" ")
+def _pair(line: bytes) -> tuple[bytes, bytes]:
+    left, _, right = line.partition(b" ")
     return left, right
 
 

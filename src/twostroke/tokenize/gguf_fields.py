@@ -89,7 +89,9 @@ class Fields:
         if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
             raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
         items = cast("Sequence[T]", value)
-        if not set(map(type, items)) <= {kind}:
+        # Arrays that offer their bytes hold strings, and are not decoded to be looked at.
+        kinds = {str} if hasattr(items, "encoded") else {*map(type, items)}
+        if not kinds <= {kind}:
             raise ModelFormatError(
                 f"The tokenizer's table tokenizer.ggml.{key} is not all of type {kind.__name__}."
             )

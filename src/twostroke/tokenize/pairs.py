@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize.vocabulary import TextKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -37,20 +38,20 @@ class ListedPairs(dict[int, int]):
     They lie in sorted arrays, 16 bytes each; what was asked for is remembered, up to a bound.
     """
 
-    def __init__(self, merges: Sequence[tuple[bytes, bytes]], vocabulary: Vocabulary) -> None:
+    def __init__(self, merges: Iterable[tuple[bytes, bytes]], vocabulary: Vocabulary) -> None:
         """Raises ModelFormatError for a merge of what are no tokens, or to what is none."""
         super().__init__()
-        sides = [
-            vocabulary.find_all([left for left, _ in merges]),
-            vocabulary.find_all([right for _, right in merges]),
-            vocabulary.find_all([left + right for left, right in merges]),
-        ]
+        texts = (TextKeys(), TextKeys(), TextKeys())
+        for left, right in merges:
+            texts[0].add(left)
+            texts[1].add(right)
+            texts[2].add(left + right)
+        sides = [vocabulary.find_all(keys) for keys in texts]
         lost = np.flatnonzero(np.minimum.reduce(sides) < 0)
         if lost.size:
-            left, right = merges[lost[0]]
             raise ModelFormatError(
-                "The tokenizer's merges do not fit its tokens: "
-                f"'{_shown(left)} {_shown(right)}' needs one that is missing."
+                f"The tokenizer's merges do not fit its tokens: number {lost[0] + 1} "
+                "needs one that is missing."
             )
         keys = sides[0] << 32 | sides[1]
         # Of several merges of one pair the last counts.
@@ -107,7 +108,3 @@ def _remembered(pairs: dict[int, int], pair: int, rank: int) -> int:
         pairs.clear()
     pairs[pair] = rank
     return rank
-
-
-def _shown(text: bytes) -> str:
-    return text.decode("utf-8", "replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from twostroke.core.errors import ModelFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -25,23 +26,33 @@ class Vocabulary:
     choose texts that collide. Of several ids with one text the last is found.
     """
 
-    def __init__(self, texts: Iterable[str], hidden: Collection[int] = ()) -> None:
-        """`hidden` ids have a text but are never found by it.
+    def __init__(
+        self,
+        texts: Iterable[str],
+        hidden: Collection[int] = (),
+        changed: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """`hidden` ids have a text but are never found by it; `changed` ones have another text.
 
         Raises ModelFormatError for more text than can be addressed.
         """
-        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
-        self._blob = b"".join(encoded)
-        if len(self._blob) >= 1 << 32:
+        blob, lengths, hashes = bytearray(), array("I"), array("q")
+        for id_, text in enumerate(encoded(texts)):
+            spelling = changed[id_].encode() if id_ in changed else text
+            blob += spelling
+            lengths.append(len(spelling))
+            hashes.append(hash(spelling))
+        if len(blob) >= 1 << 32:
             raise ModelFormatError("The tokenizer's texts take more than 4 GiB.")
+        self._blob = bytes(blob)
         self._starts = array("I", bytes(4))
-        self._starts.frombytes(np.cumsum([*map(len, encoded)], dtype=np.uint32).tobytes())
-        hashes = np.fromiter(map(hash, encoded), np.int64, len(encoded))
-        ids = np.arange(len(encoded), dtype=np.uint32)
+        self._starts.frombytes(np.cumsum(lengths, dtype=np.uint32).tobytes())
+        ids = np.arange(len(lengths), dtype=np.uint32)
         if hidden:
             ids = np.delete(ids, np.fromiter(hidden, np.int64, len(hidden)))
-        order = ids[np.argsort(hashes[ids], kind="stable")]
-        self._hashes = array("q", hashes[order].tobytes())
+        keys = np.frombuffer(hashes, np.int64)
+        order = ids[np.argsort(keys[ids], kind="stable")]
+        self._hashes = array("q", keys[order].tobytes())
         self._ids = array("I", order.tobytes())
 
     def __len__(self) -> int:
@@ -59,20 +70,19 @@ class Vocabulary:
             place += 1
         return found
 
-    def find_all(self, texts: Sequence[bytes]) -> NDArray[np.int64]:
+    def find_all(self, texts: TextKeys) -> NDArray[np.int64]:
         """Return the ids of many texts at once, -1 for those that are no tokens.
 
         Here a text is taken for the token that has its 64-bit hash and its length.
         """
         hashes = np.frombuffer(self._hashes, np.int64)
         if not len(hashes):
-            return np.full(len(texts), -1)
-        keys = np.fromiter(map(hash, texts), np.int64, len(texts))
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+            return np.full(len(texts.hashes), -1)
+        keys = np.frombuffer(texts.hashes, np.int64)
         places = np.searchsorted(hashes, keys, side="right") - 1
         ids = np.frombuffer(self._ids, np.uint32)[places].astype(np.int64)
-        sizes = np.diff(np.frombuffer(self._starts, np.uint32))[ids]
-        return np.where((hashes[places] == keys) & (sizes == lengths), ids, -1)
+        same = np.diff(np.frombuffer(self._starts, np.uint32))[ids] == texts.lengths
+        return np.where((hashes[places] == keys) & same, ids, -1)
 
     def spelling(self, token_id: int) -> bytes:
         """Return the UTF-8 of a token's text; empty for an id that the vocabulary lacks."""
@@ -94,3 +104,24 @@ class Vocabulary:
         inner = places[~np.isin(places, starts) & ~np.isin(places - len(sign), places)]
         ends = (self._blob[max(place - 4, 0) : place] for place in inner.tolist())
         return "".join(sorted({end.decode("utf-8", "ignore")[-1:] for end in ends}))
+
+
+class TextKeys:
+    """What `Vocabulary.find_all` looks for, without the texts themselves."""
+
+    def __init__(self) -> None:
+        self.hashes = array("q")
+        self.lengths = array("I")
+
+    def add(self, text: bytes) -> None:
+        """Look for `text` too."""
+        self.hashes.append(hash(text))
+        self.lengths.append(len(text))
+
+
+def encoded(texts: Iterable[str]) -> Iterator[bytes]:
+    """Yield texts in UTF-8; arrays of a file that offer their bytes are not decoded for it."""
+    offered: Callable[[], Iterator[bytes]] | None = getattr(texts, "encoded", None)
+    if offered is not None:
+        return offered()
+    return (text.encode("utf-8", "surrogateescape") for text in texts)

@@ -19,6 +19,7 @@ import numpy as np
 from twostroke.core.errors import ModelFormatError
 from twostroke.quant import FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES, QuantTensor
 from twostroke.weights.mapping import MappedFile
+from twostroke.weights.strings import Strings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,7 @@ _BOOL = 7
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-Value: TypeAlias = "bool | int | float | str | list[Value]"
+Value: TypeAlias = "bool | int | float | str | list[Value] | Strings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def peek_gguf(path: Path) -> GgufPeek | None:
 
 
 class Metadata(Mapping[str, Value]):
-    """A file's keys and values; arrays become lists when they are first asked for."""
+    """A file's keys and values; an array is decoded each time that it is asked for."""
 
     __slots__ = ("_mapping", "_values")
 
@@ -130,9 +131,7 @@ class Metadata(Mapping[str, Value]):
 
     def __getitem__(self, key: str) -> Value:
         value = self._values[key]
-        if isinstance(value, _Items):
-            value = self._values[key] = value.decode(self._mapping)
-        return value
+        return value.decode(self._mapping) if isinstance(value, _Items) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -153,22 +152,13 @@ class _Items:
     count: int
     starts: array[int] | None = None
 
-    def decode(self, mapping: MappedFile) -> list[Value]:
-        if self.starts is None:
-            dtype = np.dtype(_SCALARS[self.kind])
-            items = mapping.view(self.start, self.count * dtype.itemsize).view(dtype)
-            values: list[Value] = items.tolist()
-            return values
-        first = self.start
-        raw = mapping.buffer[first : self.starts[-1]]
-        begins = [start - first for start in self.starts]
-        ends = [begin - 8 for begin in begins[1:]]
-        spans = list(zip(begins, ends, strict=False))
-        try:
-            return [raw[begin:end].decode() for begin, end in spans]
-        except UnicodeDecodeError:
-            # Bytes that are no UTF-8 stay apart: two tokens must not become one.
-            return [raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in spans]
+    def decode(self, mapping: MappedFile) -> list[Value] | Strings:
+        if self.starts is not None:
+            return Strings(mapping, self.starts)
+        dtype = np.dtype(_SCALARS[self.kind])
+        items = mapping.view(self.start, self.count * dtype.itemsize).view(dtype)
+        values: list[Value] = items.tolist()
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from twostroke.models.fields import (
     Fields,
 )
 from twostroke.models.rope_fields import ROPE_TABLES, gguf_rope, reach
+from twostroke.weights.strings import Strings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +102,7 @@ def _table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:
     """A token without a row of the embedding table must not exist."""
     tokens = fields.values.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, (list, Strings)):
         fields.fault("has no tokenizer (tokenizer.ggml.tokens)")
     if len(tokens) > min(spec.vocab_size, MAX_VOCAB):
         fields.fault(f"has {len(tokens)} tokens, its embedding table {spec.vocab_size} rows")
