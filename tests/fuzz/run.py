@@ -30,7 +30,6 @@ SHARES = {
     "hf_folder": 0.2,
     "tokenizer_json": 0.05,
 }
-MAX_LENGTH = 8192  # bytes of an input
 MEMORY_BYTES = 256 << 20  # of address space, above what the process has when it starts
 INSTRUMENTED = ["twostroke.weights", "twostroke.models", "twostroke.tokenize"]
 MEASURE_EVERY = 16  # inputs whose memory is traced, which is slow
@@ -108,7 +107,7 @@ def fuzz(target: str, cases: int, seed: int, scratch: Path) -> None:
                 pass
         return atheris.Mutate(data, max_size)
 
-    arguments = [f"-runs={cases}", f"-seed={seed}", f"-max_len={MAX_LENGTH}", "-timeout=20"]
+    arguments = [f"-runs={cases}", f"-seed={seed}", f"-max_len={targets.MAX_LENGTH}", "-timeout=20"]
     arguments += [
         f"-artifact_prefix={WORK}/{target}-",
         "-print_final_stats=1",

@@ -21,12 +21,14 @@ from support.tiny import (
     tokenizer_json,
     write_tiny_folder,
 )
+from support.tiny_families import FAMILIES
 from twostroke.models import ARCHITECTURES
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.safetensors import read_safetensors
 
 CORPUS = Path(__file__).parent / "corpus"
-SMALL = Tiny(num_layers=1, hidden_size=4, ffn_size=4, num_heads=1, num_kv_heads=1, head_dim=4)
+SIZES = {"num_layers": 1, "hidden_size": 2, "ffn_size": 2, "num_heads": 1, "num_kv_heads": 1}
+EXPERT_SIZES = ("expert_feed_forward_length", "moe_intermediate_size")
 NUM_TOKENS = 8
 ALIGNMENT = 8
 ROOMS = ("weights", "models", "tokenize")
@@ -74,11 +76,15 @@ def _gguf() -> dict[str, bytes]:
 
 
 def _gguf_model() -> dict[str, bytes]:
-    return {"llama": _model_bytes(_cut(tiny_tensors(SMALL), "token_embd.weight"))}
+    return {
+        family: _model_bytes(small, _cut(tiny_tensors(small), "token_embd.weight"))
+        for family, small in _families().items()
+    }
 
 
 def _split() -> dict[str, bytes]:
-    tensors = _cut(tiny_tensors(SMALL), "token_embd.weight")
+    small = _families()["llama"]
+    tensors = _cut(tiny_tensors(small), "token_embd.weight")
     names = list(tensors)
     parts = []
     for part in range(2):
@@ -88,7 +94,7 @@ def _split() -> dict[str, bytes]:
             "split.tensors.count": Typed(I32, len(names)),
         }
         own = {name: tensors[name] for name in names[part::2]}
-        parts.append(_model_bytes(own, keys) if part == 0 else gguf_bytes(keys, own))
+        parts.append(_model_bytes(small, own, keys) if part == 0 else gguf_bytes(keys, own))
     return {"two": SEPARATOR.join(parts)}
 
 
@@ -102,27 +108,46 @@ def _safetensors() -> dict[str, bytes]:
 
 
 def _hf_folder() -> dict[str, bytes]:
+    return {family: _folder_bytes(small) for family, small in _families().items()}
+
+
+def _folder_bytes(small: Tiny) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_tiny_folder(Path(scratch), SMALL)
+        folder = write_tiny_folder(Path(scratch), small)
         config = json.loads((folder / "config.json").read_text())
         tensors = dict(read_safetensors(folder / "model.safetensors").tensors)
         few = _cut(tensors, "model.embed_tokens.weight")
+    config |= {"vocab_size": NUM_TOKENS}
+    config |= {key: small.ffn_size for key in EXPERT_SIZES if key in config}
     names = list(few)
     owners = {name: ("a", "b")[i % 2] + ".safetensors" for i, name in enumerate(names)}
     files = [
-        json.dumps(config | {"vocab_size": NUM_TOKENS}).encode(),
+        json.dumps(config).encode(),
         json.dumps({"weight_map": owners}).encode(),
         *(safetensors_bytes({name: few[name] for name in names[part::2]}) for part in range(2)),
         b'{"eos_token_id": [2, 0]}',
         b'{"chat_template": "x"}',
     ]
     assert len(files) == len(FOLDER_FILES)
-    return {"folder": SEPARATOR.join(files)}
+    return SEPARATOR.join(files)
 
 
-def _model_bytes(tensors: dict[str, QuantTensor], more: dict[str, object] | None = None) -> bytes:
-    sizes = {"llama.vocab_size": NUM_TOKENS, "general.alignment": ALIGNMENT}
-    metadata = tiny_metadata(SMALL) | _tokenizer_keys() | sizes
+def _families() -> dict[str, Tiny]:
+    found = {}
+    for family, variant in FAMILIES.items():
+        own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
+        found[family] = Tiny(**SIZES, **own, embedding_fmt="F16")
+    return found
+
+
+def _model_bytes(
+    small: Tiny, tensors: dict[str, QuantTensor], more: dict[str, object] | None = None
+) -> bytes:
+    metadata = tiny_metadata(small) | _tokenizer_keys() | {"general.alignment": ALIGNMENT}
+    arch = small.variant.architecture
+    sizes = {f"{arch}.{key}": small.ffn_size for key in EXPERT_SIZES}
+    metadata |= {key: size for key, size in sizes.items() if key in metadata}
+    metadata[f"{arch}.vocab_size"] = NUM_TOKENS
     return gguf_bytes(metadata | (more or {}), tensors, alignment=ALIGNMENT)
 
 

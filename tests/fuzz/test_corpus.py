@@ -10,7 +10,7 @@ import pytest
 
 from fuzz import mutate
 from fuzz.seeds import CORPUS, seeds, words
-from fuzz.targets import TARGETS, keep_promise
+from fuzz.targets import MAX_LENGTH, TARGETS, keep_promise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,7 @@ def test_every_kept_input_is_read_or_refused(tmp_path: Path, target: str) -> Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_fuzzing_starts_from_sound_files(tmp_path: Path, target: str) -> None:
     for name, data in seeds(target).items():
+        assert len(data) <= MAX_LENGTH
         if name.startswith("seed-"):
             assert keep_promise(target, data, tmp_path, measure_memory=False), name
 
