@@ -41,6 +41,21 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
   return facts;
 }
 
+/// Adds the experts whose weights have other types than those that are there.
+void add_experts(const Plan& plan, const OpRecord& op, ProductFacts& facts) {
+  const auto type = [&](int32_t index) { return plan.weights[static_cast<size_t>(index)].type; };
+  for (int32_t i = 0; i < op.num_experts; ++i) {
+    const ExpertRecord& expert = plan.experts[static_cast<size_t>(op.first_expert + i)];
+    const auto is_alike = [&](const ExpertRecord& other) {
+      return type(expert.gate) == type(other.gate) && type(expert.up) == type(other.up) &&
+             type(expert.down) == type(other.down);
+    };
+    if (std::none_of(facts.experts.begin(), facts.experts.end(), is_alike)) {
+      facts.experts.push_back(expert);
+    }
+  }
+}
+
 }  // namespace
 
 Plan::Plan(Pool& team, const PlanRecord& record)
@@ -48,6 +63,7 @@ Plan::Plan(Pool& team, const PlanRecord& record)
       ops(record.ops, record.ops + record.num_ops),
       weights(record.weights, record.weights + record.num_weights),
       vectors(record.vectors, record.vectors + record.num_vectors),
+      experts(record.experts, record.experts + record.num_experts),
       buffer_widths(record.buffer_widths, record.buffer_widths + record.num_buffers),
       buffers(static_cast<size_t>(record.num_buffers)),
       threads(static_cast<size_t>(team.num_threads())) {
@@ -58,6 +74,7 @@ Plan::Plan(Pool& team, const PlanRecord& record)
   }
   for (const OpRecord& op : ops) {
     facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
+    if (op.kind == OpKind::Experts) add_experts(*this, op, facts.back());
   }
   lay_out_pages(record);
   for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));

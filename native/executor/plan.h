@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "executor/experts.h"
 #include "executor/memory.h"
 #include "executor/records.h"
 #include "executor/schedule.h"
@@ -14,7 +15,7 @@
 
 namespace ts {
 
-constexpr int kNumOpKinds = 11;
+constexpr int kNumOpKinds = 12;
 
 /// What is derived from an operation once: how its inputs are prepared and its outputs are cut.
 struct ProductFacts {
@@ -23,6 +24,7 @@ struct ProductFacts {
   int preparation_of[kMaxOutputs] = {};  // for each output
   int64_t slot_groups = 1;               // groups of outputs that stay together
   int64_t first_slot[kMaxOutputs + 1] = {};
+  std::vector<ExpertRecord> experts;  // of each combination of types that a mixture has, one
 };
 
 /// Working memory of one thread.
@@ -30,6 +32,7 @@ struct ThreadMemory {
   Block prepared;
   Block rows;
   Block gated;
+  ExpertGroups experts;
   AttentionScratch attention;
   Scratch sampler;
 };
@@ -57,6 +60,7 @@ struct Plan {
   std::vector<ProductFacts> facts;  // one an operation
   std::vector<PackedWeight> weights;
   std::vector<const float*> vectors;
+  std::vector<ExpertRecord> experts;
   std::vector<RopeTable> ropes;
   std::vector<int64_t> buffer_widths;
   std::vector<Block> buffers;
@@ -70,6 +74,8 @@ struct Plan {
   int64_t cache_bytes = 0;
   void* cache = nullptr;
   Block prepared;  // shared by the threads
+  Block mixed;     // of a mixture of experts: gated products, a row for each choice
+  Block choices;   // likewise: experts (rows, num_used), then their shares
   Block logits;
   std::vector<ThreadMemory> threads;
   OpTimes times;

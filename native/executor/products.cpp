@@ -9,14 +9,10 @@ namespace ts {
 
 namespace {
 
-constexpr int64_t kRowTile = 16;   // rows that are prepared together: at most
-constexpr int64_t kSmallTile = 4;  // where there are few rows
-constexpr int64_t kFewRows = 64;
-// Up to so many values, each thread prepares all rows for itself: cheaper than a barrier.
-constexpr int64_t kFewValues = 3200;
+constexpr int64_t kRowTile = 16;               // rows that are prepared together: at most
+constexpr int64_t kSmallTile = 4;              // where there are few rows
 constexpr int64_t kPreparedBytes = 512 << 10;  // of a panel: a part of the second-level cache
-constexpr int64_t kChunksPerThread = 4;
-constexpr int64_t kGatedFloats = 32 << 10;  // of one product in a thread's scratch
+constexpr int64_t kGatedFloats = 32 << 10;     // of one product in a thread's scratch
 
 /// Rows of one kind, in the order in which an operation sees them.
 struct Run {
@@ -112,11 +108,6 @@ Prepared prepare(Worker& worker, const Input& input) {
   return prepared;
 }
 
-int64_t panel_rows(int64_t width) {
-  const int64_t rows = kPreparedBytes / (width * 5 / 2);
-  return std::clamp<int64_t>(rows / kRowTile * kRowTile, 32, 256);
-}
-
 /// Calls `body(panel, slot_begin, slot_end)` for this thread's share of (rows x output slots).
 template <class Body>
 void share_products(Worker& worker, const Input& input, int64_t num_slots, Body body) {
@@ -143,9 +134,8 @@ void share_products(Worker& worker, const Input& input, int64_t num_slots, Body 
   });
 }
 
-void multiply_panel(Worker& worker, const Input& input, const Prepared& prepared,
-                    const Panel& panel, int output, int64_t group_begin, int64_t group_end,
-                    float* out, int64_t stride, bool accumulate) {
+Factor factor(const Worker& worker, const Input& input, const Prepared& prepared,
+              const Panel& panel, int output) {
   const int preparation = input.facts.preparation_of[output];
   const RowKind kind = input.runs[panel.run].kind;
   const int64_t offset = panel.begin == 0 ? 0
@@ -153,8 +143,7 @@ void multiply_panel(Worker& worker, const Input& input, const Prepared& prepared
                                                            kind, input.op.width, panel.begin);
   const PackedWeight& weight =
       worker.plan.weights[static_cast<size_t>(input.op.outputs[output].weight)];
-  multiply(weight, kind, prepared.data[preparation][panel.run] + offset, panel.count, group_begin,
-           group_end, out, stride, accumulate);
+  return {weight, kind, prepared.data[preparation][panel.run] + offset, panel.count};
 }
 
 /// What follows the products of outputs [begin, end) in the step's rows [row, row + num_rows).
@@ -198,6 +187,38 @@ Input all_rows(const Worker& worker, size_t index) {
 
 }  // namespace
 
+int64_t panel_rows(int64_t width) {
+  const int64_t rows = kPreparedBytes / (width * 5 / 2);
+  return std::clamp<int64_t>(rows / kRowTile * kRowTile, 32, 256);
+}
+
+void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, float* out,
+              int64_t stride, bool accumulate) {
+  multiply(factor.weight, factor.kind, factor.prepared, factor.num_rows, group_begin, group_end,
+           out, stride, accumulate);
+}
+
+void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
+                    int64_t group_begin, int64_t group_end, float* out, int64_t stride) {
+  const int64_t num_rows = gate.num_rows;
+  const int64_t step = std::max<int64_t>(1, kGatedFloats / (num_rows * kGroupSize));
+  for (int64_t begin = group_begin; begin < group_end; begin += step) {
+    const int64_t end = std::min(begin + step, group_end);
+    const int64_t first = begin * kGroupSize;
+    const int64_t width = std::min<int64_t>(end * kGroupSize, gate.weight.num_outputs) - first;
+    const int64_t floats = num_rows * width;
+    worker.memory.gated.fit(2 * floats * static_cast<int64_t>(sizeof(float)));
+    float* gates = worker.memory.gated.floats();
+    float* ups = gates + floats;
+    multiply(gate, begin, end, gates - first, width, false);
+    multiply(up, begin, end, ups - first, width, false);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      gate_activation(activation, gates + i * width, ups + i * width, width,
+                      out + i * stride + first);
+    }
+  }
+}
+
 int64_t shared_prepared_bytes(const Plan& plan, int64_t num_generated, int64_t num_prompt) {
   int64_t most = 0;
   for (size_t i = 0; i < plan.ops.size(); ++i) {
@@ -227,8 +248,8 @@ void run_linear(Worker& worker, size_t index) {
       const int64_t group_end = std::min(groups, end * facts.slot_groups);
       const int64_t row = input.runs[panel.run].begin + panel.begin;
       const int64_t stride = worker.stride(output.buffer);
-      multiply_panel(worker, input, prepared, panel, i, begin * facts.slot_groups, group_end,
-                     worker.buffer(output.buffer) + row * stride, stride, input.op.accumulate != 0);
+      multiply(factor(worker, input, prepared, panel, i), begin * facts.slot_groups, group_end,
+               worker.buffer(output.buffer) + row * stride, stride, input.op.accumulate != 0);
       finish_outputs(worker, input.op, output, row, panel.count,
                      begin * facts.slot_groups * kGroupSize,
                      std::min<int64_t>(group_end * kGroupSize, output.width));
@@ -243,24 +264,11 @@ void run_gated(Worker& worker, size_t index) {
   const Prepared prepared = prepare(worker, input);
   const OutputRecord& output = input.op.outputs[0];
   const auto body = [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
-    const int64_t step = std::max<int64_t>(1, kGatedFloats / (panel.count * kGroupSize));
-    for (int64_t begin = slot_begin; begin < slot_end; begin += step) {
-      const int64_t end = std::min(begin + step, slot_end);
-      const int64_t first = begin * kGroupSize;
-      const int64_t width = std::min<int64_t>(end * kGroupSize, output.width) - first;
-      const int64_t floats = panel.count * width;
-      worker.memory.gated.fit(2 * floats * static_cast<int64_t>(sizeof(float)));
-      float* gate = worker.memory.gated.floats();
-      float* up = gate + floats;
-      multiply_panel(worker, input, prepared, panel, 0, begin, end, gate - first, width, false);
-      multiply_panel(worker, input, prepared, panel, 1, begin, end, up - first, width, false);
-      const int64_t row = input.runs[panel.run].begin + panel.begin;
-      float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer) + first;
-      for (int64_t i = 0; i < panel.count; ++i) {
-        gate_activation(input.op.activation, gate + i * width, up + i * width, width,
-                        out + i * worker.stride(output.buffer));
-      }
-    }
+    const int64_t row = input.runs[panel.run].begin + panel.begin;
+    const int64_t stride = worker.stride(output.buffer);
+    multiply_gated(worker, input.op.activation, factor(worker, input, prepared, panel, 0),
+                   factor(worker, input, prepared, panel, 1), slot_begin, slot_end,
+                   worker.buffer(output.buffer) + row * stride, stride);
   };
   share_products(worker, input, input.facts.first_slot[1], body);
   worker.meet();
@@ -290,8 +298,8 @@ void run_logits(Worker& worker, size_t index) {
                    [&](const Panel& panel, int64_t slot_begin, int64_t slot_end) {
                      const int64_t row = input.runs[panel.run].begin + panel.begin - begin;
                      float* out = logits + row * vocab_size;
-                     multiply_panel(worker, input, prepared, panel, 0, slot_begin, slot_end, out,
-                                    vocab_size, false);
+                     multiply(factor(worker, input, prepared, panel, 0), slot_begin, slot_end, out,
+                              vocab_size, false);
                      if (op.soft_cap == 0) return;
                      const int64_t first = slot_begin * kGroupSize;
                      const int64_t width = std::min(slot_end * kGroupSize, vocab_size) - first;

@@ -26,6 +26,7 @@ enum class OpKind : int32_t {
   Logits = 8,      // logits of the sampled rows of x (normed first if `norm`)
   Scale = 9,       // outputs[0] = x * `factor`
   Tap = 10,        // rows of x leave the step as its value `tap`
+  Experts = 11,    // outputs[0] = mixture of experts of x, the scores being y
 };
 
 /// What becomes of a product once it is computed.
@@ -55,7 +56,7 @@ struct OpRecord {
   int32_t norm;   // index into vectors, or kNone
   float epsilon;
   int32_t num_groups;
-  int32_t accumulate;  // products are added to what the buffers hold
+  int32_t accumulate;  // Linear, Experts: results are added to what the buffers hold
   int32_t layer;       // for Attention and for products that are stored
   int32_t num_heads;
   float scale;     // Attention: of the scores
@@ -65,6 +66,10 @@ struct OpRecord {
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
   int32_t window;     // Attention: each row sees so many keys up to its own, 0: all
+  int32_t first_expert;
+  int32_t num_experts;
+  int32_t num_used;   // experts of a row
+  int32_t normalize;  // Experts: whether the shares of a row's experts sum to one
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };
@@ -72,6 +77,13 @@ struct OpRecord {
 inline int64_t window_of(const OpRecord& attention) {
   return attention.window == 0 ? kNoWindow : attention.window;
 }
+
+/// One expert's matrices: indices into weights.
+struct ExpertRecord {
+  int32_t gate;
+  int32_t up;
+  int32_t down;
+};
 
 struct RopeRecord {
   const double* inverse_frequencies;
@@ -97,6 +109,7 @@ struct PlanRecord {
   const float* const* vectors;
   const RopeRecord* ropes;
   const LayerRecord* layers;
+  const ExpertRecord* experts;
   const int32_t* buffer_widths;
   int32_t num_ops;
   int32_t num_weights;
@@ -104,8 +117,8 @@ struct PlanRecord {
   int32_t num_ropes;
   int32_t num_layers;
   int32_t num_groups;  // of layers
+  int32_t num_experts;
   int32_t num_buffers;
-  int32_t reserved;
   int64_t num_pages;
   int64_t page_size;
 };

@@ -153,6 +153,8 @@ void run_op(Worker& worker, size_t index) {
       return for_rows(worker, op, [&](const float* x, float* out, int64_t) {
         scale_row(x, op.factor, op.width, out);
       });
+    case OpKind::Experts:
+      return run_experts(worker, op);
     case OpKind::Tap:
       return run_tap(worker, op);
   }
@@ -215,7 +217,16 @@ void get_ready(StepState& step) {
   for (size_t i = 0; i < plan.buffers.size(); ++i) {
     plan.buffers[i].fit(record.num_rows * plan.buffer_widths[i] * float_bytes);
   }
-  plan.prepared.fit(shared_prepared_bytes(plan, num_generated, record.num_rows - num_generated));
+  const int64_t num_prompt = record.num_rows - num_generated;
+  int64_t prepared = shared_prepared_bytes(plan, num_generated, num_prompt);
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    if (plan.ops[i].kind != OpKind::Experts) continue;
+    const ExpertBytes bytes = expert_bytes(plan, i, num_generated, num_prompt);
+    prepared = std::max(prepared, bytes.prepared);
+    plan.mixed.fit(bytes.mixed);
+    plan.choices.fit(bytes.choices);
+  }
+  plan.prepared.fit(prepared);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
   int64_t num_positions = 0;
   for (int32_t i = 0; i < record.num_slices; ++i) {

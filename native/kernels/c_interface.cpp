@@ -39,6 +39,17 @@ TS_EXPORT void ts_kernel_gate(int32_t activation, const float* gate, const float
   ts::gate_activation(static_cast<ts::Activation>(activation), gate, up, width, out);
 }
 
+TS_EXPORT void ts_kernel_choose_experts(const float* scores, int64_t num_experts, int64_t num_used,
+                                        int32_t normalize, int32_t* chosen, float* shares) {
+  ts::choose_experts(scores, num_experts, num_used, normalize != 0, chosen, shares);
+}
+
+TS_EXPORT void ts_kernel_weighted_sum(const float* x, int64_t stride, const int32_t* rows,
+                                      const float* factors, int64_t count, int64_t width,
+                                      int32_t accumulate, float* out) {
+  ts::weighted_sum(x, stride, rows, factors, count, width, accumulate != 0, out);
+}
+
 TS_EXPORT void ts_kernel_soft_cap(float* x, float cap, int64_t width) {
   ts::soft_cap_row(x, cap, width);
 }

@@ -1,7 +1,9 @@
 // Kernels on single rows of values; a row's sums have one fixed order.
 #include "kernels/rows.h"
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/lane_math.h"
 
@@ -91,6 +93,49 @@ void soft_cap_row(float* x, float cap, int64_t width) {
   const Lanes caps = broadcast(cap);
   for_lanes(width, [&](int64_t i, int count) {
     store_some(x + i, multiply(caps, tanh(divide(load_some(x + i, count), caps))), count);
+  });
+}
+
+void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, bool normalize,
+                    int32_t* chosen, float* shares) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  const auto key = [&](int64_t i) { return scores[i] == scores[i] ? scores[i] : kLowest; };
+  for (int64_t i = 0; i < num_experts; ++i) {
+    int64_t rank = std::min(i, num_used);
+    for (; rank > 0 && key(i) > key(chosen[rank - 1]); --rank) {
+      if (rank < num_used) chosen[rank] = chosen[rank - 1];
+    }
+    if (rank < num_used) chosen[rank] = static_cast<int32_t>(i);
+  }
+  const Lanes peak = broadcast(key(chosen[0]));
+  const Lanes log2_e = broadcast(1.44269504088896341F);
+  const auto weigh = [&](Lanes x) { return exp2(multiply(subtract(x, peak), log2_e)); };
+  Lanes sums = zero_lanes();
+  const auto add_up = [&](const float* x, int64_t count) {
+    for_lanes(count, [&](int64_t i, int n) {
+      sums = add(sums, weigh(first_or(load_some(x + i, n), n, kLowest)));
+    });
+  };
+  for (int64_t i = 0; i < num_used; ++i) shares[i] = scores[chosen[i]];
+  if (normalize) {
+    add_up(shares, num_used);
+  } else {
+    add_up(scores, num_experts);
+  }
+  const Lanes total = broadcast(sum_across(sums));
+  for_lanes(num_used, [&](int64_t i, int n) {
+    store_some(shares + i, divide(weigh(load_some(shares + i, n)), total), n);
+  });
+}
+
+void weighted_sum(const float* x, int64_t stride, const int32_t* rows, const float* factors,
+                  int64_t count, int64_t width, bool accumulate, float* out) {
+  for_lanes(width, [&](int64_t i, int n) {
+    Lanes sum = zero_lanes();
+    for (int64_t k = 0; k < count; ++k) {
+      sum = multiply_add(broadcast(factors[k]), load_some(x + rows[k] * stride + i, n), sum);
+    }
+    store_some(out + i, accumulate ? add(load_some(out + i, n), sum) : sum, n);
   });
 }
 

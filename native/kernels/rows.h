@@ -21,6 +21,16 @@ void add_rows(const float* a, const float* b, int64_t width, float* out);
 /// out = x * factor; `out` may be `x`.
 void scale_row(const float* x, float factor, int64_t width, float* out);
 
+/// The `num_used` experts with the largest scores, largest first, of equal ones the first, and
+/// their shares: the softmax of all scores, divided by the chosen ones' sum if `normalize`. A NaN
+/// is the smallest score, and makes NaN of the shares.
+void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, bool normalize,
+                    int32_t* chosen, float* shares);
+
+/// out = sum over i of factors[i] * x[rows[i]], in that order; `accumulate` adds it to `out`.
+void weighted_sum(const float* x, int64_t stride, const int32_t* rows, const float* factors,
+                  int64_t count, int64_t width, bool accumulate, float* out);
+
 /// x = cap * tanh(x / cap), in place.
 void soft_cap_row(float* x, float cap, int64_t width);
 

@@ -294,3 +294,48 @@ def test_values_beyond_float16_are_saturated_not_spread(library, rng):
     library.ts_kernel_store(ctypes.byref(a), address(context.keys), address(context.values))
     assert np.array_equal(context.attend(q, 0), before)
     assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(64, 1, 16))), 0)))
+
+
+def choose_experts(library, scores, num_used, normalize):
+    scores = floats(scores)
+    chosen, shares = np.zeros(num_used, np.int32), np.zeros(num_used, np.float32)
+    library.ts_kernel_choose_experts(
+        address(scores), c_int64(scores.size), c_int64(num_used), c_int32(normalize),
+        address(chosen), address(shares),
+    )  # fmt: skip
+    return chosen, shares
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_used"), [(1, 1), (8, 2), (16, 16), (60, 4), (128, 8)])
+def test_experts_are_chosen_by_their_scores(library, rng, num_experts, num_used, normalize):
+    for _ in range(50):
+        scores = floats(rng.normal(size=num_experts) * 4).round(int(rng.integers(0, 3)))
+        chosen, shares = choose_experts(library, scores, num_used, normalize)
+        expected = np.argsort(-scores, kind="stable")[:num_used]
+        assert np.array_equal(chosen, expected)
+        weights = np.exp(scores.astype(np.float64))
+        total = weights[expected].sum() if normalize else weights.sum()
+        np.testing.assert_allclose(shares, weights[expected] / total, rtol=2e-6)
+
+
+def test_scores_that_are_no_numbers_choose_experts_that_exist(library):
+    for scores in (np.full(20, np.nan), np.full(20, np.inf), np.full(20, -np.inf)):
+        chosen, _ = choose_experts(library, scores, 6, normalize=True)
+        assert chosen.tolist() == [0, 1, 2, 3, 4, 5]
+    chosen, _ = choose_experts(library, [np.nan, 1, np.nan, 3, np.inf, -np.inf], 4, normalize=False)
+    assert chosen.tolist() == [4, 3, 1, 0]
+
+
+@pytest.mark.parametrize("width", [1, 16, 50, 256])
+def test_a_weighted_sum_is_as_its_formula(library, rng, width):
+    x, factors = floats(rng.normal(size=(9, width + 3))), floats(rng.normal(size=4))
+    rows, out = np.array([7, 0, 7, 2], np.int32), floats(rng.normal(size=width))
+    expected = factors.astype(np.float64) @ x[rows, :width]
+    for accumulate in (False, True):
+        before = out.astype(np.float64) if accumulate else 0
+        library.ts_kernel_weighted_sum(
+            address(x), c_int64(width + 3), address(rows), address(factors), c_int64(4),
+            c_int64(width), c_int32(accumulate), address(out),
+        )  # fmt: skip
+        np.testing.assert_allclose(out, before + expected, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twostroke.models import ModelSpec, RopeSpec
+from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program import Activation
 from twostroke.quant import FORMATS, QuantTensor
@@ -54,6 +54,10 @@ def _post_norms(**changes: Any) -> Program:
 PROGRAMS: dict[str, Program] = {
     "biases": _plain(qkv_bias=True, output_bias=True),
     "head norms": _head_norms(tied_embeddings=False),
+    "experts": _plain(experts=ExpertSpec(8, 2, 96, normalize=True)),
+    "many experts": _head_norms(
+        experts=ExpertSpec(40, 5, 32, normalize=False), activation=Activation.GELU_TANH
+    ),
     "post norms": _post_norms(norm_offset=1.0, num_kv_heads=1, logit_soft_cap=5.0),
 }
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from twostroke.program.ops import Add, Embed, GatedActivation, Linear, Logits, RMSNorm, Scale
+from twostroke.program.ops import (
+    Add,
+    Embed,
+    GatedActivation,
+    Linear,
+    Logits,
+    MixtureOfExperts,
+    RMSNorm,
+    Scale,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,6 +37,7 @@ class Kind(Enum):
     LINEAR_ADD = "linear_add"  # Linear, then Add of its output to an earlier value
     NORM_LOGITS = "norm_logits"  # RMSNorm, then Logits
     NORM_ADD = "norm_add"  # RMSNorm, then Add of its output to an earlier value
+    EXPERTS_ADD = "experts_add"  # MixtureOfExperts, then Add of its output to an earlier value
     EMBED_SCALE = "embed_scale"  # Embed, then Scale
 
 
@@ -78,6 +88,8 @@ def _pair(first: Op, second: Op) -> Kind | None:
             return Kind.LINEAR_ADD
         case RMSNorm(), Add(b=name) if name == first.output:
             return Kind.NORM_ADD
+        case MixtureOfExperts(), Add(b=name) if name == first.output:
+            return Kind.EXPERTS_ADD
         case Embed(), Scale(x=name) if name == first.output:
             return Kind.EMBED_SCALE
         case _:

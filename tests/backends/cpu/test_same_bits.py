@@ -28,7 +28,9 @@ def level(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["Q4_1", "F32", "post norms", "windows"])
+@pytest.fixture(
+    scope="module", params=["Q4_1", "F32", "post norms", "windows", "experts", "many experts"]
+)
 def model(request):
     if program := PROGRAMS.get(request.param):
         return program, random_tensors(program, "Q4_0", "Q8_0")

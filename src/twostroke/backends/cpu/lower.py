@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from twostroke.backends.cpu.places import Buffers, Table
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     MAX_OUTPUTS,
     NONE,
+    ExpertRecord,
     OpKind,
     OpRecord,
     OutputRecord,
@@ -23,6 +25,7 @@ from twostroke.program import (
     GatedActivation,
     Linear,
     Logits,
+    MixtureOfExperts,
     RMSNorm,
     Rope,
     Scale,
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
 
     from twostroke.program import Op, Program
     from twostroke.program.fuse import Fused
-
-T = TypeVar("T")
 
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
@@ -62,6 +63,7 @@ class Lowered:
     matrices: tuple[str, ...]
     vectors: tuple[Vector, ...]
     ropes: tuple[Rope, ...]
+    experts: tuple[ExpertRecord, ...]
     buffer_widths: tuple[int, ...]
 
 
@@ -82,51 +84,9 @@ def _check(program: Program) -> None:
         ):
             message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
             raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
-
-
-@dataclass(slots=True)
-class _Table(Generic[T]):
-    """Things in the order in which they were first met."""
-
-    places: dict[T, int] = field(default_factory=dict)
-
-    def place(self, thing: T) -> int:
-        return self.places.setdefault(thing, len(self.places))
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """Which buffer holds which value: one is used again once its value was read for the last time.
-
-    Buffers of one width only, so that rows stay dense.
-    """
-
-    reads_left: Counter[str]
-    widths: list[int] = field(default_factory=list)
-    free: dict[int, list[int]] = field(default_factory=dict)
-    of_value: dict[str, int] = field(default_factory=dict)
-
-    def write(self, name: str, width: int) -> int:
-        """Give a new value a buffer."""
-        pool = self.free.setdefault(width, [])
-        if not pool:
-            self.widths.append(width)
-            pool.append(len(self.widths) - 1)
-        self.of_value[name] = pool.pop()
-        return self.of_value[name]
-
-    def take_over(self, name: str, earlier: str) -> int:
-        """Let a new value replace an earlier one in its buffer."""
-        self.of_value[name] = self.of_value.pop(earlier)
-        return self.of_value[name]
-
-    def done(self, names: Iterable[str]) -> None:
-        """Count reads; a value without further ones gives its buffer back."""
-        for name in names:
-            self.reads_left[name] -= 1
-            if self.reads_left[name] <= 0 and name in self.of_value:
-                buffer = self.of_value.pop(name)
-                self.free[self.widths[buffer]].append(buffer)
+        if isinstance(op, MixtureOfExperts) and not 1 <= op.num_used <= len(op.experts):
+            message = f"{program.name}: a row uses {op.num_used} of {len(op.experts)} experts"
+            raise BackendError(f"{message}; it must be at least one, and no more than there are.")
 
 
 class _Lowering:
@@ -138,12 +98,13 @@ class _Lowering:
         for op in program.ops:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
-        self._buffers = _Buffers(Counter({n: len(ops) for n, ops in self._readers.items()}))
-        self._matrices: _Table[str] = _Table()
-        self._vectors: _Table[Vector] = _Table()
-        self._ropes: _Table[Rope] = _Table()
+        self._buffers = Buffers(Counter({n: len(ops) for n, ops in self._readers.items()}))
+        self._matrices: Table[str] = Table()
+        self._vectors: Table[Vector] = Table()
+        self._ropes: Table[Rope] = Table()
         self._absorbed: set[str] = set()  # outputs of what is done right behind a product
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product
+        self._experts: list[ExpertRecord] = []
         self._ops: list[OpRecord] = []
 
     def lower(self) -> Lowered:
@@ -160,6 +121,7 @@ class _Lowering:
             tuple(self._matrices.places),
             tuple(self._vectors.places),
             tuple(self._ropes.places),
+            tuple(self._experts),
             tuple(self._buffers.widths),
         )
 
@@ -176,6 +138,8 @@ class _Lowering:
                 self._linear_add(linear, add)
             case Kind.NORM_ADD, (RMSNorm() as post, Add() as add):
                 self._norm_add(post, add)
+            case Kind.EXPERTS_ADD, (MixtureOfExperts() as mixture, Add() as add):
+                self._mixture(mixture, add)
             case Kind.EMBED_SCALE, (Embed() as embed, Scale() as scale):
                 self._embed(embed, scale.output, scale.factor)
             case Kind.SINGLE, (op,):
@@ -201,6 +165,8 @@ class _Lowering:
                 self._emit(OpKind.ROPE, op, rope=self._rope(op))
             case GatedActivation():
                 self._emit(OpKind.ACTIVATION, op).activation = ACTIVATIONS[op.activation]
+            case MixtureOfExperts():
+                self._mixture(op, None)
             case Scale():
                 self._emit(OpKind.SCALE, op).factor = op.factor
             case Add():
@@ -306,6 +272,30 @@ class _Lowering:
         weight = self._matrices.place(linear.weight)
         self._add_output(record, _output(buffer, linear.width, weight=weight))
         self._append(record, [linear.x, add.a])
+
+    def _mixture(self, op: MixtureOfExperts, add: Add | None) -> None:
+        """Append a mixture of experts, and its sum with an earlier value."""
+        if add is not None and self._buffers.reads_left[add.a] > 1:
+            self._mixture(op, None)
+            self._single(add)
+            return
+        record = self._record(OpKind.EXPERTS, op.x, None)
+        record.y, record.width = self._buffers.of_value[op.scores], op.width
+        record.first_expert, record.num_experts = len(self._experts), len(op.experts)
+        record.num_used, record.normalize = op.num_used, int(op.normalize)
+        record.activation = ACTIVATIONS[op.activation]
+        for expert in op.experts:
+            weights = (expert.gate, expert.up, expert.down)
+            self._experts.append(ExpertRecord(*(self._matrices.place(name) for name in weights)))
+        inputs = list(op.inputs)
+        if add is None:
+            buffer = self._buffers.write(op.output, op.width)
+        else:
+            record.accumulate = 1
+            buffer = self._buffers.take_over(add.output, add.a)
+            inputs.append(add.a)
+        self._add_output(record, _output(buffer, op.width))
+        self._append(record, inputs)
 
     def _logits(self, norm: RMSNorm | None, op: Logits) -> None:
         x = op.x if norm is None else norm.x

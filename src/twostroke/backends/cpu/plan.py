@@ -7,6 +7,7 @@ from ctypes import byref, c_double, c_int32, c_void_p
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import (
+    ExpertRecord,
     LayerRecord,
     OpKind,
     OpRecord,
@@ -54,6 +55,7 @@ class NativePlan:
             (c_void_p * len(vectors))(*vectors),
             (RopeRecord * len(ropes))(*ropes),
             (LayerRecord * len(layers))(*layers),
+            (ExpertRecord * len(lowered.experts))(*lowered.experts),
             (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
             len(lowered.ops),
             len(records),
@@ -61,8 +63,8 @@ class NativePlan:
             len(ropes),
             len(layers),
             len(program.cache_groups),
+            len(lowered.experts),
             len(lowered.buffer_widths),
-            0,
             self.num_pages,
             page_size,
         )

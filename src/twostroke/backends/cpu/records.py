@@ -27,6 +27,7 @@ class OpKind(IntEnum):
     LOGITS = 8
     SCALE = 9
     TAP = 10
+    EXPERTS = 11
 
 
 # What the kernels call the functions of a gate.
@@ -79,9 +80,19 @@ class OpRecord(ctypes.Structure):
         ("is_stored", c_int32),
         ("tap", c_int32),
         ("window", c_int32),
+        ("first_expert", c_int32),
+        ("num_experts", c_int32),
+        ("num_used", c_int32),
+        ("normalize", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
+
+
+class ExpertRecord(ctypes.Structure):
+    """One expert's matrices."""
+
+    _fields_ = (("gate", c_int32), ("up", c_int32), ("down", c_int32))
 
 
 class RopeRecord(ctypes.Structure):
@@ -123,6 +134,7 @@ class PlanRecord(ctypes.Structure):
         ("vectors", POINTER(c_void_p)),
         ("ropes", POINTER(RopeRecord)),
         ("layers", POINTER(LayerRecord)),
+        ("experts", POINTER(ExpertRecord)),
         ("buffer_widths", POINTER(c_int32)),
         ("num_ops", c_int32),
         ("num_weights", c_int32),
@@ -130,8 +142,8 @@ class PlanRecord(ctypes.Structure):
         ("num_ropes", c_int32),
         ("num_layers", c_int32),
         ("num_groups", c_int32),
+        ("num_experts", c_int32),
         ("num_buffers", c_int32),
-        ("reserved", c_int32),
         ("num_pages", c_int64),
         ("page_size", c_int64),
     )

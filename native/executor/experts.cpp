@@ -1,0 +1,289 @@
+// Mixture of experts: rows are grouped by expert, multiplied, and summed in the order of their
+// choices. What a row gets depends on that row alone.
+#include "executor/experts.h"
+
+#include <algorithm>
+
+#include "executor/worker.h"
+#include "kernels/rows.h"
+#include "linear/layout.h"
+
+namespace ts {
+
+namespace {
+
+constexpr int64_t kFewScores = 2048;     // up to so many, each thread chooses for all rows
+constexpr int64_t kMixFloats = 1 << 20;  // of products that wait to be summed, in a thread
+
+enum Part { kGate, kUp, kDown };
+
+class Mixture {
+ public:
+  Mixture(Worker& worker, const OpRecord& op)
+      : worker_(worker),
+        op_(op),
+        num_rows_(worker.step.record.num_rows),
+        num_generated_(kOneArithmetic ? num_rows_ : worker.step.record.num_generated),
+        num_pairs_(num_rows_ * op.num_used),
+        ffn_width_(weight(0, kDown).num_inputs),
+        groups_(worker.memory.experts) {}
+
+  void run() {
+    choose();
+    groups_.make(chosen_, num_rows_, num_generated_, op_.num_used, op_.num_experts);
+    const float* x = worker_.buffer(op_.x);
+    const int64_t stride = worker_.stride(op_.x);
+    prepare(kGate, kUp, op_.width,
+            [&](int64_t place) { return x + groups_.row_at[static_cast<size_t>(place)] * stride; });
+    gate();
+    worker_.meet();
+    const float* mixed = worker_.plan.mixed.floats();
+    prepare(kDown, kDown, ffn_width_, [&](int64_t place) { return mixed + place * ffn_width_; });
+    mix();
+    worker_.meet();
+  }
+
+ private:
+  const PackedWeight& weight(int32_t expert, Part part) const {
+    const ExpertRecord& record =
+        worker_.plan.experts[static_cast<size_t>(op_.first_expert + expert)];
+    const int32_t index = part == kGate ? record.gate : part == kUp ? record.up : record.down;
+    return worker_.plan.weights[static_cast<size_t>(index)];
+  }
+
+  /// Finds `chosen_` and `shares_` of all rows.
+  void choose() {
+    const auto count = static_cast<size_t>(num_pairs_);
+    const bool alone = num_rows_ * op_.num_experts <= kFewScores || worker_.num_threads == 1;
+    if (alone) {
+      groups_.chosen.resize(count);
+      groups_.shares.resize(count);
+    }
+    int32_t* chosen =
+        alone ? groups_.chosen.data() : reinterpret_cast<int32_t*>(worker_.plan.choices.bytes());
+    float* shares = alone ? groups_.shares.data() : worker_.plan.choices.floats() + num_pairs_;
+    const int64_t end = alone ? num_rows_ : worker_.part_end(num_rows_);
+    for (int64_t row = alone ? 0 : worker_.part_begin(num_rows_); row < end; ++row) {
+      choose_experts(worker_.buffer(op_.y) + row * worker_.stride(op_.y), op_.num_experts,
+                     op_.num_used, op_.normalize != 0, chosen + row * op_.num_used,
+                     shares + row * op_.num_used);
+    }
+    if (!alone) worker_.meet();
+    chosen_ = chosen;
+    shares_ = shares;
+  }
+
+  /// Lays out the groups' prepared rows for their `first` and `second` weight; returns the bytes.
+  int64_t lay_out(Part first, Part second, int64_t width) {
+    int64_t bytes = 0;
+    for (ExpertGroup& group : groups_.groups) {
+      const WeightType types[2] = {weight(group.expert, first).type,
+                                   weight(group.expert, second).type};
+      const ExpertGroup& earliest = groups_.groups.front();
+      // A single row is prepared once for all its experts.
+      group.is_shared = first != kDown && num_rows_ == 1 && &group != &earliest &&
+                        same_preparation(types[0], weight(earliest.expert, first).type) &&
+                        same_preparation(types[1], weight(earliest.expert, second).type);
+      for (int i = 0; i < 2; ++i) {
+        if (group.is_shared) {
+          group.prepared[i] = earliest.prepared[i];
+        } else if (i == 1 && same_preparation(types[0], types[1])) {
+          group.prepared[1] = group.prepared[0];
+        } else {
+          group.prepared[i] = bytes;
+          bytes += prepared_bytes(types[i], group.kind, width, group.count);
+        }
+      }
+    }
+    return bytes;
+  }
+
+  /// Prepares `row(place)` of every place for the weights that read it.
+  template <class Row>
+  void prepare(Part first, Part second, int64_t width, Row row) {
+    const int64_t bytes = lay_out(first, second, width);
+    const int64_t num_prepared = first != kDown && num_rows_ == 1 ? 1 : num_pairs_;
+    const bool alone = num_prepared * width <= kFewValues || worker_.num_threads == 1;
+    if (alone) worker_.memory.prepared.fit(bytes);
+    prepared_ = alone ? worker_.memory.prepared.bytes() : worker_.plan.prepared.bytes();
+    const int64_t part_begin = alone ? 0 : worker_.part_begin(num_pairs_);
+    const int64_t part_end = alone ? num_pairs_ : worker_.part_end(num_pairs_);
+    for (const ExpertGroup& group : groups_.groups) {
+      const int64_t begin = std::max(part_begin, group.begin);
+      const int64_t end = std::min(part_end, group.begin + group.count);
+      for (int64_t place = begin; place < end && !group.is_shared; ++place) {
+        const int64_t i = place - group.begin;
+        for (int product = 0; product < 2; ++product) {
+          if (product == 1 && group.prepared[1] == group.prepared[0]) continue;
+          const WeightType type = weight(group.expert, product == 0 ? first : second).type;
+          prepare_rows(type, group.kind, row(place), 0, width, i, i + 1,
+                       prepared_ + group.prepared[product]);
+        }
+      }
+    }
+    if (!alone) worker_.meet();
+  }
+
+  /// Cuts the groups into panels that stay in the cache while the weights pass by.
+  void cut(int64_t width) {
+    const int64_t rows = panel_rows(width);
+    groups_.panels.clear();
+    for (const ExpertGroup& group : groups_.groups) {
+      for (int64_t begin = 0; begin < group.count; begin += rows) {
+        groups_.panels.push_back({&group, begin, std::min(rows, group.count - begin)});
+      }
+    }
+  }
+
+  Factor factor(const ExpertPanel& panel, Part part, int product, int64_t width) const {
+    const PackedWeight& matrix = weight(panel.group->expert, part);
+    const int64_t offset =
+        panel.begin == 0 ? 0 : prepared_bytes(matrix.type, panel.group->kind, width, panel.begin);
+    return {matrix, panel.group->kind, prepared_ + panel.group->prepared[product] + offset,
+            panel.count};
+  }
+
+  /// The gated products of all places.
+  void gate() {
+    cut(op_.width);
+    const int64_t num_slots = num_groups(ffn_width_);
+    const auto body = [&](const ExpertPanel& panel, int64_t begin, int64_t end) {
+      float* out = worker_.plan.mixed.floats() + (panel.group->begin + panel.begin) * ffn_width_;
+      multiply_gated(worker_, op_.activation, factor(panel, kGate, 0, op_.width),
+                     factor(panel, kUp, 1, op_.width), begin, end, out, ffn_width_);
+    };
+    const auto num_panels = static_cast<int64_t>(groups_.panels.size());
+    const auto panel_at = [&](int64_t i) { return groups_.panels[static_cast<size_t>(i)]; };
+    if (num_rows_ <= kFewRows) {
+      // The weights are what costs: each thread streams through its own equal part of them.
+      const int64_t end = worker_.part_end(num_panels * num_slots);
+      for (int64_t slot = worker_.part_begin(num_panels * num_slots); slot < end;) {
+        const int64_t panel = slot / num_slots;
+        const int64_t stop = std::min(end, (panel + 1) * num_slots);
+        body(panel_at(panel), slot - panel * num_slots, stop - panel * num_slots);
+        slot = stop;
+      }
+      return;
+    }
+    const int64_t wanted = kChunksPerThread * worker_.num_threads;
+    const int64_t chunks = std::clamp<int64_t>(wanted / num_panels + 1, 1, num_slots);
+    worker_.share_out(num_panels * chunks, [&](int64_t ticket) {
+      const int64_t chunk = ticket % chunks;
+      body(panel_at(ticket / chunks), num_slots * chunk / chunks, num_slots * (chunk + 1) / chunks);
+    });
+  }
+
+  /// The last products, and the sums of each row's choices: whoever has some columns of the former
+  /// has them for all experts, and so the latter, too.
+  void mix() {
+    cut(ffn_width_);
+    const int64_t num_slots = num_groups(op_.width);
+    const int64_t most = std::max<int64_t>(1, kMixFloats / (num_pairs_ * kGroupSize));
+    if (num_rows_ <= kFewRows) {
+      const int64_t end = worker_.part_end(num_slots);
+      for (int64_t slot = worker_.part_begin(num_slots); slot < end; slot += most) {
+        mix_columns(slot, std::min(slot + most, end));
+      }
+      return;
+    }
+    const int64_t wanted =
+        std::max<int64_t>(kChunksPerThread * worker_.num_threads, (num_slots + most - 1) / most);
+    const int64_t chunks = std::min(wanted, num_slots);
+    worker_.share_out(chunks, [&](int64_t chunk) {
+      mix_columns(num_slots * chunk / chunks, num_slots * (chunk + 1) / chunks);
+    });
+  }
+
+  void mix_columns(int64_t slot_begin, int64_t slot_end) {
+    const int64_t first = slot_begin * kGroupSize;
+    const int64_t width = std::min<int64_t>(slot_end * kGroupSize, op_.width) - first;
+    worker_.memory.gated.fit(num_pairs_ * width * static_cast<int64_t>(sizeof(float)));
+    float* products = worker_.memory.gated.floats();
+    for (const ExpertPanel& panel : groups_.panels) {
+      float* out = products + (panel.group->begin + panel.begin) * width;
+      const Factor down = factor(panel, kDown, 0, ffn_width_);
+      multiply(down, slot_begin, slot_end, out - first, width, false);
+    }
+    const int32_t target = op_.outputs[0].buffer;
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const int64_t pair = row * op_.num_used;
+      weighted_sum(products, width, groups_.place_of.data() + pair, shares_ + pair, op_.num_used,
+                   width, op_.accumulate != 0,
+                   worker_.buffer(target) + row * worker_.stride(target) + first);
+    }
+  }
+
+  Worker& worker_;
+  const OpRecord& op_;
+  const int64_t num_rows_;
+  const int64_t num_generated_;
+  const int64_t num_pairs_;
+  const int64_t ffn_width_;
+  ExpertGroups& groups_;
+  const int32_t* chosen_ = nullptr;
+  const float* shares_ = nullptr;
+  uint8_t* prepared_ = nullptr;
+};
+
+}  // namespace
+
+void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_generated,
+                        int64_t num_used, int64_t num_experts) {
+  const auto key = [&](int64_t row, int64_t rank) {
+    const int64_t kind = row < num_generated ? 0 : num_experts;
+    return static_cast<size_t>(kind + choices[row * num_used + rank]);
+  };
+  next_.assign(static_cast<size_t>(2 * num_experts), 0);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t rank = 0; rank < num_used; ++rank) ++next_[key(row, rank)];
+  }
+  groups.clear();
+  int64_t begin = 0;
+  for (int64_t i = 0; i < 2 * num_experts; ++i) {
+    const int64_t count = next_[static_cast<size_t>(i)];
+    next_[static_cast<size_t>(i)] = begin;
+    if (count == 0) continue;
+    const RowKind kind = i < num_experts ? RowKind::Generated : RowKind::Prompt;
+    groups.push_back({kind, static_cast<int32_t>(i % num_experts), begin, count, {0, 0}, false});
+    begin += count;
+  }
+  row_at.resize(static_cast<size_t>(num_rows * num_used));
+  place_of.resize(row_at.size());
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t rank = 0; rank < num_used; ++rank) {
+      const int64_t place = next_[key(row, rank)]++;
+      row_at[static_cast<size_t>(place)] = static_cast<int32_t>(row);
+      place_of[static_cast<size_t>(row * num_used + rank)] = static_cast<int32_t>(place);
+    }
+  }
+}
+
+void run_experts(Worker& worker, const OpRecord& op) { Mixture(worker, op).run(); }
+
+ExpertBytes expert_bytes(const Plan& plan, size_t index, int64_t num_generated,
+                         int64_t num_prompt) {
+  const OpRecord& op = plan.ops[index];
+  const int64_t num_pairs = (num_generated + num_prompt) * op.num_used;
+  // Each group is padded to whole tiles.
+  const auto padded = [&](int64_t rows) {
+    const int64_t pairs = rows * op.num_used;
+    return pairs + std::min<int64_t>(pairs, op.num_experts) * (kTileRows - 1);
+  };
+  const auto bytes_for = [&](int32_t weight) {
+    const PackedWeight& matrix = plan.weights[static_cast<size_t>(weight)];
+    return prepared_bytes(matrix.type, RowKind::Generated, matrix.num_inputs,
+                          padded(num_generated)) +
+           prepared_bytes(matrix.type, RowKind::Prompt, matrix.num_inputs, padded(num_prompt));
+  };
+  const auto float_bytes = static_cast<int64_t>(sizeof(float));
+  ExpertBytes bytes{0, 0, 2 * num_pairs * float_bytes};
+  for (const ExpertRecord& expert : plan.facts[index].experts) {
+    const int64_t inputs = bytes_for(expert.gate) + bytes_for(expert.up);
+    bytes.prepared = std::max({bytes.prepared, inputs, bytes_for(expert.down)});
+    const int64_t ffn_width = plan.weights[static_cast<size_t>(expert.down)].num_inputs;
+    bytes.mixed = num_pairs * ffn_width * float_bytes;
+  }
+  return bytes;
+}
+
+}  // namespace ts

@@ -1,0 +1,45 @@
+// Which rows of a step meet which expert: the grouping behind a mixture of experts.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "linear/linear.h"
+
+namespace ts {
+
+/// Rows of one kind that chose one expert: places [begin, begin + count) in the order of groups.
+struct ExpertGroup {
+  RowKind kind;
+  int32_t expert;
+  int64_t begin;
+  int64_t count;
+  int64_t prepared[2];  // where its prepared rows begin, for two products that may differ in type
+  bool is_shared;       // these are an earlier group's
+};
+
+/// Up to a panel of a group's rows, multiplied at once.
+struct ExpertPanel {
+  const ExpertGroup* group;
+  int64_t begin;  // within the group
+  int64_t count;
+};
+
+/// The rows of a step in the order of (kind, expert, row). A pair is a row and one of its choices.
+struct ExpertGroups {
+  /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt.
+  void make(const int32_t* chosen, int64_t num_rows, int64_t num_generated, int64_t num_used,
+            int64_t num_experts);
+
+  std::vector<ExpertGroup> groups;
+  std::vector<int32_t> row_at;    // for each place
+  std::vector<int32_t> place_of;  // for each pair: row * num_used + rank
+  std::vector<ExpertPanel> panels;
+  std::vector<int32_t> chosen;  // what `make` was given, where a thread chooses for itself
+  std::vector<float> shares;
+
+ private:
+  std::vector<int64_t> next_;  // for each (kind, expert): the next free place
+};
+
+}  // namespace ts

@@ -1,0 +1,58 @@
+"""Where a lowered Program's values and weights lie: buffers that are used again, and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterable
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Table(Generic[T]):
+    """Things in the order in which they were first met."""
+
+    places: dict[T, int] = field(default_factory=dict)
+
+    def place(self, thing: T) -> int:
+        """Return the place of a thing, a new one if it is new."""
+        return self.places.setdefault(thing, len(self.places))
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Which buffer holds which value: one is used again once its value was read for the last time.
+
+    Buffers of one width only, so that rows stay dense.
+    """
+
+    reads_left: Counter[str]
+    widths: list[int] = field(default_factory=list)
+    free: dict[int, list[int]] = field(default_factory=dict)
+    of_value: dict[str, int] = field(default_factory=dict)
+
+    def write(self, name: str, width: int) -> int:
+        """Give a new value a buffer."""
+        pool = self.free.setdefault(width, [])
+        if not pool:
+            self.widths.append(width)
+            pool.append(len(self.widths) - 1)
+        self.of_value[name] = pool.pop()
+        return self.of_value[name]
+
+    def take_over(self, name: str, earlier: str) -> int:
+        """Let a new value replace an earlier one in its buffer."""
+        self.of_value[name] = self.of_value.pop(earlier)
+        return self.of_value[name]
+
+    def done(self, names: Iterable[str]) -> None:
+        """Count reads; a value without further ones gives its buffer back."""
+        for name in names:
+            self.reads_left[name] -= 1
+            if self.reads_left[name] <= 0 and name in self.of_value:
+                buffer = self.of_value.pop(name)
+                self.free[self.widths[buffer]].append(buffer)
