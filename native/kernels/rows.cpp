@@ -113,7 +113,7 @@ void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, 
   Lanes sums = zero_lanes();
   const auto add_up = [&](const float* x, int64_t count) {
     for_lanes(count, [&](int64_t i, int n) {
-      sums = add(sums, weigh(first_or(load_some(x + i, n), n, kLowest)));
+      sums = add(sums, weigh(choose_first(n, load_some(x + i, n), broadcast(kLowest))));
     });
   };
   for (int64_t i = 0; i < num_used; ++i) shares[i] = scores[chosen[i]];
