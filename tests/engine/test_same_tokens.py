@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from support.native import NEEDS, load_level
 from support.schedules import Setting, fresh, random_requests, run_schedule
-from support.tiny import Tiny, write_tiny_gguf
+from support.tiny import Tiny, tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
 from twostroke.backends.cpu import CpuBackend
 from twostroke.models import build_program
 from twostroke.schedule import Continuous
@@ -60,6 +61,23 @@ def tiny(
     pair.close()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[(None, name) for name in FAMILIES if name != "llama"]
+    + [("amx_emulated", "qwen3-moe"), ("amx_emulated", "gemma3")],
+    ids=lambda param: "-".join(filter(None, param)),
+)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    level, name = request.param
+    load_level(level or "portable")
+    sizes = replace(tiny_of(name), fmt="Q4_0", embedding_fmt="Q8_0")
+    pair = Pair.of(write_tiny_gguf(tmp_path_factory.mktemp(name) / "tiny.gguf", sizes), level)
+    yield pair
+    pair.close()
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Iterator[Pair]:
     pair = Pair.of(smollm2_path, None)
@@ -74,6 +92,14 @@ def test_tokens_do_not_depend_on_the_schedule(tiny: Pair, seed: int) -> None:
     assert_same_tokens(tiny, chance, requests, fewest_pages=10)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_of_every_family_do_not_depend_on_the_schedule(family: Pair, seed: int) -> None:
+    chance = random.Random(seed)
+    requests = random_requests(chance, 12, vocab_size=280, longest=80, most_output=30)
+    num_groups = len(family.plain.facts.windows)
+    assert_same_tokens(family, chance, requests, fewest_pages=9 * num_groups)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_of_the_real_model_do_not_depend_on_the_schedule(smollm2: Pair, seed: int) -> None:
@@ -86,7 +112,8 @@ def assert_same_tokens(
     pair: Pair, chance: random.Random, requests: list[Request], fewest_pages: int
 ) -> None:
     """Run the requests under three random settings and, each by itself, under the plainest."""
-    settings = [Setting.chosen_by(chance, fewest_pages, 60) for _ in range(3)]
+    most_pages = max(60, 2 * fewest_pages)
+    settings = [Setting.chosen_by(chance, fewest_pages, most_pages) for _ in range(3)]
     alone = settings[0].alone(NUM_PAGES)
     expected, _ = run_schedule(pair.plain, alone, [fresh(r) for r in requests], CONTEXT)
     for setting in settings:

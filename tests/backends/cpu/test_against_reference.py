@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces
 from support.programs import PROGRAMS, random_tensors
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.models import build_program
 from twostroke.program import (
@@ -90,6 +94,21 @@ def test_layers_of_every_kind_are_as_the_reference_says(level, kind, fmt):
             mean_kl, same = divergence(expected["logits"], actual["logits"])
             assert mean_kl < (1e-3 if tiles else 1e-5)
             assert same > (0.9 if tiles else 0.97)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_tiny_models_of_every_family_are_as_the_reference_says(level, family, tmp_path):
+    sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
+    loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))
+    program = build_program(loaded.spec)
+    tokens = np.random.default_rng(3).integers(0, 285, 100).tolist()
+    expected = ReferenceBackend(program, loaded.tensors, 1, 16).score(tokens)
+    with cpu_backend((program, loaded.tensors), level, 8) as backend:
+        for generated in (False, True):
+            mean_kl, same = divergence(expected, backend.score(tokens, generated=generated))
+            assert mean_kl < 1e-3
+            assert same > (0.9 if level.startswith("amx") and not generated else 0.97)
 
 
 def odd_program():
