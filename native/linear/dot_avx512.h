@@ -28,7 +28,7 @@ struct Codes {
 
 /// A quad's bits from a plane, moved to bit `left` of each byte.
 template <int Bits>
-inline __m512i load_plane(const uint8_t* plane, int quad, int left) {
+TS_INLINE __m512i load_plane(const uint8_t* plane, int quad, int left) {
   const __m512i bytes = _mm512_load_si512(plane + 64 * (quad % Bits));
   if constexpr (Bits == 8) return bytes;
   const int right = quad / Bits * Bits - left;
@@ -38,7 +38,7 @@ inline __m512i load_plane(const uint8_t* plane, int quad, int left) {
 }
 
 template <WeightType T>
-inline Codes<T> load_codes(const uint8_t* quants) {
+TS_INLINE Codes<T> load_codes(const uint8_t* quants) {
   constexpr BlockFormat format = block_format(T);
   Codes<T> codes;
   TS_UNROLL
@@ -74,23 +74,27 @@ inline __m512i high_start(const int32_t* minus_sum) {
 
 /// Takes back any other offset.
 template <WeightType T>
-inline __m512i take_back(__m512i sum, const int32_t* minus_sum) {
+inline __m512i take_back(__m512i sum, const PanelBlock& block, int row, int sub) {
   constexpr int offset = block_format(T).offset;
   if constexpr (offset == 0 || offset == 128) return sum;
-  return _mm512_add_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(*minus_sum), shift_of(offset)));
+  if constexpr (T == WeightType::Q4_0) {
+    return _mm512_add_epi32(sum, _mm512_set1_epi32(block.minus_eight_sum[row]));
+  }
+  const __m512i minus_sum = _mm512_set1_epi32(*minus_sums<T>(block, row, sub));
+  return _mm512_add_epi32(sum, _mm512_slli_epi32(minus_sum, shift_of(offset)));
 }
 
 /// Few rows: the planes in sums of their own, for shorter chains of dependent instructions.
 template <WeightType T, int R>
-inline void dot_sub_apart(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
-                          Integers sums[R]) {
+TS_INLINE void dot_sub_apart(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+                             Integers sums[R]) {
   constexpr int count = block_format(T).quads_per_sub();
   const uint8_t* bytes = row_bytes(block, row);
   const int32_t* minus_sum = minus_sums<T>(block, row, sub);
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
     __m512i high = high_start<T>(minus_sum + r);
-    __m512i low = take_back<T>(_mm512_setzero_si512(), minus_sum + r);
+    __m512i low = take_back<T>(_mm512_setzero_si512(), block, row + r, sub);
     TS_UNROLL
     for (int i = sub * count; i < (sub + 1) * count; ++i) {
       dot_accumulate(&high, codes.quads[i], bytes + 64 * r + 4 * i);
@@ -101,8 +105,8 @@ inline void dot_sub_apart(const Codes<T>& codes, const PanelBlock& block, int ro
 }
 
 template <WeightType T, int R>
-inline void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
-                    Integers sums[R]) {
+TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+                       Integers sums[R]) {
   if constexpr (R <= 2) return dot_sub_apart<T, R>(codes, block, row, sub, sums);
   constexpr int count = block_format(T).quads_per_sub();
   const uint8_t* bytes = row_bytes(block, row);
@@ -124,7 +128,7 @@ inline void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int
     }
   }
   TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, minus_sum + r);
+  for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, block, row + r, sub);
 }
 
 }  // namespace ts

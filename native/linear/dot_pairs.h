@@ -88,7 +88,7 @@ inline Codes<T> load_codes(const uint8_t* quants) {
 
 /// A quad's even or odd bits from a plane, moved to bit `left` of each pair.
 template <int Bits>
-inline Pairs load_plane(const uint8_t* plane, int quad, int odd, int left) {
+TS_INLINE Pairs load_plane(const uint8_t* plane, int quad, int odd, int left) {
   const Pairs packed = load_pairs(plane + 64 * (quad % Bits));
   const int first = 8 * odd + quad / Bits * Bits;
   const Pairs moved =
@@ -98,7 +98,7 @@ inline Pairs load_plane(const uint8_t* plane, int quad, int odd, int left) {
 }
 
 template <WeightType T>
-inline Pairs load_quad(const uint8_t* quants, int quad, int odd) {
+TS_INLINE Pairs load_quad(const uint8_t* quants, int quad, int odd) {
   constexpr BlockFormat format = block_format(T);
   Pairs codes = load_plane<format.low_bits>(quants, quad, odd, 0);
   if constexpr (format.high_bits != 0) {
@@ -122,7 +122,7 @@ inline void dot_accumulate(Pairs sums[R], Pairs pairs, const uint8_t* bytes, int
 
 /// One part of the outputs, over all inputs of the sub-block.
 template <WeightType T, int R>
-inline void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pairs sums[R]) {
+TS_INLINE void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pairs sums[R]) {
   constexpr BlockFormat format = block_format(T);
   constexpr int shared = format.low_bits;  // vectors, each with the low bits of several quads
   constexpr int count = format.quads_per_sub();
@@ -139,8 +139,8 @@ inline void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pairs
 }
 
 template <WeightType T, int R>
-inline void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
-                    Integers sums[R]) {
+TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+                       Integers sums[R]) {
   constexpr int offset = block_format(T).offset;
   const int32_t* minus_sum = minus_sums<T>(block, row, sub);
   TS_UNROLL

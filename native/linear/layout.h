@@ -24,6 +24,9 @@
 #error "TS_LEVEL must be 0 (portable), 1 (AVX2), 2 (AVX-512 with VNNI) or 3 (AMX)"
 #endif
 
+// For parts of kernels: a call between them would move all lanes to memory and back.
+#define TS_INLINE __attribute__((always_inline)) inline
+
 namespace ts {
 
 constexpr int64_t kBlockSize = 32;  // inputs that share a scale of the activations
@@ -69,18 +72,18 @@ struct BlockFormat {
   /// An even share of a unit's bytes.
   constexpr int64_t block_bytes() const { return unit_bytes() / blocks_per_unit(); }
 
-  constexpr int64_t unit_offset(int64_t block) const {
+  TS_INLINE constexpr int64_t unit_offset(int64_t block) const {
     return block / blocks_per_unit() * unit_bytes();
   }
-  constexpr int64_t quant_offset(int64_t block) const {
+  TS_INLINE constexpr int64_t quant_offset(int64_t block) const {
     return unit_offset(block) + block % blocks_per_unit() * quant_bytes();
   }
-  constexpr int64_t scale_offset(int64_t block) const {
+  TS_INLINE constexpr int64_t scale_offset(int64_t block) const {
     return unit_offset(block) + blocks_per_unit() * quant_bytes() +
            block % blocks_per_unit() * scale_bytes();
   }
   /// Of the float16 scales of the block's unit, behind which come those of the minimums.
-  constexpr int64_t unit_scale_offset(int64_t block) const {
+  TS_INLINE constexpr int64_t unit_scale_offset(int64_t block) const {
     return unit_offset(block) + blocks_per_unit() * (quant_bytes() + scale_bytes());
   }
 };
@@ -129,7 +132,7 @@ alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  10
 constexpr int64_t element_bytes(WeightType type) { return type == WeightType::F32 ? 4 : 2; }
 
 /// Bytes of one packed group of 16 outputs.
-constexpr int64_t group_bytes(WeightType type, int64_t num_inputs) {
+TS_INLINE constexpr int64_t group_bytes(WeightType type, int64_t num_inputs) {
   if (is_block_format(type)) {
     const BlockFormat format = block_format(type);
     return format.unit_offset(round_up(num_inputs / kBlockSize, format.blocks_per_unit()));
@@ -171,6 +174,7 @@ struct alignas(64) PanelBlock {
   float scale[kPanelRows];
   float scaled_sum[3][kPanelRows];   // scale * sum of q: of all 32, of the first 16, of the others
   int32_t minus_sum[3][kPanelRows];  // -(sum of q), likewise
+  int32_t minus_eight_sum[kPanelRows];  // -8 (sum of all q), which spares Q4_0 a shift
 };
 static_assert(sizeof(PanelBlock) == 768);
 

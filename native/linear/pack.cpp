@@ -11,10 +11,11 @@ namespace ts {
 namespace {
 
 /// Each of a quad's four bytes with only its lowest `bits`.
-uint32_t byte_mask(int bits) { return 0x01010101U * ((1U << bits) - 1); }
+constexpr uint32_t byte_mask(int bits) { return 0x01010101U * ((1U << bits) - 1); }
 
 /// Writes bits [shift, shift + bits) of a block's codes to one column of a plane.
-void put_plane(const uint32_t quads[kQuads], int bits, int shift, uint8_t* plane, int64_t column) {
+TS_INLINE void put_plane(const uint32_t quads[kQuads], int bits, int shift, uint8_t* plane,
+                         int64_t column) {
   for (int vector = 0; vector < bits; ++vector) {
     uint32_t word = 0;
     for (int quad = vector; quad < kQuads; quad += bits) {
@@ -45,23 +46,27 @@ float get_half(const uint8_t* halves, int64_t column) {
   return float_from_half(half);
 }
 
-/// The scales of one sub-block; `scales` are those of its block.
-void put_steps(const BlockFormat& format, int sub, uint8_t scale, uint8_t minimum, uint8_t* scales,
-               int64_t column) {
+/// The scales of sub-block `sub`, the source's number `step`; `scales` are those of its block.
+TS_INLINE void put_steps(const BlockFormat& format, const SourceBlock& source, int64_t step,
+                         int sub, uint8_t* scales, int64_t column) {
   uint8_t* place = scales + sub * format.scale_step() + column;
+  const auto scale = static_cast<uint8_t>(source.scale_steps[step]);
+  *place = scale;
+  if (!format.has_minimum) return;
+  const auto minimum = static_cast<uint8_t>(source.minimum_steps[step]);
   if (format.scales == Scales::Nibbles) {
     *place = static_cast<uint8_t>(scale | minimum << 4);
-    return;
+  } else {
+    place[format.minimum_offset()] = minimum;
   }
-  *place = scale;
-  if (format.has_minimum) place[format.minimum_offset()] = minimum;
 }
 
 /// Copies one of GGUF's blocks of one output into its column of the group; `first` counts blocks
 /// of 32.
-void pack_source_block(const BlockFormat& format, const SourceBlock& source, int64_t first,
-                       int64_t num_blocks, uint8_t* group, int64_t column) {
-  for (int64_t i = 0; i < num_blocks; ++i) {
+template <WeightType T>
+void pack_source_block(const SourceBlock& source, int64_t first, uint8_t* group, int64_t column) {
+  constexpr BlockFormat format = block_format(T);
+  for (int64_t i = 0; i < source_size(T).inputs / kBlockSize; ++i) {
     uint32_t quads[kQuads];
     std::memcpy(quads, source.codes + i * kBlockSize, sizeof quads);
     uint8_t* quants = group + format.quant_offset(first + i);
@@ -70,27 +75,24 @@ void pack_source_block(const BlockFormat& format, const SourceBlock& source, int
     if (!format.two_steps()) continue;
     for (int sub = 0; sub < format.num_subs; ++sub) {
       const int64_t step = i * format.num_subs + sub;
-      put_steps(format, sub, static_cast<uint8_t>(source.scale_steps[step]),
-                static_cast<uint8_t>(source.minimum_steps[step]),
-                group + format.scale_offset(first + i), column);
+      put_steps(format, source, step, sub, group + format.scale_offset(first + i), column);
     }
   }
   // With two steps, minimums are subtracted.
-  const uint16_t sign = format.two_steps() ? 0x8000 : 0;
+  constexpr uint16_t sign = format.two_steps() ? 0x8000 : 0;
   uint8_t* halves =
       group + (format.two_steps() ? format.unit_scale_offset(first) : format.scale_offset(first));
   put_half(source.scale, halves, column);
   if (format.has_minimum) put_half(source.minimum ^ sign, halves + 2 * kGroupSize, column);
 }
 
-void pack_block_row(WeightType type, int64_t num_inputs, const uint8_t* source, uint8_t* group,
-                    int64_t column) {
-  const BlockFormat format = block_format(type);
-  const SourceSize size = source_size(type);
+template <WeightType T>
+void pack_block_row(int64_t num_inputs, const uint8_t* source, uint8_t* group, int64_t column) {
+  constexpr SourceSize size = source_size(T);
   for (int64_t input = 0; input < num_inputs; input += size.inputs, source += size.bytes) {
     SourceBlock block;
-    read_block(type, source, &block);
-    pack_source_block(format, block, input / kBlockSize, size.inputs / kBlockSize, group, column);
+    read_block(T, source, &block);
+    pack_source_block<T>(block, input / kBlockSize, group, column);
   }
 }
 
@@ -109,6 +111,17 @@ void pack_float_row(WeightType type, int64_t num_inputs, const uint8_t* source, 
     std::memcpy(group + element_offset(type, input, column), source + input * size,
                 static_cast<size_t>(size));
   }
+}
+
+void pack_row(WeightType type, int64_t num_inputs, const uint8_t* source, uint8_t* group,
+              int64_t column) {
+  with_type(type, [&](auto constant) {
+    if constexpr (is_block_format(constant())) {
+      pack_block_row<constant()>(num_inputs, source, group, column);
+    } else {
+      pack_float_row(type, num_inputs, source, group, column);
+    }
+  });
 }
 
 /// What the (code - offset) of a sub-block are multiplied by, and what is added.
@@ -181,8 +194,8 @@ int64_t packed_bytes(WeightType type, int64_t num_outputs, int64_t num_inputs) {
 
 void pack_groups(WeightType type, int64_t num_outputs, int64_t num_inputs, const void* source,
                  void* packed, int64_t group_begin, int64_t group_end) {
-  const bool blocks = is_block_format(type);
-  const SourceSize unit = blocks ? source_size(type) : SourceSize{1, element_bytes(type)};
+  const SourceSize unit =
+      is_block_format(type) ? source_size(type) : SourceSize{1, element_bytes(type)};
   const int64_t row_bytes = num_inputs / unit.inputs * unit.bytes;
   const int64_t size = group_bytes(type, num_inputs);
   for (int64_t index = group_begin; index < group_end; ++index) {
@@ -192,11 +205,7 @@ void pack_groups(WeightType type, int64_t num_outputs, int64_t num_inputs, const
     const int64_t num_columns = std::min(kGroupSize, num_outputs - first);
     for (int64_t column = 0; column < num_columns; ++column) {
       const uint8_t* row = static_cast<const uint8_t*>(source) + (first + column) * row_bytes;
-      if (blocks) {
-        pack_block_row(type, num_inputs, row, group, column);
-      } else {
-        pack_float_row(type, num_inputs, row, group, column);
-      }
+      pack_row(type, num_inputs, row, group, column);
     }
   }
 }

@@ -37,6 +37,7 @@ void prepare_block(const float* x, PanelBlock* block, int64_t row) {
     block->scaled_sum[part][row] = block->scale[row] * static_cast<float>(parts[part]);
     block->minus_sum[part][row] = -parts[part];
   }
+  block->minus_eight_sum[row] = -8 * parts[0];
 }
 
 void prepare_blocks(const float* x, int64_t num_inputs, int64_t row, void* prepared) {

@@ -13,7 +13,7 @@ template <WeightType T>
 class ScaleReader {
  public:
   /// Must be called with each block, from the first on.
-  void enter(const uint8_t* group, int64_t block) {
+  TS_INLINE void enter(const uint8_t* group, int64_t block) {
     scales_ = group + kFormat.scale_offset(block);
     if constexpr (kFormat.two_steps()) {
       if (block % kFormat.blocks_per_unit() != 0) return;
@@ -23,7 +23,7 @@ class ScaleReader {
     }
   }
 
-  void read(int sub, Lanes* scale, Lanes* minimum) const {
+  TS_INLINE void read(int sub, Lanes* scale, Lanes* minimum) const {
     const uint8_t* scales = scales_ + sub * kFormat.scale_step();
     if constexpr (kFormat.scales == Scales::Nibbles) {
       load_nibbles(scales, scale, minimum);

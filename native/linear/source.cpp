@@ -20,8 +20,9 @@ void read_nibbles(const uint8_t* p, uint8_t* codes) {
 
 /// Adds 16 to the codes whose bit is set.
 void add_fifth_bits(const uint8_t* p, uint8_t* codes) {
+  const uint32_t bits = read_half(p) | static_cast<uint32_t>(read_half(p + 2)) << 16;
   for (int i = 0; i < 32; ++i) {
-    codes[i] = static_cast<uint8_t>(codes[i] | (p[i / 8] >> i % 8 & 1) << 4);
+    codes[i] = static_cast<uint8_t>(codes[i] | (bits >> i & 1) << 4);
   }
 }
 
@@ -94,7 +95,7 @@ void read_small_block(WeightType type, const uint8_t* p, SourceBlock* block) {
 
 void read_block(WeightType type, const uint8_t* p, SourceBlock* block) {
   uint8_t* codes = block->codes;
-  std::memset(block, 0, sizeof *block);
+  if (source_size(type).inputs == kSuperSize) std::memset(codes, 0, sizeof block->codes);
   switch (type) {
     case WeightType::Q2_K:
       read_nibble_scales(p, block);

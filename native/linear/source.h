@@ -47,8 +47,9 @@ constexpr SourceSize source_size(WeightType type) {
   return {0, 0};
 }
 
-/// A block's parts; which of them a format has, BlockFormat says. `scale` and `minimum` are
-/// float16; the steps are those of its sub-blocks, in formats with two steps of scales.
+/// A block's parts; which of them a format has, BlockFormat says, and others are not set. `scale`
+/// and `minimum` are float16; the steps are those of its sub-blocks, in formats with two steps of
+/// scales.
 struct SourceBlock {
   uint8_t codes[256];  // Q8_0: weight + 128
   int8_t scale_steps[16];

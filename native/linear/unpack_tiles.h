@@ -35,7 +35,8 @@ inline __m512 dequantize(__m512i quads, int shift, Lanes scale, Lanes minimum) {
 }
 
 template <WeightType T>
-inline void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& reader, uint8_t* tile) {
+TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& reader,
+                                 uint8_t* tile) {
   constexpr BlockFormat format = block_format(T);
   const Codes<T> codes = load_codes<T>(quants);
   Lanes scale[format.num_subs];

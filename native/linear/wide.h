@@ -42,8 +42,8 @@ struct alignas(64) WideBlock {
 
 /// Unpacks one block of a group into its column of a wide one.
 template <WeightType T>
-inline void unpack_wide_block(const uint8_t* group, int64_t index, const ScaleReader<T>& reader,
-                              int g, WideBlock<WideShape<T>::num_subs>* block) {
+TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const ScaleReader<T>& reader,
+                                 int g, WideBlock<WideShape<T>::num_subs>* block) {
   constexpr BlockFormat format = block_format(T);
   constexpr int to_bytes = format.has_minimum ? 0 : 128 - format.offset;
   const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
@@ -81,8 +81,8 @@ void unpack_wide(const uint8_t* groups, int64_t num_inputs,
 
 /// sums += a sub-block's quads of three groups x one plane of four rows, whose bytes are 64 apart.
 template <int NumSubs>
-inline void dot_plane(const WideBlock<NumSubs>& block, int sub, const uint8_t* bytes,
-                      __m512i sums[kWideRows][kWideGroups]) {
+TS_INLINE void dot_plane(const WideBlock<NumSubs>& block, int sub, const uint8_t* bytes,
+                         __m512i sums[kWideRows][kWideGroups]) {
   constexpr int count = kQuads / NumSubs;
   TS_UNROLL
   for (int i = sub * count; i < (sub + 1) * count; ++i) {
@@ -104,8 +104,8 @@ inline void dot_plane(const WideBlock<NumSubs>& block, int sub, const uint8_t* b
 
 /// The shift by 7 makes the 128 of signed weights of what the sums start from.
 template <int NumSubs, bool HasMinimum>
-inline void dot_wide(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row, int sub,
-                     __m512i sums[kWideRows][kWideGroups]) {
+TS_INLINE void dot_wide(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row, int sub,
+                        __m512i sums[kWideRows][kWideGroups]) {
   const uint8_t* bytes = row_bytes(panel, row);
   const int32_t* minus_sum = panel.minus_sum[sum_index(NumSubs, sub)] + row;
   TS_UNROLL
@@ -125,8 +125,8 @@ inline void dot_wide(const WideBlock<NumSubs>& block, const PanelBlock& panel, i
 
 /// Adds one sub-block's part to the sums of four rows and three groups.
 template <int NumSubs, bool HasMinimum>
-inline void add_wide_sub(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row, int sub,
-                         Lanes sums[kWideRows][kWideGroups]) {
+TS_INLINE void add_wide_sub(const WideBlock<NumSubs>& block, const PanelBlock& panel, int row,
+                            int sub, Lanes sums[kWideRows][kWideGroups]) {
   __m512i dots[kWideRows][kWideGroups];
   dot_wide<NumSubs, HasMinimum>(block, panel, row, sub, dots);
   const float* scaled_sum = panel.scaled_sum[sum_index(NumSubs, sub)] + row;

@@ -4,7 +4,7 @@
 //   build/native/microbench build/native/libtwostroke_avx512.so [outputs inputs megabytes formats]
 //
 // Few rows read weights of the given footprint (default 84 MB); 512 rows take one matrix of
-// outputs x inputs (default 1536 x 576); `formats` such as Q4_1,Q8_0 chooses some. The floor is the
+// outputs x inputs (default 1536 x 768); `formats` such as Q4_1,Q8_0 chooses some. The floor is the
 // longer of two times: reading the weights at the streaming bandwidth, and multiplying at the peak
 // of dpbusd (two planes an activation) or of float32 multiply-adds. Both are measured first, in the
 // same run.
@@ -30,12 +30,15 @@ struct Format {
   const char* name;
   int32_t type;
   bool blocks;
-  int64_t block_bytes;  // of 32 weights in GGUF
+  int64_t block_bytes;  // of 256 weights in GGUF
 };
 
-constexpr Format kFormats[] = {{"Q4_0", 2, true, 18},   {"Q4_1", 3, true, 20},
-                               {"Q8_0", 8, true, 34},   {"F16", 1, false, 64},
-                               {"BF16", 30, false, 64}, {"F32", 0, false, 128}};
+constexpr Format kFormats[] = {
+    {"Q4_0", 2, true, 144},  {"Q4_1", 3, true, 160},   {"Q5_0", 6, true, 176},
+    {"Q5_1", 7, true, 192},  {"Q8_0", 8, true, 272},   {"IQ4_NL", 20, true, 144},
+    {"Q2_K", 10, true, 84},  {"Q3_K", 11, true, 110},  {"Q4_K", 12, true, 144},
+    {"Q5_K", 13, true, 176}, {"Q6_K", 14, true, 210},  {"IQ4_XS", 23, true, 136},
+    {"F16", 1, false, 512},  {"BF16", 30, false, 512}, {"F32", 0, false, 1024}};
 constexpr int32_t kPrompt = 1;
 
 /// CPU time of this thread: others on the same core do not count.
@@ -178,7 +181,7 @@ struct Case {
 
 /// Packs the same random quants as often as there are matrices.
 uint8_t* pack_matrices(const Library& library, const Case& c, int64_t matrix_bytes) {
-  const int64_t source_bytes = c.num_outputs * c.num_inputs / 32 * c.format.block_bytes;
+  const int64_t source_bytes = c.num_outputs * c.num_inputs * c.format.block_bytes / 256;
   std::vector<uint8_t> source(static_cast<size_t>(source_bytes));
   for (uint8_t& byte : source) {
     byte = static_cast<uint8_t>(0x30 | (std::rand() & 0x0b));  // normal numbers, in every format
@@ -219,7 +222,7 @@ void measure(const Library& library, const Case& c, const Peaks& peaks) {
                       static_cast<double>(c.num_matrices * c.num_outputs * c.num_inputs);
   const double peak = c.format.blocks ? peaks.quantized_macs_s : peaks.float_macs_s;
   const double floor_s = std::max(static_cast<double>(bytes) / peaks.read_bytes_s, macs / peak);
-  std::printf("%-5s %4ld rows  %6.2f MB  %9.1f us  %6.1f GB/s  %6.1f GMAC/s  %3.0f%% of floor",
+  std::printf("%-6s %4ld rows  %6.2f MB  %9.1f us  %6.1f GB/s  %6.1f GMAC/s  %3.0f%% of floor",
               c.format.name, c.num_rows, static_cast<double>(bytes) / 1e6, time * 1e6,
               static_cast<double>(bytes) / time / 1e9, macs / time / 1e9, 100 * floor_s / time);
   std::printf("  prepare %.1f us\n", prepare_s * 1e6);
@@ -234,7 +237,7 @@ int main(int argc, char** argv) {
   }
   const Library library = open_library(argv[1]);
   const int64_t num_outputs = argc > 2 ? std::atoll(argv[2]) : 1536;
-  const int64_t num_inputs = argc > 3 ? std::atoll(argv[3]) : 576;
+  const int64_t num_inputs = argc > 3 ? std::atoll(argv[3]) : 768;
   const int64_t footprint = (argc > 4 ? std::atoll(argv[4]) : 84) << 20;
   if (library.request_tiles() == 0) {
     std::fprintf(stderr, "the system does not grant the tile registers\n");
@@ -249,6 +252,7 @@ int main(int argc, char** argv) {
   for (const Format& format : kFormats) {
     if (argc > 5 && std::strstr(argv[5], format.name) == nullptr) continue;
     const int64_t one = library.packed_bytes(format.type, num_outputs, num_inputs);
+    if (one < 0) continue;  // rows of num_inputs do not fill its blocks
     const int64_t copies = std::max(int64_t{1}, footprint / one);
     for (const int64_t num_rows : {1, 4, 8, 16, 32}) {
       measure(library, {format, num_outputs, num_inputs, num_rows, copies}, peaks);
