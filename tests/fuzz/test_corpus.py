@@ -36,7 +36,7 @@ def test_fuzzing_starts_from_sound_files(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_mutations_keep_the_promise_and_reach_both_ends(tmp_path: Path, target: str) -> None:
     rng, known = random.Random(1), words()
-    inputs = list(seeds(target).values())
+    inputs = [data for name, data in seeds(target).items() if name.startswith("seed-")]
     read = refused = 0
     for _ in range(300):
         try:
