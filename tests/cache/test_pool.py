@@ -86,6 +86,30 @@ def test_deepest_page_is_evicted_first_and_the_least_recently_used_chain_before_
     assert evicted == [new[2], new[1], old[2], old[1], old[0], new[0]]
 
 
+def test_pages_left_behind_a_window_are_evicted_before_all_others_the_deepest_first():
+    pool = PagePool(6, 16)
+    evicted = []
+    pool.on_evict = evicted.append
+    left, whole = pool.allocate(3), pool.allocate(3)
+    for page in (*left, *whole):
+        pool.keep(page)
+    pool.release(whole)
+    for page in left:
+        pool.leave_behind(page)
+    pool.allocate(6)
+    assert evicted == [left[2], left[1], left[0], whole[2], whole[1], whole[0]]
+
+
+def test_page_left_behind_by_one_stays_another_s():
+    pool = PagePool(2, 16)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.leave_behind(pages[0])
+    pool.check([pages])
+    pool.leave_behind(pages[0])
+    assert states(pool) == (2, 0, 0)
+
+
 def test_evicted_page_is_no_longer_kept():
     pool = PagePool(1, 16)
     pages = pool.allocate(1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from hashlib import sha256
 
 import pytest
 
 from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.request import NO_PAGE
 
 PAGE_SIZE = 4
 
@@ -134,3 +136,85 @@ def test_strict_mode_gives_a_request_no_page_for_what_it_generated():
     pages = cache.compute(range(12))
     assert cache.match(range(13)) == pages
     assert cache.match(range(13), num_prompt=6) == pages[:1]
+
+
+class WindowCache:
+    """An index over groups, and one sequence whose pages are all computed; any may be evicted."""
+
+    def __init__(self, windows, tokens):
+        num_pages = len(tokens) // PAGE_SIZE
+        self.tokens = tokens
+        self.pool = PagePool(len(windows) * num_pages, PAGE_SIZE, windows)
+        self.index = PrefixIndex(self.pool)
+        self.chain = self.index.chain(b"")
+        self.chain.extend(tokens, num_pages)
+        self.pages = [self.pool.allocate(num_pages) for _ in windows]
+        for place, key in enumerate(self.chain.keys):
+            self.index.insert(key, [pages[place] for pages in self.pages])
+
+    def evict(self, pages):
+        """Evict pages, whatever the order of their last use."""
+        for page in pages:
+            self.pool.leave_behind(page)
+            self.pool.allocate(1)
+
+    def match(self):
+        return self.index.match(self.index.chain(b""), [*self.tokens, 99], len(self.tokens) + 1)
+
+
+def test_hit_needs_no_pages_behind_the_window():
+    cache = WindowCache((None, 6), range(16))
+    cache.evict(cache.pages[1][:2])
+    hit = cache.match()
+    assert hit.pages == [cache.pages[0], [NO_PAGE, NO_PAGE, *cache.pages[1][2:]]]
+    assert (hit.num_places, hit.num_known) == (4, 4)
+
+
+def test_hit_ends_where_the_window_is_still_filled():
+    cache = WindowCache((None, 6), range(20))
+    cache.evict(cache.pages[1][3:4])
+    hit = cache.match()
+    assert hit.pages == [cache.pages[0][:3], [NO_PAGE, *cache.pages[1][1:3]]]
+    assert (hit.num_places, hit.num_known) == (3, 5)
+
+
+def test_no_window_makes_up_for_a_page_that_everything_behind_it_sees():
+    cache = WindowCache((None, 6), range(16))
+    cache.evict(cache.pages[0][:1])
+    assert cache.match().pages == [[], []]
+
+
+def test_window_alone_needs_only_its_last_pages():
+    cache = WindowCache((5,), range(16))
+    cache.evict(cache.pages[0][:3])
+    assert cache.match().pages == [[NO_PAGE, NO_PAGE, NO_PAGE, cache.pages[0][3]]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_longest_hit_is_found_whatever_was_evicted(seed):
+    rng = random.Random(seed)
+    windows = rng.choice([(None,), (3,), (None, 5), (None, 9, 9), (4, 13), (None, None, 6)])
+    cache = WindowCache(windows, range(40))
+    known = [{*range(10)} for _ in windows]
+    for group, pages in enumerate(cache.pages):
+        for place in rng.sample(range(10), rng.choice((0, 1, 1, 2, 5))):
+            known[group].discard(place)
+            cache.evict([pages[place]])
+
+    def needed(window, num_places):
+        lowest = 0 if window is None else max(0, num_places * PAGE_SIZE + 1 - window)
+        return set(range(lowest // PAGE_SIZE, num_places))
+
+    expected = max(
+        length
+        for length in range(11)
+        if all(needed(window, length) <= known[g] for g, window in enumerate(windows))
+    )
+    hit = cache.match()
+    assert hit.num_places == expected
+    for group, window in enumerate(windows):
+        places = needed(window, expected)
+        assert hit.pages[group] == [
+            cache.pages[group][place] if place in places else NO_PAGE for place in range(expected)
+        ]
+    cache.index.check()

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from support.machine import SchedulerMachine
-from twostroke.cache import PagePool, PrefixChain, PrefixIndex
+from twostroke.cache import PageGroups, PagePool, PrefixChain, PrefixHit, PrefixIndex
+from twostroke.core.request import NO_PAGE
 from twostroke.schedule import Scheduler
+from twostroke.schedule.holdings import Holdings
 
 SETTINGS = settings(
     max_examples=300,
@@ -141,6 +143,77 @@ class StarvesTheFirst(Scheduler):
             self._running.sort(key=lambda ticket: ticket.rank)
 
 
+class SeesTooLittle(PageGroups):
+    """A row's own position does not count among those of its window, so pages go too early."""
+
+    def first_seen(self, num_computed):
+        return super().first_seen(num_computed + 1)
+
+
+class ShortWindows(PagePool):
+    def __init__(self, num_pages, page_size, windows=(None,)):
+        super().__init__(num_pages, page_size, windows)
+        self.groups = SeesTooLittle(page_size, windows)
+
+
+class OneGroupCounts(PageGroups):
+    """What a request needs is counted as if all groups shared their pages."""
+
+    def most_tokens(self, num_pages, limit, num_rows=1):
+        return super().most_tokens(num_pages * len(self.windows), limit, num_rows)
+
+
+class TooFewPages(PagePool):
+    def __init__(self, num_pages, page_size, windows=(None,)):
+        super().__init__(num_pages, page_size, windows)
+        self.groups = OneGroupCounts(page_size, windows)
+
+
+class OverlooksAMissingPage(PrefixIndex):
+    """A hit needs the pages of the first group only; another page stands in for a missing one."""
+
+    def match(self, chain, tokens, num_prompt):
+        super().match(chain, tokens, num_prompt)
+        keys = chain.keys[: self.num_reusable(len(tokens) - 1, num_prompt)]
+        num_places = next((i for i, key in enumerate(keys) if key not in self._pages[0]), len(keys))
+        firsts = self._pool.groups.first_seen(num_places * self._pool.page_size)
+        pages = []
+        for known, first in zip(self._pages, firsts, strict=True):
+            found = [known.get(key, self._pages[0][key]) for key in keys[first:num_places]]
+            pages.append([NO_PAGE] * first + found)
+        return PrefixHit(pages, num_places)
+
+
+class MixesUpGroups(PrefixIndex):
+    """A page is known by its tokens alone, whichever layers' keys and values it holds."""
+
+    def __init__(self, pool, *, reuse_generated=True):
+        super().__init__(pool, reuse_generated=reuse_generated)
+        self._pages = [self._pages[0]] * len(self._pages)
+
+
+class KeepsAllPages(Scheduler):
+    """Nothing is given back before the end."""
+
+    def _settle(self, ticket):
+        self._prefixes.publish(ticket)
+
+
+class ForgetsToGiveBack(Holdings):
+    """A page behind a window is forgotten, and its reference stays."""
+
+    def leave_behind(self, ticket):
+        firsts = self._groups.first_seen(ticket.request.num_computed)
+        for pages, first in zip(ticket.request.pages, firsts, strict=True):
+            pages[:first] = [NO_PAGE] * first
+
+
+class LeaksBehindWindows(Scheduler):
+    def __init__(self, config, pool, index, policy, clock):
+        super().__init__(config, pool, index, policy, clock)
+        self._holdings = ForgetsToGiveBack(pool, config.token_budget)
+
+
 FAULTS = {
     FreesWhatIsShared: "pool_class",
     LeaksAPage: "pool_class",
@@ -153,6 +226,12 @@ FAULTS = {
     CountsTooEarly: "scheduler_class",
     LosesTheVictim: "scheduler_class",
     StarvesTheFirst: "scheduler_class",
+    ShortWindows: "pool_class",
+    TooFewPages: "pool_class",
+    OverlooksAMissingPage: "index_class",
+    MixesUpGroups: "index_class",
+    KeepsAllPages: "scheduler_class",
+    LeaksBehindWindows: "scheduler_class",
 }
 
 
@@ -172,7 +251,17 @@ def test_planted_fault_is_caught(fault):
 
 @pytest.mark.parametrize(
     "fault",
-    [FreesWhatIsShared, HandsOutTwice, RemembersTheEvicted, Unsalted, Unchained, CountsTooEarly],
+    [
+        FreesWhatIsShared,
+        HandsOutTwice,
+        RemembersTheEvicted,
+        Unsalted,
+        Unchained,
+        CountsTooEarly,
+        ShortWindows,
+        OverlooksAMissingPage,
+        MixesUpGroups,
+    ],
     ids=lambda fault: fault.__name__,
 )
 def test_tokens_alone_betray_wrong_pages(fault):
@@ -181,7 +270,7 @@ def test_tokens_alone_betray_wrong_pages(fault):
 
 
 def test_reuse_of_generated_pages_is_caught_where_rows_are_computed_differently():
-    assert catches(is_strict=False)
+    assert catches(is_strict=False, windows=(None,))
 
 
 def test_nothing_is_caught_where_nothing_is_wrong():

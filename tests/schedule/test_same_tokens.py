@@ -6,8 +6,8 @@ import random
 from collections import Counter
 
 from support.fake_model import FakeModel, expected_output
-from support.requests import random_request
-from twostroke.cache import PagePool, PrefixIndex
+from support.requests import random_request, random_windows
+from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
 
 ROOM = 48
@@ -16,9 +16,10 @@ NUM_SCHEDULES = 400
 
 def random_scheduler(rng):
     page_size = rng.choice((1, 4, 8, 16))
-    num_pages = -(-ROOM // page_size) * rng.randint(1, 4)
-    pool = PagePool(num_pages, page_size)
-    model = FakeModel(num_pages, page_size, two_arithmetics=rng.random() < 0.5)
+    windows = random_windows(rng)
+    num_pages = PageGroups(page_size, windows).num_needed(ROOM) * rng.randint(1, 4)
+    pool = PagePool(num_pages, page_size, windows)
+    model = FakeModel(num_pages, page_size, windows, two_arithmetics=rng.random() < 0.5)
     reuse_generated = not model.two_arithmetics
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if rng.random() < 0.8 else None
     max_running = rng.randint(1, 12)
@@ -50,7 +51,7 @@ def test_tokens_do_not_depend_on_the_schedule():
         for turn in range(3):
             turn_requests = [random_request(rng, f"{turn}-{i}", ROOM, requests) for i in range(8)]
             expected = [
-                expected_output(request, ROOM, two_arithmetics=model.two_arithmetics)
+                expected_output(request, ROOM, model.windows, two_arithmetics=model.two_arithmetics)
                 for request in turn_requests
             ]
             serve(scheduler, model, turn_requests, rng)
@@ -62,5 +63,7 @@ def test_tokens_do_not_depend_on_the_schedule():
         assert stats.num_referenced_pages == 0
         counts["preempted"] += stats.num_preemptions > 0
         counts["hit"] += stats.num_hit_tokens > 0
+        counts["hit behind a window"] += stats.num_hit_tokens > 0 and model.windows != (None,)
     assert counts["preempted"] > NUM_SCHEDULES // 10
     assert counts["hit"] > NUM_SCHEDULES // 2
+    assert counts["hit behind a window"] > NUM_SCHEDULES // 4

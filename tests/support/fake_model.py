@@ -1,22 +1,27 @@
 """A model that costs nothing, and whose tokens tell whether every page was what it should be.
 
-Its memory holds one number a slot, a hash of the slot's token and of the slot before, as real keys
-and values depend on all tokens before them. The next token is a hash of all numbers read back
-through the request's pages. A page that was freed too early, shared wrongly, or not computed
-changes the tokens. `expected_output` says what they must be, without any pages.
+Its memory holds one number a slot, in each cache group another. A row's numbers are hashes of its
+token and of what it sees: in a group with a window all numbers within it, else the number before,
+which depends on all before that, as real keys and values do. The next token is a hash of all
+numbers that the last row sees, read back through the request's pages. A page that was freed too
+early, shared wrongly, or not computed changes the tokens. `expected_output` says what they must
+be, without any pages.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import FinishReason
+from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.core.step import StepResult
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
+
+    Windows = tuple[int | None, ...]
 
 VOCAB_SIZE = 50
 END = 0
@@ -28,61 +33,85 @@ class FakeModel:
     `two_arithmetics` computes prompt rows and generated rows differently, as some backends do.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, two_arithmetics: bool = False) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        windows: Windows = (None,),
+        *,
+        two_arithmetics: bool = False,
+    ) -> None:
         self.two_arithmetics = two_arithmetics
+        self.windows = windows
         self._page_size = page_size
-        self._slots = [[-1] * page_size for _ in range(num_pages)]
+        self._slots = [-1] * (num_pages * page_size)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan's rows, then draw; in reverse, so that no slice can lean on another."""
-        written: set[tuple[int, int]] = set()
+        written: set[int] = set()
         for piece in reversed(plan.slices):
             self._write(piece, written)
         tokens = [self._draw(piece) for piece in plan.slices if piece.samples]
         return StepResult(tokens, [None] * len(tokens))
 
-    def _write(self, piece: Slice, written: set[tuple[int, int]]) -> None:
-        request, size = piece.request, self._page_size
+    def _write(self, piece: Slice, written: set[int]) -> None:
+        request = piece.request
         assert piece.count > 0, "an empty slice"
         assert piece.start == request.num_computed, "a slice that does not continue"
-        state = _begin(request.salt)
-        if piece.start:
-            state = self._slots[request.pages[0][(piece.start - 1) // size]][
-                (piece.start - 1) % size
-            ]
         for at in range(piece.start, piece.start + piece.count):
+            seen = [
+                [self._slots[slot] for slot in self._slots_of(request, group, first, at)]
+                for group, first in enumerate(_first_read(self.windows, at))
+            ]
             is_output = self.two_arithmetics and at >= request.num_prompt
-            state = hash((state, request.tokens[at], is_output))
-            page, slot = request.pages[0][at // size], at % size
-            assert (page, slot) not in written, "two rows write one slot"
-            written.add((page, slot))
-            self._slots[page][slot] = state
+            for group, number in enumerate(_numbers(request, request.tokens[at], is_output, seen)):
+                (slot,) = self._slots_of(request, group, at, at + 1)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self._slots[slot] = number
 
     def _draw(self, piece: Slice) -> int:
-        request, size = piece.request, self._page_size
+        request = piece.request
         end = piece.start + piece.count
         assert end == len(request.tokens), "a token is drawn from the middle of a request"
-        states: list[int] = []
-        for page in request.pages[0][: -(-end // size)]:
-            states.extend(self._slots[page])
-        return _choose(states[:end], request.seed)
+        seen = [
+            self._slots[slot]
+            for group, first in enumerate(_first_seen(self.windows, end - 1))
+            for slot in self._slots_of(request, group, first, end)
+        ]
+        return _choose(seen, request.seed)
+
+    def _slots_of(self, request: Request, group: int, first: int, end: int) -> list[int]:
+        """Return where a group's numbers of the positions `first` to `end` - 1 lie."""
+        pages, size = request.pages[group], self._page_size
+        slots = []
+        for at in range(first, end):
+            page = pages[at // size]
+            assert page != NO_PAGE, "a page that is read was given back"
+            slots.append(page * size + at % size)
+        return slots
 
 
 def expected_output(
-    request: Request, max_len: int, *, two_arithmetics: bool = False
+    request: Request, max_len: int, windows: Windows = (None,), *, two_arithmetics: bool = False
 ) -> tuple[list[int], FinishReason]:
     """What the fake model must generate for a new request that may grow to `max_len` tokens."""
     tokens = list(request.tokens)
-    states: list[int] = []
+    numbers: list[list[int]] = [[] for _ in windows]
     params = request.params
     if params.max_tokens is not None:
         max_len = min(max_len, len(tokens) + params.max_tokens)
     while True:
-        for at in range(len(states), len(tokens)):
-            before = states[-1] if states else _begin(request.salt)
+        for at in range(len(numbers[0]), len(tokens)):
+            first_read = _first_read(windows, at)
+            seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
             is_output = two_arithmetics and at >= request.num_prompt
-            states.append(hash((before, tokens[at], is_output)))
-        tokens.append(_choose(states, request.seed))
+            row = _numbers(request, tokens[at], is_output, seen)
+            for known, number in zip(numbers, row, strict=True):
+                known.append(number)
+        first_seen = _first_seen(windows, len(tokens) - 1)
+        last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
+        tokens.append(_choose(last, request.seed))
         output = tokens[request.num_prompt :]
         if output[-1] in request.end_ids and len(output) > params.min_tokens:
             return output, FinishReason.STOP
@@ -90,9 +119,27 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
+def _first_seen(windows: Windows, at: int) -> list[int]:
+    """The first position that a row sees, a group."""
+    return [0 if window is None else max(0, at + 1 - window) for window in windows]
+
+
+def _first_read(windows: Windows, at: int) -> list[int]:
+    """The first position whose number goes into a row's own."""
+    first_seen = zip(windows, _first_seen(windows, at), strict=True)
+    return [max(0, at - 1) if window is None else first for window, first in first_seen]
+
+
+def _numbers(request: Request, token: int, is_output: bool, seen: list[list[int]]) -> list[int]:
+    """A row's number in each group."""
+    state = hash((_begin(request.salt), token, is_output, *map(tuple, seen)))
+    return [hash((state, group)) for group in range(len(seen))]
+
+
+@cache
 def _begin(salt: bytes) -> int:
     return int.from_bytes(sha256(salt).digest()[:7])
 
 
-def _choose(states: list[int], seed: int) -> int:
-    return hash((seed, *states)) % VOCAB_SIZE
+def _choose(numbers: list[int], seed: int) -> int:
+    return hash((seed, *numbers)) % VOCAB_SIZE

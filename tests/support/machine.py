@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from support.fake_model import FakeModel, expected_output
-from support.requests import random_request
-from twostroke.cache import PagePool, PrefixIndex
+from support.requests import random_request, random_windows
+from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.core.errors import OverloadedError
-from twostroke.core.request import FinishReason
+from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
 from twostroke.schedule.holdings import held
 
@@ -29,14 +30,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     `counts` adds up, over all runs of a class, how often each operation was done: one add, one
     cancel, one step are one operation each, however many of them a rule does.
-    The classes of the parts can be replaced to plant faults; without `does_check` only the tokens
-    and the parts' own assertions can find them.
+    The classes of the parts can be replaced to plant faults, and `windows` be given; `is_strict`
+    says whether pages of generated rows, computed differently, are kept apart. Without `does_check`
+    only the tokens and the parts' own assertions can find a fault.
     """
 
     pool_class: ClassVar[type[PagePool]] = PagePool
     index_class: ClassVar[type[PrefixIndex]] = PrefixIndex
     scheduler_class: ClassVar[type[Scheduler]] = Scheduler
     is_strict: ClassVar[bool | None] = None
+    windows: ClassVar[tuple[int | None, ...] | None] = None
     does_check: ClassVar[bool] = True
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -54,16 +57,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         page_size = rng.choice((1, 1, 3, 4, 8))
         max_running = rng.choice((1, 3, 8))
-        self.pool = self.pool_class(max(num_pages, -(-12 // page_size)), page_size)
-        two_arithmetics = rng.random() < 0.5
+        windows = self.windows or random_windows(rng)
+        num_pages = max(num_pages * len(windows), PageGroups(page_size, windows).num_needed(12))
+        self.pool = self.pool_class(num_pages, page_size, windows)
+        two_arithmetics = rng.random() < 0.5 or self.is_strict is not None
         reuse_generated = not (two_arithmetics if self.is_strict is None else self.is_strict)
         self.index = None
-        if rng.random() < 0.8:
+        if rng.random() < 0.8 or self.is_strict is not None:
             self.index = self.index_class(self.pool, reuse_generated=reuse_generated)
-        self.model = FakeModel(self.pool.num_pages, page_size, two_arithmetics=two_arithmetics)
-        self.room = min(48, self.pool.num_pages * page_size)
+        self.model = FakeModel(num_pages, page_size, windows, two_arithmetics=two_arithmetics)
+        self.room = PageGroups(page_size, windows).most_tokens(num_pages, 48)
         config = SchedulerConfig(
-            context_length=self.room,
+            context_length=48,
             max_running=max_running,
             token_budget=max_running + rng.choice((0, 1, 5, 40)),
             max_waiting_requests=30,
@@ -84,7 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_added += 1
             request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
             output, reason = expected_output(
-                request, self.room, two_arithmetics=self.model.two_arithmetics
+                request,
+                self.room,
+                self.model.windows,
+                two_arithmetics=self.model.two_arithmetics,
             )
             try:
                 self.scheduler.add(request)
@@ -202,5 +210,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts[operation] += 1
         if self.does_check:
             self.scheduler.check()
+            self.check_pages()
             if self.index is not None:
                 self.index.check()
+
+    def check_pages(self) -> None:
+        """Between steps each running request holds the pages that its next rows see, no others."""
+        if self.flight is not None:
+            return
+        for request, _, _ in self.live.values():
+            for pages, window in zip(request.pages, self.model.windows, strict=False):
+                lowest = request.num_computed + 1 - (window or sys.maxsize)
+                for place, page in enumerate(pages):
+                    last = (place + 1) * self.pool.page_size - 1
+                    assert (page != NO_PAGE) == (last >= lowest), "held, and not seen, or not held"
+                    self.counts["empty places"] += page == NO_PAGE

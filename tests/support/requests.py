@@ -41,6 +41,14 @@ def make_request(
     )
 
 
+def random_windows(rng: random.Random) -> tuple[int | None, ...]:
+    """How far the rows of each cache group see: often everything, in groups of several kinds."""
+    if rng.random() < 0.4:
+        return (None,)
+    near, far = rng.randint(1, 7), rng.randint(5, 30)
+    return rng.choice([(near,), (None, near), (None, far, far), (near, far), (None, None, near)])
+
+
 def random_request(
     rng: random.Random, request_id: str, room: int, earlier: list[Request]
 ) -> Request:

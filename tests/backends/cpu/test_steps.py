@@ -8,6 +8,7 @@ import numpy as np
 
 from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import PageTables, StepArrays
+from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
 
 
@@ -32,6 +33,17 @@ def test_pages_after_a_preemption_replace_all():
     request.num_preemptions += 1
     assert tables.place(request) == row
     assert tables.array[row, 0, :3].tolist() == [4, 3, 9]
+
+
+def test_each_cache_group_has_its_part_of_a_row():
+    tables, requests = PageTables(2, 4), [make_request(5, [7, 3], [1, 2]) for _ in range(20)]
+    rows = [tables.place(request) for request in requests]
+    requests[-1].pages = [[7, 3, 9], [NO_PAGE, 2, 8]]
+    assert tables.place(requests[-1]) == rows[-1]
+    flat = tables.array.ravel()  # what the library reads
+    assert tables.address == flat.ctypes.data
+    parts = [flat[(rows[-1] * 2 + group) * tables.stride :][:3] for group in range(2)]
+    assert [parts[0].tolist(), parts[1][1:].tolist()] == [[7, 3, 9], [2, 8]]
 
 
 def test_a_row_is_used_again_only_after_its_request_is_forgotten():

@@ -1,0 +1,124 @@
+"""Models whose layers see near or far: the same tokens, on a bounded number of pages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.core.request import NO_PAGE, Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan, StepResult
+from twostroke.models import WindowSpec, build_program
+from twostroke.program import CacheLayer, Program
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.core.step import TokenLogprobs
+
+WINDOW = 20
+CONTEXT = 500
+NUM_PAGES = 300
+
+
+class RowByRow(ReferenceBackend):
+    """Computes one row at a time, so that no library's order of additions depends on a chunk."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for part in plan.slices:
+            end = part.start + part.count
+            for at in range(part.start, end):
+                row = Slice(part.request, at, 1, part.samples and at + 1 == end)
+                result = super().run(StepPlan((row,)))
+                tokens += result.tokens
+                logprobs += result.logprobs
+        return StepResult(tokens, logprobs)
+
+
+def backend(folder: Path, slides: tuple[bool, ...], num_pages: int = NUM_PAGES) -> RowByRow:
+    """Return a tiny model in whose layers rows see `WINDOW` positions where `slides` says so."""
+    sizes = Tiny(num_layers=len(slides), hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1)
+    loaded = load_path(write_tiny_gguf(folder / "tiny.gguf", sizes))
+    spec = replace(loaded.spec, window=WindowSpec(WINDOW, slides))
+    return RowByRow(build_program(spec), loaded.tensors, num_pages, 16)
+
+
+@pytest.mark.parametrize(
+    ("slides", "num_groups"), [((True, False, True), 3), ((True, True), 1)], ids=["some", "all"]
+)
+def test_tokens_do_not_depend_on_the_schedule(
+    tmp_path: Path, slides: tuple[bool, ...], num_groups: int
+) -> None:
+    model = backend(tmp_path, slides)
+    assert len(model.facts.windows) == num_groups
+    chance = random.Random(1)
+    requests = random_requests(chance, 12, vocab_size=280, longest=80, most_output=40)
+    fewest = PageGroups(16, model.facts.windows).num_needed(120)
+    settings = [Setting.chosen_by(chance, fewest, 2 * fewest) for _ in range(3)]
+    crowded = Setting(fewest, 64, 32, prefix_cache=True, policy=Continuous())
+    expected, _ = run_schedule(
+        model, settings[0].alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
+    )
+    num_preemptions = num_cached = 0
+    for setting in [*settings, crowded]:
+        again = [fresh(r) for r in chance.sample(requests, len(requests))]
+        answers, count = run_schedule(model, setting, again, CONTEXT)
+        assert answers == expected, setting
+        num_preemptions += count
+        num_cached += sum(r.num_cached for r in again)
+    assert num_preemptions > 0 or None not in model.facts.windows, "where all slide, none grow"
+    assert num_cached > 0
+
+
+def test_a_long_answer_holds_a_bounded_number_of_pages_behind_its_window(tmp_path: Path) -> None:
+    """Gemma 3's pattern: five layers with a window, and one that sees everything."""
+    model = backend(tmp_path, (True,) * 5 + (False,))
+    windows = model.facts.windows
+    assert windows == (None,) + (WINDOW,) * 5
+    pool = PagePool(NUM_PAGES, 16, windows)
+    config = SchedulerConfig(CONTEXT)
+    scheduler = Scheduler(config, pool, PrefixIndex(pool), Continuous())
+    params = SamplingParams(max_tokens=400, temperature=0.0)
+    request = Request("long", list(range(40)), 40, params, seed=0)
+    scheduler.add(request)
+    most = [0] * len(windows)
+    while plan := scheduler.plan():
+        held = [sum(page != NO_PAGE for page in pages) for pages in request.pages]
+        most = [max(pair) for pair in zip(most, held, strict=True)]
+        scheduler.commit(plan, model.run(plan))
+    assert request.num_output == 400
+    assert most == [28] + [3] * 5, "the window and the row itself lie on at most 3 pages"
+    [again] = [Request("again", request.tokens[:-1], 439, replace(params, max_tokens=1), seed=0)]
+    scheduler.add(again)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert scheduler.commit(plan, model.run(plan))[0].tokens == (request.tokens[-1],)
+    assert again.num_cached == 432
+
+
+def test_gemma_3_270m_needs_less_than_a_quarter_of_the_memory_at_8192_tokens() -> None:
+    """Its 15 layers with a window of 512 and 3 without, one head of 256 for keys, in float16."""
+    windows = [None if layer % 6 == 5 else 512 for layer in range(18)]
+    program = Program("gemma", (), tuple(CacheLayer(1, 256, w) for w in windows), 262144, 32768)
+    groups = PageGroups(16, tuple(group.window for group in program.cache_groups))
+    everything = 8192 * sum(layer.bytes_per_token(2) for layer in program.cache_layers)
+    decoding = groups.num_needed(8192) * program.page_bytes(16)
+    prefilling = groups.num_needed(8192, 256) * program.page_bytes(16)
+    print(
+        f"\n8192 tokens: {everything / 1e6:.1f} MB without windows, {decoding / 1e6:.1f} MB while "
+        f"decoding, {prefilling / 1e6:.1f} MB while prefilling 256 tokens a step"
+    )
+    assert everything == 8192 * 18 * 1024
+    assert decoding < 0.23 * everything
+    assert prefilling < 0.25 * everything
