@@ -27,7 +27,7 @@ class Cache:
         chain.extend(tokens, num_pages)
         pages = self.pool.allocate(-(-len(tokens) // PAGE_SIZE))
         for key, page in zip(chain.keys, pages, strict=False):
-            self.index.insert(key, [page])
+            self.index.insert(0, key, page)
         return pages
 
     def match(self, tokens, salt=b"", num_prompt=None):
@@ -149,8 +149,9 @@ class WindowCache:
         self.chain = self.index.chain(b"")
         self.chain.extend(tokens, num_pages)
         self.pages = [self.pool.allocate(num_pages) for _ in windows]
-        for place, key in enumerate(self.chain.keys):
-            self.index.insert(key, [pages[place] for pages in self.pages])
+        for group, pages in enumerate(self.pages):
+            for key, page in zip(self.chain.keys, pages, strict=True):
+                self.index.insert(group, key, page)
 
     def evict(self, pages):
         """Evict pages, whatever the order of their last use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from twostroke.core.errors import UsageError
 
@@ -16,12 +16,16 @@ class PageGroups:
     group as in another. A row at position p with a window w reads the positions above p - w, its
     own included; in a group with a window, a place is empty once no row to come reads its page.
 
+    Attributes:
+        has_windows: whether any group has one; where none has, nothing is ever left behind.
+
     Raises:
         UsageError: no group, or a window or page size below 1.
     """
 
     page_size: int
     windows: tuple[int | None, ...] = (None,)
+    has_windows: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Refuse what could hold nothing."""
@@ -29,6 +33,8 @@ class PageGroups:
             raise UsageError(f"A window must be at least 1 token: {self.windows}.")
         if self.page_size < 1:
             raise UsageError(f"A page must hold at least 1 token, not {self.page_size}.")
+        has_windows = any(window is not None for window in self.windows)
+        object.__setattr__(self, "has_windows", has_windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
         """Return, for each group, the first place whose page rows from `num_computed` on read."""
@@ -67,6 +73,8 @@ class PageGroups:
         `num_rows` a step; pages that it will have left behind by then are not counted.
         """
         growth = max(1, -(-num_tokens // self.page_size) - num_places)
+        if not self.has_windows:
+            return growth * len(self.windows)
         num_rows = max(1, min(num_rows, num_tokens - num_computed))
         total = 0
         for window, first in zip(self.windows, self.first_seen(num_computed), strict=True):

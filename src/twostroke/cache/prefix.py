@@ -106,29 +106,29 @@ class PrefixIndex:
         num_pages = self.num_reusable(len(tokens) - 1, num_prompt)
         chain.extend(tokens, num_pages)
         keys = chain.keys[:num_pages]
-        windows = self._pool.groups.windows
-        runs = {
-            group: _leading(known, keys)
-            for group, known in enumerate(self._pages)
-            if windows[group] is None
-        }
-        num_known = min(map(len, runs.values()), default=num_pages)
+        groups = self._pool.groups
+        runs = [
+            _leading(known, keys)
+            for known, window in zip(self._pages, groups.windows, strict=True)
+            if window is None
+        ]
+        num_known = min(map(len, runs), default=num_pages)
+        if not groups.has_windows:
+            return PrefixHit([run[:num_known] for run in runs], num_known)
         num_places = self._num_reachable(keys, num_known)
-        first = self._pool.groups.first_seen(num_places * self._pool.page_size)
         pages = [
-            runs[group][:num_places]
-            if group in runs
-            else [NO_PAGE] * first[group] + [known[key] for key in keys[first[group] : num_places]]
-            for group, known in enumerate(self._pages)
+            [NO_PAGE] * first + [known[key] for key in keys[first:num_places]]
+            for known, first in zip(
+                self._pages, groups.first_seen(num_places * groups.page_size), strict=True
+            )
         ]
         return PrefixHit(pages, num_known if runs else num_places)
 
-    def insert(self, key: bytes, pages: Sequence[int]) -> None:
-        """Offer full, computed, referenced pages, one a group, for their key."""
-        for group, page in enumerate(pages):
-            if self._pages[group].setdefault(key, page) == page:
-                self._keys[page] = (group, key)
-                self._pool.keep(page)
+    def insert(self, group: int, key: bytes, page: int) -> None:
+        """Offer a full, computed, referenced page as the one of a group for `key`."""
+        if self._pages[group].setdefault(key, page) == page:
+            self._keys[page] = (group, key)
+            self._pool.keep(page)
 
     def check(self) -> None:
         """Assert that keys and pages are one to one and that the pool keeps just these pages."""
@@ -145,8 +145,6 @@ class PrefixIndex:
         """Return at how many of the first `num_places` every window is filled with known pages."""
         groups = self._pool.groups
         sliding = [g for g, window in enumerate(groups.windows) if window is not None]
-        if not sliding:
-            return num_places
         first = groups.first_seen(num_places * groups.page_size)
         place = num_places
         while place > min(first[group] for group in sliding):

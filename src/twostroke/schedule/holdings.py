@@ -40,7 +40,7 @@ class Holdings:
         return num_places
 
     def leave_behind(self, ticket: Ticket) -> None:
-        """Give back what no row to come reads.
+        """Give back what no row to come reads, and note when there will be more.
 
         The pages that a request with the same beginning would look for, as this one has, age like
         any; the others are the first to be evicted.
@@ -58,10 +58,7 @@ class Holdings:
                     self._pool.release([page])
                 else:
                     self._pool.leave_behind(page)
-
-    def next_behind(self, request: Request) -> int:
-        """Return the `num_computed` from which there is something to leave behind again."""
-        return self._groups.next_behind(request.num_computed)
+        ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_computed))
 
     def give_back(self, request: Request) -> None:
         """Release all pages of a request; the deepest will be evicted first."""

@@ -69,7 +69,8 @@ class Prefixes:
         ticket.chain.extend(request.tokens, num_full)
         for i in range(ticket.num_published, num_full):
             key = ticket.chain.keys[i]
-            self._index.insert(key, [pages[i] for pages in request.pages])
+            for group, pages in enumerate(request.pages):
+                self._index.insert(group, key, pages[i])
             self._drop_claim(key, ticket)
         ticket.num_published = num_full
         ticket.publish_at = (request.num_computed // self._page_size + 1) * self._page_size

@@ -319,7 +319,7 @@ class Scheduler:
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached
         self._prefixes.start(ticket)
-        ticket.due_at = min(ticket.publish_at, self._holdings.next_behind(request))
+        self._settle(ticket)
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
@@ -340,10 +340,11 @@ class Scheduler:
         self._holdings.give_back(ticket.request)
 
     def _settle(self, ticket: Ticket) -> None:
-        """Publish the pages that are full, and give back those that lie behind a window."""
+        """Publish pages that are full, give back those behind a window; says when it is due again."""
         self._prefixes.publish(ticket)
-        self._holdings.leave_behind(ticket)
-        ticket.due_at = min(ticket.publish_at, self._holdings.next_behind(ticket.request))
+        ticket.due_at = ticket.publish_at
+        if self._pool.groups.has_windows:
+            self._holdings.leave_behind(ticket)
 
     def _sweep(self) -> None:
         """Take the pages of running requests that have ended."""
