@@ -340,7 +340,7 @@ class Scheduler:
         self._holdings.give_back(ticket.request)
 
     def _settle(self, ticket: Ticket) -> None:
-        """Publish pages that are full, give back those behind a window; says when it is due again."""
+        """Publish pages that are full, give back those behind a window; note when more are due."""
         self._prefixes.publish(ticket)
         ticket.due_at = ticket.publish_at
         if self._pool.groups.has_windows:
