@@ -158,6 +158,12 @@ def test_only_the_first_stretch_gets_a_space_where_the_file_says_so(tmp_path: Pa
     assert texts == ["\u2581hello", "</s>", "h", "e", "ll", "o"]
 
 
+def test_a_metaspace_decoder_takes_the_first_space_away(tmp_path: Path) -> None:
+    decoder = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+    tokenizer = _load(tmp_path, _sentencepiece(decoder=decoder))
+    assert tokenizer.decode(tokenizer.encode("hello hello")) == "hello hello"
+
+
 def test_files_beside_it_name_ends_and_templates(tmp_path: Path) -> None:
     tokenizer = _load(
         tmp_path,
@@ -197,6 +203,8 @@ def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
         ({}, {"vocab": {"a": -1}, "merges": []}, "token ids"),
         ({"normalizer": {"type": "Precompiled"}}, {}, "normalizer 'Precompiled' is not known"),
         ({"pre_tokenizer": {"type": "Sequence"}}, {}, "damaged"),
+        ({"decoder": {"type": "WordPiece"}}, {}, "decoder 'WordPiece' is not known"),
+        ({"post_processor": {"type": "BertProcessing"}}, {}, "post-processor 'BertProcessing'"),
         (
             {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}},
             {},

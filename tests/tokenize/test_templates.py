@@ -190,6 +190,12 @@ def test_text_parts_are_joined() -> None:
     )
 
 
+def test_parts_arrive_as_they_are_where_the_template_walks_over_them() -> None:
+    source = "{% for p in messages[0]['content'] %}{{ p.type }}:{{ p['text'] | trim }};{% endfor %}"
+    parts = [{"type": "text", "text": " a"}, {"type": "text", "text": "b"}]
+    assert _render(source, messages=[{"role": "user", "content": parts}]) == "text:a;text:b;"
+
+
 def test_the_clock_is_the_callers() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2025, 3, 4))
     assert template.render(HI).text == "04 Mar 2025"

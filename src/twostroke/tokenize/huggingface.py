@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 256 * 1024**2
 _MAX_IDS = 1 << 24  # far above any vocabulary: there is one text for each id
+_DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Options of the format that no language model sets, and that would change the ids.
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -74,10 +75,11 @@ def _build(
     try:
         words = read_words(description)
         merges, num_texts = _merger(model, added, byte_level=words.byte_level)
+        strip_space = _strips_space(description)
+        prefix, suffix = _around(description.get("post_processor"))
     except ModelFormatError as error:
         raise ModelFormatError(f"tokenizer.json cannot be used: {error}") from error
     vocab_size = max(num_texts, *(token.id + 1 for token in added), 0)
-    prefix, suffix = _around(description.get("post_processor"))
     ends = [by_text[named["eos_token"]]] if named.get("eos_token") in by_text else []
     ends += _configured_ends(folder)
     return Tokenizer(
@@ -92,7 +94,7 @@ def _build(
             eos_ids=end_ids(ends, added),
             prefix_ids=prefix,
             suffix_ids=suffix,
-            strip_space=any(step.get("type") == "Strip" for step in _steps(description, "decoder")),
+            strip_space=strip_space,
             named_texts=named,
             chat_templates=_chat_templates(config, folder),
         )
@@ -150,7 +152,13 @@ def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[in
     if processor.get("type") == "Sequence":
         pairs = [_around(step) for step in processor["processors"]]
         return sum((a for a, _ in pairs), ()), sum((b for _, b in pairs), ())
-    if processor.get("type") != "TemplateProcessing":
+    kind = processor.get("type")
+    if kind not in ("TemplateProcessing", "ByteLevel"):
+        raise ModelFormatError(
+            f"its post-processor '{kind}' is not known; "
+            "known are TemplateProcessing, ByteLevel, Sequence."
+        )
+    if kind == "ByteLevel":  # it moves offsets, which nothing here has
         return (), ()
     before: list[int] = []
     after: list[int] = []
@@ -161,6 +169,20 @@ def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[in
         else:
             side.extend(processor["special_tokens"][item["SpecialToken"]["id"]]["ids"])
     return tuple(before), tuple(after)
+
+
+def _strips_space(description: dict[str, Any]) -> bool:
+    """Return whether decoding takes the first space of a text away; refuse unknown decoders."""
+    strips = False
+    for step in _steps(description, "decoder"):
+        kind = step.get("type")
+        if step and kind not in _DECODERS:
+            raise ModelFormatError(
+                f"its decoder '{kind}' is not known; known are {', '.join(_DECODERS)}, Sequence."
+            )
+        prefixed = step.get("prepend_scheme", "always") != "never"
+        strips |= kind == "Strip" or (kind == "Metaspace" and prefixed)
+    return strips
 
 
 def _named_texts(config: dict[str, Any], specials: dict[str, Any]) -> dict[str, str]:

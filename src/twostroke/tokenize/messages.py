@@ -14,10 +14,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAX_DEPTH = 64
 
 
-def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+def checked_messages(
+    messages: Sequence[Mapping[str, object]], *, keep_parts: bool = False
+) -> list[dict[str, Any]]:
     """Return `messages` as plain dictionaries; RequestError says which one is wrong and why.
 
-    Content is a string, null, or a list of text parts, which are joined with line breaks. The
+    Content is a string, null, or a list of text parts, which are joined with line breaks unless
+    the template reads parts (`keep_parts`). The
     arguments of tool calls, a JSON string in OpenAI's protocol, become what they stand for, as
     templates expect.
     """
@@ -25,7 +28,11 @@ def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str,
         raise RequestError("messages must be a list.", param="messages")
     if not messages:
         raise RequestError("messages is empty; a chat needs at least one.", param="messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    checked = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    for message in checked:
+        if isinstance(message["content"], list) and not keep_parts:
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+    return checked
 
 
 def plain(value: object, where: str, *, depth: int = 0) -> Any:
@@ -59,12 +66,12 @@ def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
     return checked
 
 
-def _content(content: object, where: str) -> str | None:
+def _content(content: object, where: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where} must be a string or a list of parts.", param=where)
-    texts = []
+    parts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
@@ -73,8 +80,8 @@ def _content(content: object, where: str) -> str | None:
                 f"{where} may hold parts of type text only; this model reads nothing else.",
                 param=where,
             )
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _read_arguments(call: object, where: str) -> None:

@@ -57,6 +57,18 @@ def written_texts(tree: nodes.Template) -> list[str]:
     return texts + [node.value for node in consts if isinstance(node.value, str)]
 
 
+def reads_parts(tree: nodes.Template) -> bool:
+    """Whether the template walks over the parts of a message's content, or takes only strings."""
+    for loop in tree.find_all(nodes.For):
+        for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem))):
+            name = node.attr if isinstance(node, nodes.Getattr) else None
+            if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+                name = node.arg.value
+            if name == "content":
+                return True
+    return False
+
+
 def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
     for compare in tree.find_all(nodes.Compare):
         yield compare.expr

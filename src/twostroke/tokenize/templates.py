@@ -14,6 +14,7 @@ from twostroke.tokenize.marks import Marker
 from twostroke.tokenize.messages import checked_messages, plain
 from twostroke.tokenize.meter import Meter, RenderBudget
 from twostroke.tokenize.sandbox import TemplateEnvironment
+from twostroke.tokenize.template_tree import reads_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -79,6 +80,7 @@ class ChatTemplate:
         )
         try:
             tree = self._environment.parse(source)
+            self._keep_parts = reads_parts(tree)
             self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
             self._template = self._environment.guarded(tree, self._marker.mark)
         except TemplateSyntaxError as error:
@@ -131,7 +133,10 @@ class ChatTemplate:
             if name in taken or name in self._environment.globals:
                 raise RequestError(f"'{name}' is the chat template's own name.", param=name)
             variables[name] = plain(value, name)
-        variables["messages"] = self._marker.with_roles(checked_messages(messages))
+        variables.setdefault("documents", None)  # as transformers has it: defined, and none
+        variables["messages"] = self._marker.with_roles(
+            checked_messages(messages, keep_parts=self._keep_parts)
+        )
         variables["tools"] = None if tools is None else plain(list(tools), "tools")
         variables["add_generation_prompt"] = add_generation_prompt
         meter = Meter(self._budget)
