@@ -36,13 +36,13 @@ def seen_by(pattern: str) -> Callable[[str], str]:
 
     def stand_in(match: re.Match[str]) -> str:
         char = match[0]
-        if _known(char):
+        if char not in _MOVED and _known(UNKNOWN_TO_PATTERNS, char):
             return char
         other = _MOVED.get(char, _STAND_IN)
         return next((low for low, high in spelled_out if low <= char <= high), other)
 
     def seen(text: str) -> str:
-        return text if text.isascii() else _perhaps_unknown().sub(stand_in, text)
+        return text if text.isascii() else _perhaps_unknown(UNKNOWN_TO_PATTERNS).sub(stand_in, text)
 
     return seen
 
@@ -51,12 +51,13 @@ def normal_form(form: Form, text: str) -> str:
     """Return `text` in a normal form of Unicode; characters that are not known stay, and part."""
     if text.isascii():
         return text
-    parts = _unknown_to_forms().split(text)
-    if len(parts) == 1:
-        return normalize(form, text)
-    # The odd ones are what split the others.
-    parts[::2] = [normalize(form, part) for part in parts[::2]]
-    return "".join(parts)
+    parts: list[str] = []
+    done = 0
+    for match in _perhaps_unknown(UNKNOWN_TO_NORMAL_FORMS).finditer(text):
+        if not _known(UNKNOWN_TO_NORMAL_FORMS, match[0]):
+            parts += [normalize(form, text[done : match.start()]), match[0]]
+            done = match.end()
+    return "".join([*parts, normalize(form, text[done:])])
 
 
 @cache
@@ -65,20 +66,14 @@ def _bounds(table: str) -> list[int]:
     return [*accumulate(int(number, 16) for number in table.split())]
 
 
-def _known(char: str) -> bool:
-    return char not in _MOVED and bisect_right(_bounds(UNKNOWN_TO_PATTERNS), ord(char)) % 2 == 0
+def _known(table: str, char: str) -> bool:
+    return bisect_right(_bounds(table), ord(char)) % 2 == 0
 
 
 @cache
-def _perhaps_unknown() -> re.Pattern[str]:
+def _perhaps_unknown(table: str) -> re.Pattern[str]:
     # Ranges of the first plane are one table to `re`; all others would be tried one by one.
-    first_plane = _ranges(UNKNOWN_TO_PATTERNS, 0xFFFF)
-    return re.compile(f"[{''.join(_MOVED)}{first_plane}\U00010000-\U0010ffff]")
-
-
-@cache
-def _unknown_to_forms() -> re.Pattern[str]:
-    return re.compile(f"([{_ranges(UNKNOWN_TO_NORMAL_FORMS, 0x10FFFF)}]+)")
+    return re.compile(f"[{''.join(_MOVED)}{_ranges(table, 0xFFFF)}\U00010000-\U0010ffff]")
 
 
 def _ranges(table: str, last: int) -> str:
