@@ -57,8 +57,10 @@ def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:
     for place, text in enumerate(texts(num_random=2_000, seed=3)):
         marked = f"{text}{marks[place % len(marks)]}{text[::-1]}" if place % 2 else text
         expected = trio.theirs.backend_tokenizer.encode(marked, add_special_tokens=False).ids
-        assert trio.ours.encode(marked, parse_special=True) == expected, ascii(marked)
         assert trio.from_folder.encode(marked, parse_special=True) == expected, ascii(marked)
+        # transformers adds GPT-2's <|endoftext|> to a file that has no such token.
+        if max(expected, default=0) < trio.ours.vocab_size:
+            assert trio.ours.encode(marked, parse_special=True) == expected, ascii(marked)
 
 
 def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:
