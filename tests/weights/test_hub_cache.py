@@ -82,6 +82,12 @@ def test_removing_leaves_nothing_of_the_model(hub_cache: Path, pulled: Path) -> 
         weights.remove(NAME)
 
 
+def test_a_name_that_is_almost_right_gets_the_nearest(pulled: Path) -> None:
+    for function in (weights.verify, weights.remove, weights.find):
+        with pytest.raises(ModelNotFoundError, match=r"Did you mean 'hf:o/r'\?"):
+            function("hf:o/rr")
+
+
 def test_removing_keeps_what_another_model_needs(
     hub: Hub, hub_cache: Path, gguf: bytes, folder: dict[str, bytes]
 ) -> None:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError, UsageError
+from twostroke.core.errors import (
+    DownloadError,
+    ModelFormatError,
+    ModelNotFoundError,
+    UsageError,
+    nearest,
+)
 from twostroke.weights.catalogue import CATALOGUE, PackagedModel
 from twostroke.weights.disk import is_locked
 from twostroke.weights.gguf import peek_gguf
@@ -183,7 +189,8 @@ def _pulled(name: str) -> Record:
         there = (record for record in records_of(found) if record.is_there)
         record = find_record(found) or next(there, None)
     if record is None:
-        raise ModelNotFoundError(f"Model {name!r} is not in the cache; 'twostroke models' lists.")
+        hint = nearest(name, (one.name for one in list_models() if one.path))
+        raise ModelNotFoundError(f"Model {name!r} is not in the cache.{hint}")
     return record
 
 
