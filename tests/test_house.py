@@ -1,0 +1,197 @@
+"""The house's own rules: what sources may not contain; documents that agree with the tree."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "twostroke"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_CALLS = {"torch.load", "np.load", "numpy.load", "os.system", "os.popen"}
+ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
+FRAMEWORKS = ("torch", "transformers", "ray", "huggingface_hub")
+
+
+def test_no_source_runs_code_out_of_data() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        for line, name in _names_used(ast.parse(path.read_text()))
+        if name.split(".")[0] in FORBIDDEN_MODULES
+        or name in FORBIDDEN_BUILTINS
+        or name in FORBIDDEN_CALLS
+    ]
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "import torch; torch.load('x')",
+        "eval('1')",
+        "f = exec",
+        "import numpy as np; np.load(p, allow_pickle=True)",
+    ],
+)
+def test_the_walk_sees_each_way_to_run_data(line: str) -> None:
+    names = {name for _, name in _names_used(ast.parse(line))}
+    roots = {name.split(".")[0] for name in names}
+    assert roots & FORBIDDEN_MODULES or names & (FORBIDDEN_BUILTINS | FORBIDDEN_CALLS)
+
+
+def test_environment_is_read_in_one_place() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        if path != PACKAGE / "core" / "env.py"
+        for line, name in _names_used(ast.parse(path.read_text()))
+        if name in ENVIRONMENT
+    ]
+    assert not faults
+
+
+def test_every_environment_variable_is_in_the_readme() -> None:
+    variables = set(re.findall(r"TWOSTROKE_[A-Z_]+", (PACKAGE / "core" / "env.py").read_text()))
+    assert variables <= set(re.findall(r"TWOSTROKE_[A-Z_]+", README))
+
+
+def test_every_source_says_its_one_job() -> None:
+    silent = [
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCES
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent
+
+
+def test_every_room_is_in_the_architecture() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    table = (ROOT / "ARCHITECTURE.md").read_text().split("## The rooms")[1].split("\n## ")[0]
+    assert rooms | {"native"} == set(re.findall(r"^\| `([a-z]+)/`", table, re.MULTILINE))
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    modules = ", ".join(_modules())
+    script = f"import sys, {modules}; print(*sorted(set({FRAMEWORKS}) & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert not loaded.stdout.split()
+
+
+def test_readme_s_make_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = set(re.findall(r"\bmake ([a-z][a-z-]+)", README))
+    assert {"run", "test"} <= commands <= targets
+
+
+def test_make_explains_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    explained = set(re.findall(r"^([a-z-]+):.*## \S", makefile, re.MULTILINE))
+    assert explained == set(phony[1].split())
+
+
+def test_version_is_the_changelog_s_newest() -> None:
+    newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == PROJECT["version"]
+
+
+def test_every_dependency_has_its_reason_in_the_readme() -> None:
+    extras = PROJECT["optional-dependencies"]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(one for name in extras if name != "dev" for one in extras[name]),
+    ]
+    named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in wanted}
+    section = README.split("## What it stands on")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([a-z_0-9]+)`", section, re.MULTILINE)) == named
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")]
+    broken = [
+        f"{document.relative_to(ROOT)}: {target}"
+        for document in documents
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "adr"
+    listed = set(re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("0*.md")}
+
+
+def test_size_check_measures_functions_of_both_languages() -> None:
+    tool = _check_size()
+    source = '// a {\nint f(int x) {\n    if (x) {\n        g("}");\n    }\n    return 1;\n}\n'
+    assert list(tool.cpp_functions(source)) == [("f", 6)]
+    tree = ast.parse(
+        'class A:\n    def f(self):\n        """One.\n\n        Two."""\n        g()\n'
+    )
+    assert list(tool.python_functions(tree)) == [("A.f", 2)]
+
+
+def test_size_exception_may_only_shrink() -> None:
+    tool = _check_size()
+    grown, shrunk, gone = {"a.py": 450}, {"a.py": 420}, {"b.py": 10}
+    assert len(list(tool.find_faults(grown, {"a.py": 430}))) == 1
+    assert len(list(tool.find_faults(shrunk, {"a.py": 430}))) == 1
+    assert len(list(tool.find_faults(gone, {"a.py": 430}))) == 1
+    assert not list(tool.find_faults({"a.py": 430}, {"a.py": 430}))
+
+
+def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield `(line, dotted name)` for every import, name and attribute of a source."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+def _modules() -> Iterator[str]:
+    for path in SOURCES:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        # Importing __main__ would start the command line; the torch backend is the extra `gpu`.
+        if parts[-1] != "__main__" and parts[1:3] != ("backends", "torch"):
+            yield ".".join(part for part in parts if part != "__init__")
+
+
+def _check_size() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_size", ROOT / "tools" / "check_size.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
