@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ def is_locked(path: Path) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that its name stands for the whole text, or for the old one."""
-    target = path.with_name(f".{path.name}.{os.getpid()}.part")
+    target = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
     try:
         target.write_text(text, encoding="utf-8")
         target.replace(path)
