@@ -7,6 +7,7 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
+LARGER_MODELS ?= gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test check format test-oracle fuzz bench bench-peers correctness clean
+.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-peers correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -65,7 +66,11 @@ run: pull ## Answer a prompt in the terminal, then serve the API (PROMPT=, MODEL
 	@$(BIN)/twostroke serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: pull ## Run the tests (TESTS=tests/schedule for some of them).
-	@$(BIN)/python -m pytest --require-model -m 'not oracle' $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models' $(PYTEST_ARGS) $(TESTS)
+
+test-models: pull ## Run the tests that need the three larger models (1.9 GB, fetched first).
+	@for model in $(LARGER_MODELS); do $(BIN)/twostroke pull $$model || exit 1; done
+	@$(BIN)/python -m pytest --require-models -m 'models and not oracle' $(PYTEST_ARGS) $(TESTS)
 
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)

@@ -11,6 +11,7 @@ from twostroke.core.errors import ModelNotFoundError
 from twostroke.weights import resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 # Two busy cores make any deadline a coin toss.
@@ -19,21 +20,37 @@ hypothesis.settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--require-model`: a missing model fails its tests instead of skipping them."""
+    """Add `--require-model` and `--require-models`: a missing model fails its tests."""
     parser.addoption(
         "--require-model",
         action="store_true",
         help="fail, not skip, when the SmolLM2 file is not in the cache (`make test` sets this)",
     )
+    parser.addoption(
+        "--require-models",
+        action="store_true",
+        help="fail, not skip, when a real model is not in the cache (`make test-models` sets this)",
+    )
 
 
 @pytest.fixture(scope="session")
-def smollm2_path(request: pytest.FixtureRequest) -> Path:
+def real_model(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Where a real model of the catalogue lies; skips, or fails, if it is not in the cache."""
+
+    def find(name: str) -> Path:
+        try:
+            return resolve(name)
+        except ModelNotFoundError as error:
+            reason = f"needs the real model: {error}"
+            option = "--require-model" if name == "smollm2" else "--require-models"
+            if request.config.getoption(option):
+                pytest.fail(reason)
+            pytest.skip(reason)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(real_model: Callable[[str], Path]) -> Path:
     """The real SmolLM2-135M-Instruct file in the cache; skips, or fails, where it is missing."""
-    try:
-        return resolve("smollm2")
-    except ModelNotFoundError as error:
-        reason = f"needs the real model: {error}"
-        if request.config.getoption("--require-model"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+    return real_model("smollm2")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,24 +12,30 @@ import pytest
 from support.tiny import tiny_of, write_tiny_folder, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.models import build_program
+from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.weights import load_path
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from twostroke.weights import LoadedModel
 
-TOKENS = [(7 * i * i + 3 * i) % 285 for i in range(100)]
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden/families.json").read_bytes())
+TOKENS: list[int] = GOLDEN["tokens"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_file_and_folder_of_one_model_have_the_same_logits(tmp_path: Path, family: str) -> None:
+def test_file_and_folder_have_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
     tiny = tiny_of(family)
     file = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
     folder = load_path(write_tiny_folder(tmp_path / "a", tiny))
     assert file.tensors.keys() == folder.tensors.keys()
-    assert np.abs(_logits(file) - _logits(folder)).max() < 2e-5
+    for loaded in (file, folder):
+        ours = _logits(loaded)[np.ix_(GOLDEN["rows"], GOLDEN["columns"])]
+        assert np.abs(ours - np.array(GOLDEN[family])).max() < 1e-4
+
+
+def test_every_architecture_has_a_tiny_model() -> None:
+    assert {variant.architecture for variant in FAMILIES.values()} == ARCHITECTURES.keys()
+    assert {variant.model_type for variant in FAMILIES.values()} | {"gemma3"} == MODEL_TYPES.keys()
 
 
 def _logits(loaded: LoadedModel) -> np.ndarray:

@@ -201,6 +201,18 @@ _LLAMA31 = replace(
     factors={"rope_freqs.weight": (1.0, 1.0, 2.3391168, 8.0, 8.0, 8.0, 8.0, 8.0)},
 )
 
+_OLMO2 = Variant(
+    "olmo2",
+    "olmo2",
+    layer_names={
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    query_key_norm="row",
+    pre_norms=False,
+    post_norms=True,
+)
+
 FAMILIES: dict[str, Variant] = {
     "llama": _LLAMA,
     "llama-3.1": _LLAMA31,
@@ -212,6 +224,7 @@ FAMILIES: dict[str, Variant] = {
     "qwen3-moe": _QWEN3_MOE,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
+    "olmo2": _OLMO2,
     "phi3": _PHI3,
     "phi3-long": _PHI3_LONG,
 }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     Weights = dict[str, np.ndarray]
 
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -24,7 +24,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_WHOLE_MODEL = {
+WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -136,8 +136,8 @@ def _fused(tiny: Tiny, weights: Weights) -> Weights:
 
 
 def _folder_name(tiny: Tiny, name: str) -> str:
-    if name in _WHOLE_MODEL:
-        return _WHOLE_MODEL[name]
+    if name in WHOLE_MODEL:
+        return WHOLE_MODEL[name]
     _, layer, part, *rest = name.split(".")  # rest: the expert's number, if any, and the kind
-    theirs = tiny.variant.layer_names.get(part) or _LAYER_NAMES[part]
+    theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
     return f"model.layers.{layer}.{theirs.format(rest[0])}.{rest[-1]}"

@@ -9,6 +9,7 @@ from twostroke.models.family import Family
 from twostroke.models.gemma2 import GEMMA2
 from twostroke.models.gemma3 import GEMMA3
 from twostroke.models.llama import LLAMA
+from twostroke.models.olmo2 import OLMO2
 from twostroke.models.phi3 import PHI3
 from twostroke.models.qwen2 import QWEN2
 from twostroke.models.qwen3 import QWEN3, QWEN3_MOE
@@ -22,6 +23,7 @@ ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

@@ -52,6 +52,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read scale and window. A rope scaling without a layer type is that of the global layers."""
+    fields.expect("attn_logit_softcapping")  # transformers reads it and does nothing
     window = config_window(fields, all_but_every(_PERIOD, spec.num_layers))
     if window is not None:
         base = fields.number("rope_local_base_freq", above=1.0, default=_LOCAL_BASE)
@@ -64,7 +65,6 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         spec,
         norm_offset=1.0,
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        attention_soft_cap=fields.optional_number("attn_logit_softcapping"),
         logit_soft_cap=fields.optional_number("final_logit_softcapping"),
         window=window,
     )

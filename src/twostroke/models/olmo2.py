@@ -1,0 +1,37 @@
+"""OLMo 2: Llama with norms behind each part, not before, and norms of queries and keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.family import Family
+
+if TYPE_CHECKING:
+    from twostroke.models.fields import Fields
+    from twostroke.models.spec import ModelSpec
+    from twostroke.program import Program
+
+
+def program(spec: ModelSpec) -> Program:
+    """Build the Program of an OLMo 2 (arXiv:2501.00656)."""
+    layer = partial(residual_layer, pre_norms=False, post_norms=True, query_key_norm="row")
+    return decoder(spec, layer)
+
+
+def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Refuse OLMo 3, which GGUF calls olmo2, too: its sliding layers rotate differently."""
+    fields.expect("attention.sliding_window", 0)
+    return spec
+
+
+OLMO2 = Family(
+    program=program,
+    model_types={"olmo2": {"rms_norm_eps": 1e-5}},
+    from_gguf=from_gguf,
+    layer_names={
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+)

@@ -1,0 +1,204 @@
+"""What files may say of a family, in which words, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.gguf_writer import write_gguf
+from support.safetensors_writer import write_safetensors
+from support.tiny import (
+    tiny_metadata,
+    tiny_of,
+    tiny_tensors,
+    tiny_weights,
+    write_tiny_folder,
+    write_tiny_gguf,
+)
+from support.tiny_families import WINDOW
+from support.tiny_weights import folder_weights, interleave_rows
+from twostroke.core.errors import ModelFormatError
+from twostroke.models import RopeSpec, WindowSpec
+from twostroke.models.rope import LinearScaling, TableScaling, YarnScaling
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.models import ModelSpec
+
+
+def from_config(folder: Path, family: str, **changes: Any) -> ModelSpec:
+    """Load a tiny model's folder whose config.json is changed; `...` leaves a key out."""
+    path = write_tiny_folder(folder / "tiny", tiny_of(family)) / "config.json"
+    changed = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in changed.items() if v is not ...}))
+    return load_path(path.parent).spec
+
+
+def from_metadata(folder: Path, family: str, **changes: Any) -> ModelSpec:
+    """Load a tiny GGUF whose metadata is changed; `...` leaves a key out, `__` stands for a dot."""
+    tiny = tiny_of(family)
+    architecture = tiny.variant.architecture
+    named = {f"{architecture}.{k.replace('__', '.')}": v for k, v in changes.items()}
+    metadata = {k: v for k, v in (tiny_metadata(tiny) | named).items() if v is not ...}
+    return load_path(write_gguf(folder / "a.gguf", metadata, tiny_tensors(tiny))).spec
+
+
+def test_gemma3_slides_in_all_but_every_sixth_layer(tmp_path: Path) -> None:
+    slides = (True, True, True, True, True, False, True)
+    local = RopeSpec(10000.0, 32, interleaved=False)
+    for spec in (from_metadata(tmp_path, "gemma3"), from_config(tmp_path, "gemma3")):
+        assert spec.window == WindowSpec(WINDOW, slides, local)
+        assert spec.rope == RopeSpec(1e6, 32, interleaved=False, scaling=LinearScaling(8.0))
+        assert spec.logit_soft_cap is None
+    assert from_metadata(tmp_path, "gemma3", attention__sliding_window_pattern=2).window == (
+        WindowSpec(WINDOW, (True, False, True, False, True, False, True), local)
+    )
+
+
+def test_rope_parameters_by_layer_type_are_read(tmp_path: Path) -> None:
+    by_type = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    spec = from_config(tmp_path, "gemma3", rope_parameters=by_type, rope_scaling=...)
+    assert (spec.rope.base, spec.rope.scaling) == (5e5, LinearScaling(4.0))
+    assert spec.window is not None
+    assert spec.window.rope == RopeSpec(2e4, 32, interleaved=False)
+
+
+def test_a_model_that_also_sees_is_read_as_its_text_model(tmp_path: Path) -> None:
+    tiny = tiny_of("gemma3")
+    folder = write_tiny_folder(tmp_path / "tiny", tiny)
+    plain = load_path(folder)
+    text = json.loads((folder / "config.json").read_text())
+    left_out = ("model_type", "eos_token_id", "tie_word_embeddings")
+    outer = {"model_type": "gemma3", "eos_token_id": [1, 2], "vision_config": {"hidden_size": 3}}
+    inner = {k: v for k, v in text.items() if k not in left_out}
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    tensors = {
+        f"language_model.{name}": QuantTensor.from_floats(values, FORMATS["F32"])
+        for name, values in folder_weights(tiny, tiny_weights(tiny)).items()
+    }
+    eye = QuantTensor.from_floats(np.ones((2, 2), np.float32), FORMATS["F32"])
+    tensors["vision_tower.vision_model.head.weight"] = eye
+    write_safetensors(folder / "model.safetensors", tensors)
+    seeing = load_path(folder)
+    assert seeing.spec == plain.spec
+    assert seeing.tensors.keys() == plain.tensors.keys()
+    assert seeing.eos_token_ids == (1, 2, 0)
+
+
+def test_experts_are_read_one_by_one_or_in_stacks_without_a_copy(tmp_path: Path) -> None:
+    tiny = tiny_of("mixtral")
+    stacked = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
+    names = tiny_weights(tiny)
+    single = {}
+    for name, values in names.items():
+        heads = {"attn_q": tiny.num_heads, "attn_k": tiny.num_kv_heads}
+        part = name.split(".")[2] if name.startswith("blk") else ""
+        kept = interleave_rows(values, heads[part]) if part in heads else values
+        single[name] = QuantTensor.from_floats(kept, FORMATS["F32"])
+    old = load_path(write_gguf(tmp_path / "b.gguf", tiny_metadata(tiny), single))
+    assert stacked.tensors.keys() == old.tensors.keys() == names.keys()
+    for name, tensor in stacked.tensors.items():
+        assert np.array_equal(tensor.dequantize(), old.tensors[name].dequantize())
+        assert not tensor.data.flags.owndata
+
+
+def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
+    tiny = tiny_of("qwen3-moe")
+    folder = write_tiny_folder(tmp_path / "tiny", tiny)
+    plain = load_path(folder).tensors
+    expected = {name: tensor.dequantize() for name, tensor in plain.items()}
+    ours = folder_weights(tiny, tiny_weights(tiny))
+    held = {name: values for name, values in ours.items() if ".experts." not in name}
+    for layer in range(tiny.num_layers):
+        mlp, num = f"model.layers.{layer}.mlp.experts", range(tiny.variant.num_experts)
+        parts = {
+            part: np.stack([ours[f"{mlp}.{e}.{part}.weight"] for e in num])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        both = np.concatenate([parts["gate_proj"], parts["up_proj"]], axis=1)
+        held |= {f"{mlp}.gate_up_proj": both, f"{mlp}.down_proj": parts["down_proj"]}
+    fmt = FORMATS["F32"]
+    write_safetensors(
+        folder / "model.safetensors",
+        {name: QuantTensor.from_floats(values, fmt) for name, values in held.items()},
+    )
+    cut = load_path(folder).tensors
+    assert cut.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(cut[name].dequantize(), values)
+
+
+def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:
+    spec = from_config(tmp_path, "phi3-long")
+    assert isinstance(spec.rope.scaling, TableScaling)
+    assert (spec.context_length, spec.rope.dim) == (256, 12)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    spec = from_config(tmp_path, "qwen2", rope_scaling=yarn)
+    assert isinstance(spec.rope.scaling, YarnScaling)
+    assert spec.context_length == 2048
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0, not a whole number from 1"),
+        ("llama", {"sliding_window": 16}, "sliding_window = 16, which is not supported"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types that are not a list of 4"),
+        ("gemma2", {"layer_types": ["chunked"] * 4}, "layer_types that are not supported"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu', which is not"),
+        ("gemma3", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping = 9.0, which is not"),
+        ("gemma3", {"use_bidirectional_attention": True}, "bidirectional_attention = True, which"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0, not a number above"),
+        ("mixtral", {"num_local_experts": 10**9}, "num_local_experts = 1000000000, not a whole"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, not a whole number"),
+        ("mixtral", {"num_local_experts": 3}, "'model.safetensors' has tensor 'blk.0.ffn_"),
+        ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers = a list, which is not supported"),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, which is not"),
+        ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "intermediate_size = 8, which"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "does not say short_factor"),
+        ("phi3-long", {"rope_scaling": {"type": "su", "short_factor": [1]}}, "a list of 6 numbers"),
+        ("llama", {"rope_theta": 1}, "rope_theta = 1, not a number above 1"),
+        ("llama", {"partial_rotary_factor": 0.01}, "a rope dimension of 0"),
+    ],
+)  # fmt: skip
+def test_configurations_that_cannot_be_honoured_are_refused(
+    family: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        from_config(tmp_path, family, **changes)
+    assert expected in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("mixtral", {"expert_count": 10**9}, "expert_count = 1000000000, not a whole number"),
+        ("mixtral", {"expert_used_count": 5}, "expert_used_count = 5, not a whole number from 1"),
+        ("mixtral", {"expert_count": 5}, "with shape (4, 64), the model needs (5, 64)"),
+        ("mixtral", {"expert_shared_count": 1}, "expert_shared_count = 1, which is not supported"),
+        ("qwen3-moe", {"expert_count": 0}, "but its expert_count is 0"),
+        ("gemma3", {"attention__sliding_window_pattern": [True]}, "a list of 7 truth values"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0, not a number"),
+        ("qwen2-yarn", {"rope__scaling__yarn_beta_fast": 1e-40}, "not a number above zero"),
+        ("qwen2-yarn", {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5, which"),
+        ("phi3-long", {"rope__dimension_count": 10}, "is not a list of 5 numbers"),
+        ("llama-3.1", {"rope__scaling__factor": 2.0}, "scales its rope twice"),
+        ("qwen3", {"attention__causal": False}, "attention.causal = False, which is not supported"),
+        ("olmo2", {"attention__sliding_window": 64}, "sliding_window = 64, which is not supported"),
+    ],
+)
+def test_metadata_that_cannot_be_honoured_is_refused(
+    family: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        from_metadata(tmp_path, family, **changes)
+    assert expected in caught.value.message

@@ -1,0 +1,96 @@
+"""A tiny random model of each family, made and saved by transformers, against our readers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.tiny import tiny_config, tiny_of, tokenizer_json
+from support.tiny_families import FAMILIES, WINDOW
+from support.transformers_models import logits
+from twostroke.backends.compare import compare
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.models import build_program
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = [(7 * i * i + 3 * i) % 285 for i in range(200)]
+assert len(TOKENS) > 2 * WINDOW
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_equals_transformers(family: str, tmp_path: Path) -> None:
+    _check(_random_model(tiny_config(tiny_of(family))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3-moe", {"norm_topk_prob": False}),
+        ("llama", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("mixtral", {"sliding_window": WINDOW}),
+        ("qwen2-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7,
+            "mscale_all_dim": 1.3, "beta_fast": 24.0, "beta_slow": 2.0, "truncate": False,
+            "original_max_position_embeddings": 64}}),
+        ("qwen2-yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0,
+            "attention_factor": 1.4, "original_max_position_embeddings": 256}}),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+        ("gemma3", {"final_logit_softcapping": 3.0}),
+        ("gemma3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 4}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+    ],
+)  # fmt: skip
+def test_what_a_configuration_changes_is_honoured(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    _check(_random_model(tiny_config(tiny_of(family)) | changes), tmp_path)
+
+
+def test_shards_of_bf16_are_read(tmp_path: Path) -> None:
+    model = _random_model(tiny_config(tiny_of("gemma3"))).to(torch.bfloat16)
+    _save(model, tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    _compare(model.float(), tmp_path)
+
+
+def _random_model(config: dict[str, Any]) -> Any:
+    """Return transformers' model with weights that make something of every part of it."""
+    theirs = AutoConfig.for_model(**config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weight.data += 0.1 * noise
+        elif weight.ndim == 1:
+            weight.data = 0.5 * noise
+        else:
+            weight.data = noise * weight.shape[-1] ** -0.5
+    return model
+
+
+def _check(model: Any, folder: Path) -> None:
+    _save(model, folder)
+    _compare(model, folder)
+
+
+def _save(model: Any, folder: Path, **options: Any) -> None:
+    model.save_pretrained(folder, **options)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+
+
+def _compare(model: Any, folder: Path) -> None:
+    loaded = load_path(folder)
+    ours = ReferenceBackend(build_program(loaded.spec), loaded.tensors, num_pages=1, page_size=16)
+    theirs = logits(model, TOKENS)
+    assert np.std(theirs) > 0.5
+    assert compare([(theirs, ours.score(TOKENS), TOKENS)]).mean_kl < 1e-6
