@@ -43,8 +43,11 @@ def logits(model: Any, tokens: Sequence[int]) -> NDArray[np.float32]:
 
 def their_config(spec: ModelSpec) -> dict[str, Any]:
     """Return what a config.json would say of the spec."""
+    model_type = next(iter(ARCHITECTURES[spec.architecture].model_types))
+    if model_type == "llama" and spec.window is not None:
+        model_type = "mistral"
     config: dict[str, Any] = {
-        "model_type": next(iter(ARCHITECTURES[spec.architecture].model_types)),
+        "model_type": model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
