@@ -105,6 +105,17 @@ def test_special_text_is_special_only_where_it_is_vouched_for() -> None:
     assert TAG in spelled(TOKENIZER, TOKENIZER.encode(f"a{TAG}a"))
 
 
+def test_a_stretch_after_a_turns_own_token_gets_no_space() -> None:
+    metadata = piece_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokenizer = piece_tokenizer(
+        tokens=["[INST]" if text == START else text for text in tokens], bos_token_id=2
+    )
+    ids = tokenizer.encode("hello[INST] hello", parse_special=True)
+    assert spelled(tokenizer, ids) == ["▁hello", "[INST]", "▁hello"]
+
+
 def test_begin_of_sequence_is_added_unless_the_file_forbids_it() -> None:
     assert spelled(TOKENIZER, TOKENIZER.encode("hello", add_special=True)) == [START, "▁hello"]
     silent = piece_tokenizer(add_bos_token=False, add_eos_token=True)

@@ -85,9 +85,16 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     )
     space = fields.get("add_space_prefix", bool) is not False
     merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), options)
-    cut = words_by([marking(prefix=space)], [cut_before_spaces(vocabulary)])
+    words = cut_before_spaces(vocabulary)
+    cut = words_by([marking(prefix=space)], [words])
+    # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
+    # tokens for the turns, and their templates write the space that belongs behind one.
+    writes_space = any(token.special and token.text == "[INST]" for token in added)
+    cut_rest = words_by([marking(prefix=False)], [words]) if writes_space else cut
     parts = _parts(fields, added, merges, cut, begin=True)
-    return Tokenizer(replace(parts, to_bytes=sentencepiece_bytes, strip_space=space))
+    return Tokenizer(
+        replace(parts, cut_rest=cut_rest, to_bytes=sentencepiece_bytes, strip_space=space)
+    )
 
 
 # A registry that is a visible dictionary: `tokenizer.ggml.model` to its reader.
