@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.gguf_writer import write_gguf
+from support.gguf_writer import tensor_info, write_gguf
 from support.safetensors_writer import write_safetensors
 from support.tiny import (
     tiny_metadata,
@@ -135,6 +135,18 @@ def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
     assert cut.keys() == expected.keys()
     for name, values in expected.items():
         assert np.array_equal(cut[name].dequantize(), values)
+
+
+def test_a_stack_of_an_unknown_type_is_named(tmp_path: Path) -> None:
+    tiny = tiny_of("mixtral")
+    path = write_tiny_gguf(tmp_path / "a.gguf", tiny)
+    name, shape = "blk.0.ffn_up_exps.weight", (4, tiny.ffn_size, tiny.hidden_size)
+    entry = tensor_info(name, shape, 0, 0)[:-12]
+    data = path.read_bytes()
+    at = data.index(entry) + len(entry)
+    path.write_bytes(data[:at] + b"\x18" + data[at + 1 :])  # 24: I8
+    with pytest.raises(ModelFormatError, match=f"'{name}' of type I8, which is not supported"):
+        load_path(path)
 
 
 def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:

@@ -169,6 +169,8 @@ def _checked(
         if name in unsupported:
             _refuse_type(file, name, unsupported)
         if name not in cut:
+            if unsupported:  # most likely the stack in which it lies
+                _refuse_type(file, next(iter(unsupported)), unsupported)
             raise ModelFormatError(f"{file!r} lacks tensor {name!r}.")
         if cut[name].shape != shape:
             found = cut[name].shape
