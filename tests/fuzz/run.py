@@ -96,7 +96,12 @@ def fuzz(target: str, cases: int, seed: int, scratch: Path) -> None:
         nonlocal count
         count += 1
         measured = count % MEASURE_EVERY == 0
-        targets.keep_promise(target, data, files, measure_memory=measured)
+        try:
+            targets.keep_promise(target, data, files, measure_memory=measured)
+        except BaseException:
+            # The engine would do so too, were it sure to get there.
+            (WORK / f"{target}-broken").write_bytes(data)
+            raise
 
     def mutator(data: bytes, max_size: int, number: int) -> bytes:
         rng = random.Random(number)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_FILE_BYTES = 256 * 1024**2
-_MAX_IDS = 1 << 24  # far above any vocabulary: there is one text for each id
+_MAX_UNUSED_IDS = 1 << 14  # left out between others: each takes its place in memory
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Options of the format that no language model sets, and that would change the ids.
@@ -103,9 +103,9 @@ def _build(
 
 def _texts(vocab: dict[str, int]) -> list[str]:
     """Return the texts by id; an id that the file leaves out has none."""
-    ids = vocab.values()
-    if any(type(id_) is not int or not 0 <= id_ < _MAX_IDS for id_ in ids):
-        raise ModelFormatError(f"its token ids are not whole numbers below {_MAX_IDS}.")
+    ids, limit = vocab.values(), len(vocab) + _MAX_UNUSED_IDS
+    if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
+        raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
     texts = [""] * (max(ids, default=-1) + 1)
     for text, id_ in vocab.items():
         texts[id_] = text
