@@ -223,11 +223,12 @@ def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> lis
 
 def _measure_memory(model: str, result: dict[str, Any]) -> list[tuple[str, str]]:
     from twostroke.models import build_program
+    from twostroke.program import FLOAT16
 
     note("Measuring memory")
     loaded = load(model)
     layers = build_program(loaded.spec).cache_layers
-    token_bytes = sum(layer.bytes_per_token(2) for layer in layers)
+    token_bytes = sum(layer.bytes_per_token(FLOAT16) for layer in layers)
     kv_bytes = _MEMORY_CONTEXT * token_bytes
     peak = peak_memory(model, _MEMORY_CONTEXT, kv_bytes)
     limit = _MEMORY_FACTOR * loaded.file_bytes + kv_bytes

@@ -30,6 +30,10 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
     if (output.norm != kNone) {
       facts.slot_groups = std::lcm(facts.slot_groups, output.head_dim / kGroupSize);
     }
+    if (output.store != Store::Nothing) {
+      const int64_t unit = plan.layers[static_cast<size_t>(op.layer)].unit();
+      facts.slot_groups = std::lcm(facts.slot_groups, unit / kGroupSize);
+    }
   }
   for (int i = 0; i < op.num_outputs; ++i) {
     const int64_t groups = num_groups(op.outputs[i].width);
@@ -72,11 +76,11 @@ Plan::Plan(Pool& team, const PlanRecord& record)
     ropes.emplace_back(rope.inverse_frequencies, rope.num_pairs, rope.is_interleaved != 0,
                        rope.magnitude, rope.head_dim);
   }
+  lay_out_pages(record);
   for (const OpRecord& op : ops) {
     facts.push_back(is_product(op) ? product_facts(*this, op) : ProductFacts());
     if (op.kind == OpKind::Experts) add_experts(*this, op, facts.back());
   }
-  lay_out_pages(record);
   for (const OpRecord& op : ops) schedule_of.push_back(schedule_for(op));
 }
 
@@ -87,11 +91,12 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   std::vector<int64_t> sizes(static_cast<size_t>(record.num_groups));
   for (int32_t i = 0; i < record.num_layers; ++i) {
     const LayerRecord& layer = record.layers[i];
-    layers.push_back({nullptr, 0, page_size, layer.num_kv_heads, layer.head_dim});
+    layers.push_back(
+        {nullptr, 0, page_size, layer.num_kv_heads, layer.head_dim, record.cache_format});
     group_of.push_back(layer.group);
     int64_t& size = sizes[static_cast<size_t>(layer.group)];
     offsets.push_back(size);
-    size += 2 * page_size * layer.num_kv_heads * layer.head_dim;
+    size += layers.back().page_bytes();
   }
   group_windows.resize(sizes.size());
   for (const OpRecord& op : ops) {
@@ -102,11 +107,11 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   }
   if (sizes.empty() || num_pages == 0) return;
   const int64_t page_stride = *std::max_element(sizes.begin(), sizes.end());
-  cache_bytes = num_pages * page_stride * static_cast<int64_t>(sizeof(uint16_t));
+  cache_bytes = num_pages * page_stride;
   cache = map_memory(cache_bytes);
   if (cache == nullptr) throw std::bad_alloc();
   for (size_t i = 0; i < layers.size(); ++i) {
-    layers[i].data = static_cast<uint16_t*>(cache) + offsets[i];
+    layers[i].data = static_cast<uint8_t*>(cache) + offsets[i];
     layers[i].page_stride = page_stride;
   }
 }

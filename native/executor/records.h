@@ -119,6 +119,7 @@ struct PlanRecord {
   int32_t num_groups;  // of layers
   int32_t num_experts;
   int32_t num_buffers;
+  CacheFormat cache_format;
   int64_t num_pages;
   int64_t page_size;
 };

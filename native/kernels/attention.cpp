@@ -2,8 +2,10 @@
 #include "kernels/attention.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/attention_tile.h"
+#include "kernels/spread.h"
 
 namespace ts {
 
@@ -20,7 +22,14 @@ struct TileShare {
   float* out;  // (queries, head_dim)
 };
 
-/// The keys and values of one piece, as float16 in the pages or as float32 in the scratch.
+/// What the numbers of a piece must be multiplied with, for each block and token.
+struct PieceScales {
+  bool are_there;
+  const uint16_t* keys[kBlocksPerPiece];  // float16
+  const uint16_t* values[kBlocksPerPiece];
+};
+
+/// The keys and values of one piece, as stored in the pages or as float32 in the scratch.
 template <class T>
 struct Piece {
   int64_t begin;  // position of its first key
@@ -28,15 +37,17 @@ struct Piece {
   const T* values[kBlocksPerPiece];
   const T* next_keys[kBlocksPerPiece];  // of the piece behind, to be fetched meanwhile
   const T* next_values[kBlocksPerPiece];
+  PieceScales scales;
 };
 
-/// Which keys of a piece a query sees: [begin, end).
-struct Seen {
+/// Keys [begin, end) of a piece, or blocks of 16 of them.
+struct Range {
   int64_t begin;
   int64_t end;
 };
 
-Seen seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
+/// The keys that a query sees.
+Range seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
   const int64_t position = rows.position + query / rows.group;
   return {std::max<int64_t>(first_seen(position, rows.window) - piece_begin, 0),
           std::min(position + 1 - piece_begin, kPieceTokens)};
@@ -44,15 +55,16 @@ Seen seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
 
 int first_lanes(int64_t count) { return static_cast<int>(std::clamp<int64_t>(count, 0, kLanes)); }
 
-/// Turns a row of scores (blocks [block_begin, block_end) of a piece) into shares
-/// 2^(score - peak); keys that are not seen get 0, whose company changes no sum.
-void soften(float* scores, const Seen& seen, int64_t block_begin, int64_t block_end, float soft_cap,
-            float* peak, float* sum) {
+/// Turns a row of scores into shares 2^(score - peak), which are summed; keys that are not seen
+/// get 0, whose company changes no sum. The shares are multiplied with the scales of their values.
+void soften(const AttentionRows& rows, const PieceScales& scales, const Range& seen,
+            const Range& blocks, float* scores, float* peak, float* sum) {
   const Lanes unseen = broadcast(kMinusInfinity);
   Lanes largest = unseen;
-  for (int64_t b = block_begin; b < block_end; ++b) {
+  for (int64_t b = blocks.begin; b < blocks.end; ++b) {
     Lanes score = load_lanes(scores + b * kLanes);
-    if (soft_cap != 0) score = multiply(tanh(score), broadcast(soft_cap * kLog2E));
+    if (scales.are_there) score = multiply(score, load_halves(scales.keys[b]));
+    if (rows.soft_cap != 0) score = multiply(tanh(score), broadcast(rows.soft_cap * kLog2E));
     score = choose_first(first_lanes(seen.end - b * kLanes), score, unseen);
     score = choose_first(first_lanes(seen.begin - b * kLanes), unseen, score);
     store_lanes(scores + b * kLanes, score);
@@ -60,10 +72,11 @@ void soften(float* scores, const Seen& seen, int64_t block_begin, int64_t block_
   }
   *peak = largest_across(largest);
   Lanes total = zero_lanes();
-  for (int64_t b = block_begin; b < block_end; ++b) {
-    const Lanes share = exp2(subtract(load_lanes(scores + b * kLanes), broadcast(*peak)));
-    store_lanes(scores + b * kLanes, share);
+  for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+    Lanes share = exp2(subtract(load_lanes(scores + b * kLanes), broadcast(*peak)));
     total = add(total, share);
+    if (scales.are_there) share = multiply(share, load_halves(scales.values[b]));
+    store_lanes(scores + b * kLanes, share);
   }
   *sum = sum_across(total);
 }
@@ -74,32 +87,32 @@ template <class T>
 void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece, const float* q,
                  int64_t first, int64_t num_queries, TileShare& share) {
   alignas(64) float scores[kTileQueries * kPieceTokens];
-  const int64_t block_begin = seen_by(rows, piece.begin, first).begin / kLanes;
   const int64_t num_tokens = seen_by(rows, piece.begin, first + num_queries - 1).end;
-  const int64_t block_end = round_up(num_tokens, kLanes) / kLanes;
+  const Range blocks{seen_by(rows, piece.begin, first).begin / kLanes,
+                     round_up(num_tokens, kLanes) / kLanes};
   with_constant<kTileQueries>(num_queries, [&](auto constant_q) {
     constexpr int Q = decltype(constant_q)::value;
-    for (int64_t b = block_begin; b < block_end; b += kTileVectors) {
-      with_constant<kTileVectors>(block_end - b, [&](auto constant_b) {
+    for (int64_t b = blocks.begin; b < blocks.end; b += kTileVectors) {
+      with_constant<kTileVectors>(blocks.end - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         score_tile<Q, B>(q, piece.keys + b, piece.next_keys + b, head_dim, scores + b * kLanes,
                          kPieceTokens);
       });
     }
     for (int i = 0; i < Q; ++i) {
-      soften(scores + i * kPieceTokens, seen_by(rows, piece.begin, first + i), block_begin,
-             block_end, rows.soft_cap, &share.peak[i], &share.sum[i]);
+      soften(rows, piece.scales, seen_by(rows, piece.begin, first + i), blocks,
+             scores + i * kPieceTokens, &share.peak[i], &share.sum[i]);
     }
     for (int64_t d = 0; d < head_dim; d += kTileVectors * kLanes) {
       with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         const T* values[kBlocksPerPiece];
         const T* next[kBlocksPerPiece];
-        for (int64_t b = block_begin; b < block_end; ++b) {
+        for (int64_t b = blocks.begin; b < blocks.end; ++b) {
           values[b] = piece.values[b] + d;
           next[b] = piece.next_values[b] + d;
         }
-        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, block_begin * kBlockTokens,
+        value_tile<Q, B>(scores, kPieceTokens, values, next, head_dim, blocks.begin * kBlockTokens,
                          num_tokens, share.out + d);
       });
     }
@@ -131,7 +144,8 @@ void merge(const float* share_peak, const float* share_sum, const float* share_o
   }
 }
 
-void gather_queries(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
+void gather_queries(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
+  const int64_t head_dim = pages.head_dim;
   scratch.fit(rows.num_queries(), head_dim);
   // Shares are powers of two, so log2(e) joins the scale; a cap takes it in later.
   const bool is_capped = rows.soft_cap != 0;
@@ -143,6 +157,9 @@ void gather_queries(const AttentionRows& rows, int64_t head_dim, AttentionScratc
       store_lanes(q, multiply(load_lanes(source + i), factor));
     }
   }
+  if (pages.format != CacheFormat::Int8) return;
+  for (int64_t i = 0; i < rows.num_queries(); ++i)
+    spread(scratch.q.data() + i * head_dim, head_dim);
 }
 
 void start_merging(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch) {
@@ -165,32 +182,35 @@ void write_rows(const AttentionRows& rows, int64_t head_dim, const AttentionScra
 template <class T>
 Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
                     AttentionScratch& scratch) {
-  Piece<T> piece{index * kPieceTokens, {}, {}, {}, {}};
+  Piece<T> piece{index * kPieceTokens, {}, {}, {}, {}, {pages.format == CacheFormat::Int8, {}, {}}};
   // Keys outside of these are seen by no row; their pages may not exist.
   const int64_t begin = first_seen(rows.position, rows.window);
   const int64_t end = rows.position + rows.num_rows;
   const int64_t block_values = kBlockTokens * pages.head_dim;
+  const auto stored = [](const uint8_t* numbers) { return reinterpret_cast<const T*>(numbers); };
   for (int64_t b = 0; b < kBlocksPerPiece; ++b) {
     const int64_t position = piece.begin + b * kBlockTokens;
     if (position + kBlockTokens <= begin) continue;
     if (position >= end) break;
-    const uint16_t* block = pages.block(rows.page_table, rows.head, position);
-    if constexpr (sizeof(T) == sizeof(uint16_t)) {
-      const int64_t next = position + kPieceTokens;
-      const uint16_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
-      piece.keys[b] = block;
-      piece.values[b] = block + block_values;
-      piece.next_keys[b] = ahead;
-      piece.next_values[b] = ahead + block_values;
-    } else {
+    uint8_t* block = pages.block(rows.page_table, rows.head, position);
+    if (piece.scales.are_there) {
+      piece.scales.keys[b] = pages.scales(block);
+      piece.scales.values[b] = piece.scales.keys[b] + kBlockTokens;
+    }
+    if constexpr (std::is_same_v<T, float>) {
       float* keys = scratch.keys.data() + b * block_values;
       float* values = scratch.values.data() + b * block_values;
-      for (int64_t i = 0; i < block_values; i += kLanes) {
-        store_lanes(keys + i, load_halves(block + i));
-        store_lanes(values + i, load_halves(block + block_values + i));
-      }
+      unpack_numbers(pages.format, block, block_values, keys);
+      unpack_numbers(pages.format, block + pages.key_bytes(), block_values, values);
       piece.keys[b] = keys;
       piece.values[b] = values;
+    } else {
+      const int64_t next = position + kPieceTokens;
+      const uint8_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
+      piece.keys[b] = stored(block);
+      piece.values[b] = stored(block + pages.key_bytes());
+      piece.next_keys[b] = stored(ahead);
+      piece.next_values[b] = stored(ahead + pages.key_bytes());
     }
   }
   return piece;
@@ -201,7 +221,7 @@ template <class T, class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
                 AttentionScratch& scratch, Take take) {
   const int64_t head_dim = pages.head_dim;
-  alignas(64) float out[kTileQueries * 512];
+  alignas(64) float out[kTileQueries * kMostHeadDim];
   for (int64_t index = begin; index < end; ++index) {
     const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
     const int64_t query_end = rows.row_end(index) * rows.group;
@@ -219,10 +239,16 @@ template <class Take>
 void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begin, int64_t end,
                 AttentionScratch& scratch, Take take) {
   // Few queries read each key once or twice: converting it first would cost more than it saves.
-  if (rows.num_queries() <= 2 * kTileQueries) {
-    for_shares<uint16_t>(rows, pages, begin, end, scratch, take);
-  } else {
-    for_shares<float>(rows, pages, begin, end, scratch, take);
+  if (rows.num_queries() > 2 * kTileQueries) {
+    return for_shares<float>(rows, pages, begin, end, scratch, take);
+  }
+  switch (pages.format) {
+    case CacheFormat::Half:
+      return for_shares<Half>(rows, pages, begin, end, scratch, take);
+    case CacheFormat::BFloat16:
+      return for_shares<BFloat16>(rows, pages, begin, end, scratch, take);
+    case CacheFormat::Int8:
+      return for_shares<int8_t>(rows, pages, begin, end, scratch, take);
   }
 }
 
@@ -244,7 +270,7 @@ void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
 
 void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {
   const int64_t head_dim = pages.head_dim;
-  gather_queries(rows, head_dim, scratch);
+  gather_queries(rows, pages, scratch);
   start_merging(rows, head_dim, scratch);
   const auto take = [&](int64_t, const TileShare& share, int64_t first, int64_t count) {
     merge(share.peak, share.sum, share.out, count, head_dim, scratch.peak.data() + first,
@@ -259,7 +285,7 @@ void attend_pieces(const AttentionRows& rows, const LayerPages& pages, int64_t b
   const int64_t head_dim = pages.head_dim;
   const int64_t num_queries = rows.num_queries();
   const int64_t first_share = rows.piece_begin();
-  gather_queries(rows, head_dim, scratch);
+  gather_queries(rows, pages, scratch);
   for_shares(rows, pages, begin, end, scratch,
              [&](int64_t piece, const TileShare& share, int64_t first, int64_t count) {
                float* out = shares.data +

@@ -21,10 +21,16 @@ constexpr int kTileVectors = 1;
 #endif
 
 inline Lanes load_sixteen(const float* p) { return load_lanes(p); }
-inline Lanes load_sixteen(const uint16_t* p) { return load_halves(p); }
+inline Lanes load_sixteen(const Half* p) { return load_halves(&p->bits); }
+inline Lanes load_sixteen(const BFloat16* p) { return load_bfloat16s(&p->bits); }
+inline Lanes load_sixteen(const int8_t* p) { return load_bytes(p); }
+
+/// Sixteens of stored numbers in a line of cache; float32 lies in scratch, which is there already.
+template <class T>
+constexpr int kSixteensPerLine = 64 / (kLanes * static_cast<int>(sizeof(T)));
 
 /// scores[query][block * 16 + token] = q[query] . key; sums run over the dimensions in order.
-/// `T` is uint16_t (float16, as in the pages) or float; converting is exact, so both agree.
+/// `T` is as in the pages, or float; converting is exact, so both agree.
 /// Pages are fetched `ahead`: blocks of the same size that will be read next.
 template <int Q, int B, class T>
 void score_tile(const float* q, const T* const* blocks, const T* const* ahead, int64_t head_dim,
@@ -36,8 +42,8 @@ void score_tile(const float* q, const T* const* blocks, const T* const* ahead, i
   for (int64_t d = 0; d < head_dim; ++d) {
     Lanes keys[B];
     TS_UNROLL for (int b = 0; b < B; ++b) keys[b] = load_sixteen(blocks[b] + d * kLanes);
-    if constexpr (sizeof(T) == sizeof(uint16_t)) {
-      if (d % 2 == 0) {
+    if constexpr (!std::is_same_v<T, float>) {
+      if (d % kSixteensPerLine<T> == 0) {
         TS_UNROLL for (int b = 0; b < B; ++b) __builtin_prefetch(ahead[b] + d * kLanes);
       }
     }
@@ -67,9 +73,11 @@ void value_tile(const float* shares, int64_t share_stride, const T* const* block
     const T* row = blocks[token / kBlockTokens] + token % kBlockTokens * head_dim;
     Lanes values[B];
     TS_UNROLL for (int b = 0; b < B; ++b) values[b] = load_sixteen(row + b * kLanes);
-    if constexpr (sizeof(T) == sizeof(uint16_t)) {
+    if constexpr (!std::is_same_v<T, float>) {
       const T* next = ahead[token / kBlockTokens] + token % kBlockTokens * head_dim;
-      TS_UNROLL for (int b = 0; b < B; b += 2) __builtin_prefetch(next + b * kLanes);
+      TS_UNROLL for (int b = 0; b < B; b += kSixteensPerLine<T>) {
+        __builtin_prefetch(next + b * kLanes);
+      }
     }
     TS_UNROLL for (int i = 0; i < Q; ++i) {
       const Lanes share = broadcast(shares[i * share_stride + token]);

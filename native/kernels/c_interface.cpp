@@ -7,6 +7,7 @@
 #include "kernels/lane_math.h"
 #include "kernels/rope.h"
 #include "kernels/rows.h"
+#include "kernels/spread.h"
 
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -62,11 +63,13 @@ TS_EXPORT void ts_kernel_rope(const double* inverse_frequencies, int32_t num_pai
   table.rotate(position, row, 0, width);
 }
 
+TS_EXPORT void ts_kernel_spread(float* head, int64_t head_dim) { ts::spread(head, head_dim); }
+
 /// Attention of `num_rows` rows at `position` and on, one key-value head after the other, over
 /// `pages` that ts_kernel_store has filled. With `split` pieces above 0, tasks of so many pieces
 /// are computed apart and merged.
 struct TsAttention {
-  uint16_t* pages;
+  uint8_t* pages;
   const int32_t* page_table;
   int64_t page_size;
   int64_t num_kv_heads;
@@ -76,6 +79,7 @@ struct TsAttention {
   int64_t num_rows;
   int64_t split;
   int64_t window;  // 0: none
+  int64_t format;  // ts::CacheFormat
   float scale;
   float soft_cap;  // 0: none
 };
@@ -83,8 +87,10 @@ struct TsAttention {
 namespace {
 
 ts::LayerPages layer_pages(const TsAttention& a) {
-  const int64_t stride = 2 * a.page_size * a.num_kv_heads * a.head_dim;
-  return {a.pages, stride, a.page_size, a.num_kv_heads, a.head_dim};
+  const auto format = static_cast<ts::CacheFormat>(a.format);
+  ts::LayerPages pages{a.pages, 0, a.page_size, a.num_kv_heads, a.head_dim, format};
+  pages.page_stride = pages.page_bytes();
+  return pages;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Key-value pages: where a token's keys and values lie, and how they are written.
+// Key-value pages: where a token's keys and values lie, in which format, and how they are written.
 #pragma once
 
 #include <cstdint>
@@ -7,31 +7,64 @@ namespace ts {
 
 constexpr int64_t kBlockTokens = 16;  // tokens that lie together
 
-/// Pages of one layer. A page holds, for each layer, for each key-value head, blocks of 16 tokens:
-/// keys as [head_dim][16 tokens], then values as [16 tokens][head_dim], float16. Nothing is ever
-/// cleared: a row reads only the positions up to its own, all of them written by its request.
+/// How the numbers in pages are stored. Int8 has a float16 scale for each token's keys, and one for
+/// its values, of each head; its keys are spread first (kernels/spread.h).
+enum class CacheFormat : int32_t { Half = 0, BFloat16 = 1, Int8 = 2 };
+
+/// Stored numbers, as types of their own.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+/// Pages of one layer. A page holds, for each layer of its group, for each key-value head, blocks
+/// of 16 tokens: keys as [head_dim][16 tokens], then values as [16 tokens][head_dim], then, with
+/// int8, scales of keys [16 tokens] and of values [16 tokens]. Nothing is ever cleared: a row reads
+/// only the positions up to its own, all of them written by its request.
 struct LayerPages {
-  uint16_t* data;       // this layer's part of page 0
-  int64_t page_stride;  // halves from a page to the next
+  uint8_t* data;        // this layer's part of page 0
+  int64_t page_stride;  // bytes from a page to the next
   int64_t page_size;    // tokens, a multiple of 16
   int64_t num_kv_heads;
   int64_t head_dim;  // a multiple of 16
+  CacheFormat format;
 
-  /// Keys of the 16 tokens from `position` (a multiple of 16); their values lie right behind.
-  uint16_t* block(const int32_t* page_table, int64_t head, int64_t position) const {
+  /// Of the keys of a block; its values take as many.
+  int64_t key_bytes() const {
+    return kBlockTokens * head_dim * (format == CacheFormat::Int8 ? 1 : 2);
+  }
+  int64_t block_bytes() const {
+    return 2 * key_bytes() + (format == CacheFormat::Int8 ? 2 * kBlockTokens * 2 : 0);
+  }
+  /// Of this layer's part of a page.
+  int64_t page_bytes() const { return num_kv_heads * page_size / kBlockTokens * block_bytes(); }
+
+  /// The block of the 16 tokens from `position` (a multiple of 16).
+  uint8_t* block(const int32_t* page_table, int64_t head, int64_t position) const {
     const int64_t page = page_table[position / page_size];
     const int64_t blocks_per_page = page_size / kBlockTokens;
     const int64_t block = head * blocks_per_page + position % page_size / kBlockTokens;
-    return data + page * page_stride + block * 2 * kBlockTokens * head_dim;
+    return data + page * page_stride + block * block_bytes();
   }
+  uint16_t* scales(uint8_t* block) const {
+    return reinterpret_cast<uint16_t*>(block + 2 * key_bytes());
+  }
+
+  /// Into how many neighbouring values a row of keys or values may be cut for storing.
+  int64_t unit() const { return format == CacheFormat::Int8 ? head_dim : kBlockTokens; }
 };
 
-/// Stores values [begin, end), multiples of 16, of a row of keys (heads x head_dim).
+/// Stores values [begin, end), multiples of `unit()`, of a row of keys (heads x head_dim).
 void store_keys(const LayerPages& pages, const int32_t* page_table, int64_t position,
                 const float* row, int64_t begin, int64_t end);
 
 /// The same for a row of values.
 void store_values(const LayerPages& pages, const int32_t* page_table, int64_t position,
                   const float* row, int64_t begin, int64_t end);
+
+/// Numbers of a block as float32, exactly; without their scales. `count` is a multiple of 16.
+void unpack_numbers(CacheFormat format, const uint8_t* numbers, int64_t count, float* out);
 
 }  // namespace ts

@@ -26,8 +26,14 @@ inline Lanes zero_below(Lanes a, Lanes x, float limit) {
   const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ);
   return {_mm512_maskz_mov_ps(keep, a.v)};
 }
-/// Lanes (1, 0, 3, 2, ...).
-inline Lanes swap_pairs(Lanes a) { return {_mm512_permute_ps(a.v, 0xB1)}; }
+/// Each lane gets the one that is `Distance` (1, 2, 4 or 8) apart: its index with one bit flipped.
+template <int Distance>
+inline Lanes swap_lanes(Lanes a) {
+  if constexpr (Distance == 1) return {_mm512_permute_ps(a.v, 0xB1)};
+  if constexpr (Distance == 2) return {_mm512_permute_ps(a.v, 0x4E)};
+  if constexpr (Distance == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xB1)};
+  if constexpr (Distance == 8) return {_mm512_shuffle_f32x4(a.v, a.v, 0x4E)};
+}
 /// a * 2^n for n given as the float n + 1.5 * 2^23, n from -126 to 127.
 inline Lanes scale_by_power(Lanes a, Lanes shifted) {
   const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
@@ -40,6 +46,14 @@ inline void store_halves(uint16_t* p, Lanes a) {
 }
 inline Lanes load_halves(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Lanes load_bfloat16s(const uint16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+inline Lanes load_bytes(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
 }
 inline __m256 upper_half(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
 inline __m256 lower_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
@@ -75,8 +89,18 @@ inline Lanes zero_below(Lanes a, Lanes x, float limit) {
   }
   return result;
 }
-inline Lanes swap_pairs(Lanes a) {
-  return {{_mm256_permute_ps(a.v[0], 0xB1), _mm256_permute_ps(a.v[1], 0xB1)}};
+template <int Distance>
+inline Lanes swap_lanes(Lanes a) {
+  if constexpr (Distance == 8) return {{a.v[1], a.v[0]}};
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (Distance == 1) result.v[half] = _mm256_permute_ps(a.v[half], 0xB1);
+    if constexpr (Distance == 2) result.v[half] = _mm256_permute_ps(a.v[half], 0x4E);
+    if constexpr (Distance == 4) {
+      result.v[half] = _mm256_permute2f128_ps(a.v[half], a.v[half], 1);
+    }
+  }
+  return result;
 }
 inline Lanes scale_by_power(Lanes a, Lanes shifted) {
   Lanes result;
@@ -96,6 +120,22 @@ inline void store_halves(uint16_t* p, Lanes a) {
 inline Lanes load_halves(const uint16_t* p) {
   const auto* halves = reinterpret_cast<const __m128i*>(p);
   return {{_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))}};
+}
+inline Lanes load_bfloat16s(const uint16_t* p) {
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + half);
+    result.v[half] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  return result;
+}
+inline Lanes load_bytes(const int8_t* p) {
+  Lanes result;
+  for (int half = 0; half < 2; ++half) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * half));
+    result.v[half] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
+  return result;
 }
 inline __m256 upper_half(Lanes a) { return a.v[1]; }
 inline __m256 lower_half(Lanes a) { return a.v[0]; }
@@ -126,9 +166,10 @@ inline Lanes zero_below(Lanes a, Lanes x, float limit) {
   for (int i = 0; i < kLanes; ++i) a.v[i] = x.v[i] < limit ? 0.0F : a.v[i];
   return a;
 }
-inline Lanes swap_pairs(Lanes a) {
+template <int Distance>
+inline Lanes swap_lanes(Lanes a) {
   Lanes result;
-  for (int i = 0; i < kLanes; ++i) result.v[i] = a.v[i ^ 1];
+  for (int i = 0; i < kLanes; ++i) result.v[i] = a.v[i ^ Distance];
   return result;
 }
 inline Lanes scale_by_power(Lanes a, Lanes shifted) {
@@ -155,6 +196,16 @@ inline void store_halves(uint16_t* p, Lanes a) {
 inline Lanes load_halves(const uint16_t* p) {
   Lanes result;
   for (int i = 0; i < kLanes; ++i) result.v[i] = float_from_half(p[i]);
+  return result;
+}
+inline Lanes load_bfloat16s(const uint16_t* p) {
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result.v[i] = float_from_bfloat16(p[i]);
+  return result;
+}
+inline Lanes load_bytes(const int8_t* p) {
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result.v[i] = static_cast<float>(p[i]);
   return result;
 }
 

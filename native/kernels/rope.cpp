@@ -57,7 +57,7 @@ void RopeTable::rotate(int64_t position, float* row, int64_t begin, int64_t end)
 void RopeTable::rotate_neighbours(const float* cosines, float* values, int64_t offset) const {
   if (offset >= width_) return;
   const Lanes x = load_lanes(values);
-  const Lanes turned = multiply(swap_pairs(x), load_lanes(cosines + width_ + offset));
+  const Lanes turned = multiply(swap_lanes<1>(x), load_lanes(cosines + width_ + offset));
   store_lanes(values, multiply_add(x, load_lanes(cosines + offset), turned));
 }
 

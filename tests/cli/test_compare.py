@@ -28,6 +28,15 @@ def coarse(tmp_path: Path) -> str:
     return str(write_tiny_gguf(tmp_path / "coarse.gguf", Tiny(fmt="Q4_0")))
 
 
+def test_formats_of_keys_and_values_are_shown_side_by_side(cli: Cli, tiny: str) -> None:
+    line = ("compare", tiny, "--tokens", "60", "--kv-formats")
+    ran = cli(*line, "f16,int8")
+    assert ran.code == 0
+    named = [text for text in ran.out.splitlines() if text.startswith("cpu, ")]
+    assert ["int8 keys and values" in text for text in named] == [False, True]
+    assert "no format of keys and values 'int4'" in cli(*line, "int4").err
+
+
 def test_the_cpu_reader_is_shown_against_the_reference(cli: Cli, tiny: str) -> None:
     ran = cli("compare", tiny, "--tokens", "200", "--length", "100", "--check")
     assert ran.code == 0

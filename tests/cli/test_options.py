@@ -34,12 +34,12 @@ def test_options_left_alone_are_the_defaults() -> None:
 def test_engine_options_reach_their_fields() -> None:
     line = (
         "--backend cpu --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
-        "--page-size 32 --no-prefix-cache --strict-prefix --policy dynamic --max-running 7 "
-        "--token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9"
+        "--page-size 32 --kv-format int8 --no-prefix-cache --strict-prefix --policy dynamic "
+        "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9"
     )
     assert engine_options(given(serve.command, *line.split())) == EngineOptions(
         ComputeOptions("cpu", 3, "avx2"),
-        CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True),
+        CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.cpu import tiny_model
 from support.native import NEEDS, load_level
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
@@ -79,6 +80,18 @@ def family(
 
 
 @pytest.fixture(scope="module")
+def windowed() -> Iterator[Pair]:
+    """Layers that see unequally far, on pages of int8."""
+    model = tiny_model(num_layers=3, windows=(20, None, 50), head_dim=32)
+    plain, shared = (
+        CpuBackend(*model, NUM_PAGES, 16, num_threads, kv_format="int8") for num_threads in (1, 2)
+    )
+    pair = Pair(plain, shared)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Iterator[Pair]:
     pair = Pair.of(smollm2_path, None)
     yield pair
@@ -98,6 +111,15 @@ def test_tokens_of_every_family_do_not_depend_on_the_schedule(family: Pair, seed
     requests = random_requests(chance, 12, vocab_size=280, longest=80, most_output=30)
     num_groups = len(family.plain.facts.windows)
     assert_same_tokens(family, chance, requests, fewest_pages=9 * num_groups)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_over_windows_and_int8_do_not_depend_on_the_schedule(
+    windowed: Pair, seed: int
+) -> None:
+    chance = random.Random(seed)
+    requests = random_requests(chance, 32, vocab_size=250, longest=80, most_output=60)
+    assert_same_tokens(windowed, chance, requests, fewest_pages=30)
 
 
 @pytest.mark.model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ _WINDOWS = [None if layer % 6 == 5 else 512 for layer in range(18)]
 GEMMA = Program("gemma", (), tuple(CacheLayer(1, 256, w) for w in _WINDOWS), 262144, 32768)
 
 
-def size(free_bytes: int = 10**11, **options: int | None) -> CacheSize:
+def size(free_bytes: int = 10**11, **options: Any) -> CacheSize:
     return size_cache(PROGRAM, CacheOptions(**options), 256, WEIGHT_BYTES, free_bytes)
 
 
@@ -41,6 +42,13 @@ def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
 
 def test_plenty_of_memory_holds_eight_whole_contexts() -> None:
     assert size() == CacheSize(CONTEXT, 8 * 512, 16, 8 * CONTEXT * TOKEN_BYTES)
+
+
+def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
+    found, usual = size(10**9, kv_format="int8"), size(10**9)
+    assert found.kv_format == "int8"
+    assert 1.9 < found.num_pages / usual.num_pages < 2
+    assert found.cache_bytes == found.num_pages * 16 * 30 * 2 * 3 * (64 + 2)
 
 
 def test_pages_take_half_of_what_is_free() -> None:

@@ -16,7 +16,7 @@ from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult
 from twostroke.models import WindowSpec, build_program
-from twostroke.program import CacheLayer, Program
+from twostroke.program import FLOAT16, CacheLayer, Program
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.weights import load_path
 
@@ -112,7 +112,7 @@ def test_gemma_3_270m_needs_less_than_a_quarter_of_the_memory_at_8192_tokens() -
     windows = [None if layer % 6 == 5 else 512 for layer in range(18)]
     program = Program("gemma", (), tuple(CacheLayer(1, 256, w) for w in windows), 262144, 32768)
     groups = PageGroups(16, tuple(group.window for group in program.cache_groups))
-    everything = 8192 * sum(layer.bytes_per_token(2) for layer in program.cache_layers)
+    everything = 8192 * sum(layer.bytes_per_token(FLOAT16) for layer in program.cache_layers)
     decoding = groups.num_needed(8192) * program.page_bytes(16)
     prefilling = groups.num_needed(8192, 256) * program.page_bytes(16)
     print(

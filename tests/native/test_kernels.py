@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 
 import numpy as np
@@ -11,25 +10,6 @@ import pytest
 from support.native import load_level
 
 LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
-
-
-class AttentionArguments(ctypes.Structure):
-    """`TsAttention` of native/kernels/c_interface.cpp."""
-
-    _fields_ = (
-        ("pages", c_void_p),
-        ("page_table", c_void_p),
-        ("page_size", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("group", c_int64),
-        ("position", c_int64),
-        ("num_rows", c_int64),
-        ("split", c_int64),
-        ("window", c_int64),
-        ("scale", c_float),
-        ("soft_cap", c_float),
-    )
 
 
 @pytest.fixture(params=LEVELS)
@@ -165,135 +145,6 @@ def test_rope_turns_pairs_and_leaves_the_rest(library, rng, interleaved, head_di
     expected[:, low] = heads[:, low] * cosine - heads[:, high] * sine
     expected[:, high] = heads[:, low] * sine + heads[:, high] * cosine
     np.testing.assert_allclose(turned, expected, rtol=1e-6, atol=1e-6)
-
-
-class Context:
-    """Keys and values of one request in pages whose other contents are NaN."""
-
-    def __init__(self, library, rng, page_size, kv_heads, group, head_dim, length):
-        self.library, self.length, self.group = library, length, group
-        shape = (length, kv_heads, head_dim)
-        self.keys, self.values = floats(rng.normal(size=shape)), floats(rng.normal(size=shape))
-        num_pages = -(-length // page_size)
-        self.table = rng.permutation(2 * num_pages).astype(np.int32)[:num_pages]
-        page_values = 2 * page_size * kv_heads * head_dim
-        self.pages = np.full(2 * num_pages * page_values, np.nan, np.float16)
-        self.arguments = AttentionArguments(
-            self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
-            0, length, 0, 0, head_dim**-0.5, 0,
-        )  # fmt: skip
-        library.ts_kernel_store(
-            ctypes.byref(self.arguments), address(self.keys), address(self.values)
-        )
-
-    def see(self, window=None, soft_cap=None):
-        """Let the rows see so many keys, their scores capped."""
-        self.arguments.window, self.arguments.soft_cap = window or 0, soft_cap or 0
-        return self
-
-    def attend(self, q, position, split=0):
-        """Attention of rows q (rows, heads, head_dim) from `position` on.
-
-        Pages that no row sees are not there.
-        """
-        a = self.arguments
-        a.position, a.num_rows, a.split = position, len(q), split
-        seen = slice(
-            self.first_seen(position) // a.page_size, -(-(position + len(q)) // a.page_size)
-        )
-        table = np.full_like(self.table, -(10**9))
-        table[seen] = self.table[seen]
-        a.page_table = table.ctypes.data
-        q = floats(q)
-        out = np.full_like(q, np.nan)
-        self.library.ts_kernel_attention(ctypes.byref(a), address(q), address(out))
-        a.page_table = self.table.ctypes.data
-        return out
-
-    def first_seen(self, position):
-        window = self.arguments.window
-        return max(0, position - window + 1) if window else 0
-
-    def expected(self, q, position):
-        k = self.keys.astype(np.float16).astype(np.float64)
-        v = self.values.astype(np.float16).astype(np.float64)
-        out = np.empty(q.shape)
-        for row in range(len(q)):
-            seen = slice(self.first_seen(position + row), position + row + 1)
-            for head in range(q.shape[1]):
-                scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
-                if cap := self.arguments.soft_cap:
-                    scores = cap * np.tanh(scores / cap)
-                shares = np.exp(scores - scores.max())
-                out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
-        return out
-
-
-@pytest.mark.parametrize(
-    ("page_size", "kv_heads", "group", "head_dim"),
-    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80), (16, 1, 4, 256)],
-)
-def test_attention_is_as_its_formula(library, rng, page_size, kv_heads, group, head_dim):
-    context = Context(library, rng, page_size, kv_heads, group, head_dim, 300)
-    for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
-        q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
-        out = context.attend(q, position)
-        np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 17, 63, 64, 65, 150, 299])
-def test_a_window_and_a_cap_are_as_their_formulas(library, rng, window, soft_cap):
-    for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
-        context = Context(library, rng, page_size, 1, group, head_dim, 300).see(window, soft_cap)
-        for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
-            q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
-            out = context.attend(q, position)
-            np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("window", "soft_cap"), [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]
-)
-def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(
-    library, rng, window, soft_cap
-):
-    context = Context(library, rng, 16, 2, 3, 64, 400).see(window, soft_cap)
-    q = floats(rng.normal(size=(400, 6, 64)) * 3)
-    whole = context.attend(q, 0)
-    for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
-        assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
-        assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
-    for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
-        assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
-        assert np.array_equal(context.attend(q[start:end], start, split=1), whole[start:end])
-
-
-def test_attention_does_not_see_where_its_pages_lie(library):
-    outputs = []
-    for seed, page_size in ((1, 16), (2, 16), (3, 32), (4, 64)):
-        context = Context(library, np.random.default_rng(7), page_size, 2, 2, 32, 150)
-        order = np.random.default_rng(seed).permutation(len(context.table)).astype(np.int32)
-        context.table[:] = order
-        library.ts_kernel_store(
-            ctypes.byref(context.arguments), address(context.keys), address(context.values)
-        )
-        q = floats(np.random.default_rng(8).normal(size=(20, 4, 32)))
-        outputs.append(context.attend(q, 130))
-    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
-
-
-def test_values_beyond_float16_are_saturated_not_spread(library, rng):
-    context = Context(library, rng, 16, 1, 1, 16, 64)
-    q = floats(rng.normal(size=(40, 1, 16)))
-    before = context.attend(q, 0)
-    context.values[41:] = np.inf
-    context.values[45] = np.nan
-    a = context.arguments
-    a.position, a.num_rows = 0, 64
-    library.ts_kernel_store(ctypes.byref(a), address(context.keys), address(context.values))
-    assert np.array_equal(context.attend(q, 0), before)
-    assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(64, 1, 16))), 0)))
 
 
 def choose_experts(library, scores, num_used, normalize):

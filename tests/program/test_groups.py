@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.program import CacheGroup, CacheLayer, Program
+from twostroke.program import CacheFormat, CacheGroup, CacheLayer, Program
 from twostroke.program.groups import group_layers
 
 
@@ -62,8 +62,12 @@ def test_each_layer_is_in_one_group_of_its_window(windows: list[int | None]) -> 
 
 def test_bytes_of_a_page_follow_those_of_a_value() -> None:
     some = program(None, 8, 8, num_kv_heads=2, head_dim=8)
-    assert some.page_bytes(16, 1) * 2 == some.page_bytes(16, 2) == 16 * 32 * 2
-    assert CacheLayer(1, 3).bytes_per_token(1.25) == 8
+    assert (
+        some.page_bytes(16, CacheFormat(1)) * 2
+        == some.page_bytes(16, CacheFormat(2))
+        == 16 * 32 * 2
+    )
+    assert CacheLayer(1, 3).bytes_per_token(CacheFormat(1.25)) == 8
 
 
 def test_page_fits_the_largest_group_if_layers_differ() -> None:

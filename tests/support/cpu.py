@@ -72,7 +72,12 @@ def with_windows(program: Program, windows: tuple[int | None, ...]) -> Program:
 
 @contextmanager
 def cpu_backend(
-    model: Model, level: str, num_pages: int, threads: int = 2, page_size: int = PAGE_SIZE
+    model: Model,
+    level: str,
+    num_pages: int,
+    threads: int = 2,
+    page_size: int = PAGE_SIZE,
+    kv_format: str = "f16",
 ) -> Iterator[CpuBackend]:
     """Run a model on one level, with `num_pages` for each cache group.
 
@@ -82,7 +87,7 @@ def cpu_backend(
     if level == "amx" and load_level(level).ts_linear_request_tiles() == 0:
         pytest.skip("the operating system refuses tiles")
     num_pages *= len(model[0].cache_groups)
-    backend = CpuBackend(*model, num_pages, page_size, threads, level=level)
+    backend = CpuBackend(*model, num_pages, page_size, threads, level=level, kv_format=kv_format)
     try:
         yield backend
     finally:

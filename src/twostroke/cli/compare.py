@@ -11,7 +11,7 @@ import click
 
 from twostroke.cli.help import OneOf
 from twostroke.cli.terminal import printable
-from twostroke.core.config import BACKENDS, CacheOptions, ComputeOptions
+from twostroke.core.config import BACKENDS, KV_FORMATS, CacheOptions, ComputeOptions
 from twostroke.core.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ _LAYERS_SHOWN: Final = 6
 @click.argument("model")
 @click.option("--readers", help="Who reads it, such as cpu,torch [default: cpu].")
 @click.option("--levels", help="Instruction sets of the cpu reader: 'all', or such as avx2,avx512.")
+@click.option(
+    "--kv-formats",
+    help="How the cpu reader stores keys and values, such as f16,int8 [default: f16].",
+)
 @click.option("--against", metavar="MODEL", help="The model that is right [default: the same].")
 @click.option(
     "--right",
@@ -89,10 +93,13 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     subjects = []
     for reader in _names(given["readers"] or "cpu", _READERS, "reader"):
         compute = _compute(reader, given)
-        computes = [compute]
+        computes, caches = [compute], [CacheOptions()]
         if reader == "cpu" and given["levels"]:
             computes = [replace(compute, level=level) for level in _levels(given["levels"])]
-        subjects += [Subject(model, one, CacheOptions()) for one in computes]
+        if reader == "cpu" and given["kv_formats"]:
+            wanted = _names(given["kv_formats"], KV_FORMATS, "format of keys and values")
+            caches = [CacheOptions(kv_format=name) for name in wanted]
+        subjects += [Subject(model, one, cache) for one in computes for cache in caches]
     if given["device"] != "auto" and "torch" not in {
         given["right"],
         *(s.compute.backend for s in subjects),

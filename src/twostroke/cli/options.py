@@ -10,6 +10,7 @@ import click
 from twostroke.cli.help import ByteSize, OneOf, SectionOption
 from twostroke.core.config import (
     BACKENDS,
+    KV_FORMATS,
     POLICIES,
     BatchOptions,
     CacheOptions,
@@ -30,6 +31,7 @@ _NAMES: Final = {
     "level": "--level",
     "device": "--device",
     "page size": "--page-size",
+    "kv_format": "--kv-format",
     "KV memory": "--kv-memory",
     "context length": "--context-length",
     "max_running": "--max-running",
@@ -101,6 +103,14 @@ def compute_options(function: F) -> F:
             ("--kv-memory",),
             {"type": ByteSize(), "help": "Memory for keys and values, such as 2GB."},
         ),
+        (
+            ("--kv-format",),
+            {
+                "type": OneOf(KV_FORMATS),
+                "default": "auto",
+                "help": "Their numbers: f16 (auto), bf16, or int8 in half the room.",
+            },
+        ),
         (("--page-size",), {"type": int, "default": 16, "help": "Tokens a page of that memory."}),
         (
             ("--prefix-cache/--no-prefix-cache",),
@@ -166,6 +176,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             page_size=given.pop("page_size"),
             prefix_cache=given.pop("prefix_cache"),
             strict_prefix=given.pop("strict_prefix"),
+            kv_format=given.pop("kv_format"),
         )
         if "policy" not in given:
             return EngineOptions(compute, cache)

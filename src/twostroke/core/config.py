@@ -10,6 +10,7 @@ from twostroke.core.errors import UsageError, nearest
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
+KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class CacheOptions:
     `memory_bytes` None takes what the longest requests may need, within half of the memory that
     is free. `context_length` None is the model's own. `strict_prefix` keeps pages filled by
     generated rows out of the prefix cache on backends where these are computed otherwise.
+    `kv_format` is how the cpu backend stores keys and values: "f16" (what "auto" takes), "bf16" for
+    models whose keys or values go beyond 65504, or "int8" for about half of the memory
+    (docs/adr/0011-keys-are-spread-before-int8.md has what it costs).
     """
 
     memory_bytes: int | None = None
@@ -50,9 +54,11 @@ class CacheOptions:
     page_size: int = 16
     prefix_cache: bool = True
     strict_prefix: bool = False
+    kv_format: str = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
+        """Refuse unknown names and numbers out of range."""
+        _one_of("kv_format", self.kv_format, KV_FORMATS)
         if self.page_size not in PAGE_SIZES:
             raise UsageError(f"page size must be one of {PAGE_SIZES}, not {self.page_size}.")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
@@ -102,6 +108,12 @@ class EngineOptions:
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not go together."""
+        backend = self.compute.backend
+        if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
+            raise UsageError(f"kv_format is the cpu backend's, not {backend}'s.")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import PagePool, PrefixIndex
+from twostroke.cache import FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
 from twostroke.core.errors import BackendError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
@@ -93,7 +93,7 @@ def build(
     size = size_cache(
         program, options.cache, options.batch.token_budget, size_of_weights, memory_available()
     )
-    card = _card(loaded, program, size.context_length)
+    card = _card(loaded, program, size)
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
@@ -155,6 +155,7 @@ def _build_backend(
         size.page_size,
         resolve_num_threads(compute.num_threads),
         level=compute.level,
+        kv_format=size.kv_format,
         release=release,
         progress=progress,
     )
@@ -203,7 +204,7 @@ def _build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch))
 
 
-def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCard:
+def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
     tokenizer = build_tokenizer(loaded)
     sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
@@ -214,11 +215,11 @@ def _card(loaded: LoadedModel, program: Program, context_length: int) -> ModelCa
         name=loaded.name,
         architecture=loaded.spec.architecture,
         format=", ".join(formats),
-        context_length=context_length,
+        context_length=size.context_length,
         file_bytes=loaded.file_bytes,
         created_s=int(time.time()),
         licence=loaded.licence,
         tokenizer=tokenizer,
         chat_template=Chat(tokenizer) if has_chat else None,
-        cost=CostModel(program, sizes),
+        cost=CostModel(program, sizes, FORMATS[size.kv_format]),
     )

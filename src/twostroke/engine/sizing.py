@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.cache import PageGroups
+from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class CacheSize:
     num_pages: int
     page_size: int
     cache_bytes: int
+    kv_format: str = DEFAULT_FORMAT
 
 
 def size_cache(
@@ -47,11 +48,12 @@ def size_cache(
     if context_length > program.context_length:
         message = f"{program.name} was made for at most {program.context_length} tokens of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
+    kv_format = DEFAULT_FORMAT if options.kv_format == "auto" else options.kv_format
     room = _Room(
         name=program.name,
         weight_bytes=weight_bytes,
         available_bytes=available_bytes,
-        page_bytes=program.page_bytes(options.page_size),
+        page_bytes=program.page_bytes(options.page_size, FORMATS[kv_format]),
         groups=PageGroups(options.page_size, tuple(g.window for g in program.cache_groups)),
         num_rows=token_budget,
         max_context=program.context_length,
@@ -68,7 +70,8 @@ def size_cache(
             num_pages = pages_for_one
     if num_pages < pages_for_one:
         raise room.too_small(context_length, options.memory_bytes)
-    return CacheSize(context_length, num_pages, options.page_size, num_pages * room.page_bytes)
+    cache_bytes = num_pages * room.page_bytes
+    return CacheSize(context_length, num_pages, options.page_size, cache_bytes, kv_format)
 
 
 @dataclass(frozen=True, slots=True)

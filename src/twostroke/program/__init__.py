@@ -17,13 +17,15 @@ from twostroke.program.ops import (
     Rope,
     Scale,
 )
-from twostroke.program.program import CacheLayer, Program
+from twostroke.program.program import FLOAT16, CacheFormat, CacheLayer, Program
 
 __all__ = [
+    "FLOAT16",
     "Activation",
     "Add",
     "Attention",
     "BatchShape",
+    "CacheFormat",
     "CacheGroup",
     "CacheLayer",
     "Embed",

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from twostroke.program.batch import BatchShape
 from twostroke.program.ops import Attention, Embed, Logits, MixtureOfExperts
+from twostroke.program.program import FLOAT16
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.program.ops import Op
-    from twostroke.program.program import Program
+    from twostroke.program.program import CacheFormat, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,12 @@ class Cost:
 class CostModel:
     """Counts what a Program's steps cost, given how its weights and its cache are stored.
 
-    `weight_bytes` gives each weight's stored size, `cache_value_bytes` the size of one stored
-    key or value.
+    `weight_bytes` gives each weight's stored size.
     """
 
     program: Program
     weight_bytes: Mapping[str, int]
-    cache_value_bytes: float = 2
+    cache: CacheFormat = FLOAT16
 
     def step(self, batch: BatchShape) -> Cost:
         """Return the cost of one step."""
@@ -91,7 +91,7 @@ class CostModel:
 
     def _position_bytes(self, op: Attention) -> float:
         """Return the bytes of one position's keys and values."""
-        return self.program.cache_layers[op.layer].values_per_token * self.cache_value_bytes
+        return self.program.cache_layers[op.layer].bytes_per_token(self.cache)
 
     def per_step(self) -> StepCost:
         """Return this cost as a few coefficients, for use at every step of a running engine."""

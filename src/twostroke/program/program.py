@@ -16,6 +16,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How keys and values are stored: bytes a number, and bytes beside each head of either.
+
+    What stands beside the head_dim keys of a head and token, and beside its values, is a scale.
+    """
+
+    value_bytes: float
+    head_bytes: int = 0
+
+    def head(self, head_dim: int) -> float:
+        """Bytes of one head's keys, or of its values, of one token."""
+        return head_dim * self.value_bytes + self.head_bytes
+
+
+FLOAT16 = CacheFormat(2)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayer:
     """What one attention layer stores for each token: keys and values of its heads.
 
@@ -31,9 +49,9 @@ class CacheLayer:
         """Numbers stored for one token, keys and values together."""
         return 2 * self.num_kv_heads * self.head_dim
 
-    def bytes_per_token(self, bytes_per_value: float) -> int:
-        """Bytes stored for one token, if a value takes so many, scales included."""
-        return ceil(self.values_per_token * bytes_per_value)
+    def bytes_per_token(self, stored: CacheFormat) -> int:
+        """Bytes stored for one token."""
+        return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +119,9 @@ class Program:
         ]
         return group_layers(windows)
 
-    def page_bytes(self, page_size: int, bytes_per_value: float = 2) -> int:
+    def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
         """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
         return page_size * max(
-            sum(self.cache_layers[layer].bytes_per_token(bytes_per_value) for layer in group.layers)
+            sum(self.cache_layers[layer].bytes_per_token(stored) for layer in group.layers)
             for group in self.cache_groups
         )

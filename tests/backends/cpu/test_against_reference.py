@@ -111,6 +111,19 @@ def test_tiny_models_of_every_family_are_as_the_reference_says(level, family, tm
             assert same > (0.9 if level.startswith("amx") and not generated else 0.97)
 
 
+@pytest.mark.parametrize(("kv_format", "most_kl"), [("bf16", 1e-4), ("int8", 1e-3)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_format, most_kl):
+    program, tensors = tiny_model(head_dim=64, windows=(50, None))
+    tokens = np.random.default_rng(0).integers(0, 250, 200).tolist()
+    with cpu_backend((program, tensors), level, 4, kv_format=kv_format) as backend:
+        actual = backend.score(tokens, generated=True)
+    expected = ReferenceBackend(program, tensors, 26, 16).score(tokens)
+    mean_kl, same = divergence(expected, actual)
+    assert 0 < mean_kl < most_kl
+    assert same > 0.9
+
+
 def odd_program():
     """Operations in the order that no fusion knows, with biases and rotations of both kinds."""
     width, heads, dim = 64, 4, 16

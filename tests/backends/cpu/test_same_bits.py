@@ -115,6 +115,18 @@ def test_a_page_of_another_tenant_is_never_read(level, model):
         assert sequence.decode(10) == expected
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("sizes", [{"head_dim": 48}, {"windows": (37, None), "soft_cap": 4.0}])
+def test_logprobs_do_not_depend_on_chunks_whatever_pages_hold(level, kv_format, sizes):
+    model = tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", **sizes)
+    results = []
+    for threads, chunk in ((1, 1000), (2, 64), (3, 7)):
+        with cpu_backend(model, level, 20, threads=threads, kv_format=kv_format) as backend:
+            sequence = Sequence(backend, tokens_of(1, 250), list(range(20)))
+            results.append([sequence.prefill(chunk), *sequence.decode(12)])
+    assert all(result == results[0] for result in results)
+
+
 def test_pages_behind_a_window_are_not_read(level):
     model = tiny_model(num_layers=3, windows=(1, 37, 100))
     with cpu_backend(model, level, NUM_PAGES, threads=2) as backend:
@@ -189,11 +201,15 @@ def test_drawn_tokens_do_not_depend_on_the_company(level, model):
         assert answers(together=True) == answers(together=False)
 
 
-def test_vector_levels_agree_bit_for_bit(level, model):
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "int8"])
+def test_vector_levels_agree_bit_for_bit(level, model, kv_format):
     """AVX2, AVX-512 and the generated rows of AMX (docs/adr/0003)."""
     if level in {"portable", "avx512"}:
         pytest.skip("portable rounds twice where the others fuse; AVX-512 is what they meet here")
     tokens = tokens_of(10, 300)
-    with cpu_backend(model, level, 4) as backend, cpu_backend(model, "avx512", 4) as other:
+    with (
+        cpu_backend(model, level, 4, kv_format=kv_format) as backend,
+        cpu_backend(model, "avx512", 4, kv_format=kv_format) as other,
+    ):
         actual = backend.score(tokens, generated=True)
         assert np.array_equal(actual, other.score(tokens, generated=True))

@@ -11,10 +11,10 @@ from twostroke.backends import BackendFacts, check_values
 from twostroke.backends.cpu.evaluate import evaluate
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
-from twostroke.backends.cpu.plan import NativePlan
+from twostroke.backends.cpu.plan import NativePlan, PlanPages
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.weights import PackedWeights
-from twostroke.cache import PageGroups
+from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import StepResult
 
@@ -44,13 +44,15 @@ class CpuBackend:
         num_threads: int,
         *,
         level: str | None = None,
+        kv_format: str = DEFAULT_FORMAT,
         release: Callable[[QuantTensor], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
-        `level` None means the best one. `release(tensor)` is called for each tensor that will
-        not be read again, `progress(done, total)` with bytes of weights as they are packed.
+        `level` None means the best one, `kv_format` is a name in `cache.FORMATS`.
+        `release(tensor)` is called for each tensor that will not be read again, `progress(done,
+        total)` with bytes of weights as they are packed.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -64,7 +66,7 @@ class CpuBackend:
             message = f"num_threads must be at least 1, not {num_threads}."
             raise UsageError(message, param="num_threads")
         choice = choose_level(level)
-        self._program, self._lowered = program, lower(program)
+        self._program, self._lowered, self._kv_format = program, lower(program), kv_format
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
@@ -73,7 +75,8 @@ class CpuBackend:
             message = f"The operating system refuses {num_threads} threads; ask for fewer."
             raise BackendError(message)
         try:
-            self._prepare(tensors, (num_pages, page_size), release, progress)
+            pages = PlanPages(num_pages, page_size, kv_format)
+            self._prepare(tensors, pages, release, progress)
         except BaseException:
             self.close()  # whatever stopped the loading, Ctrl-C included: its memory is large
             raise
@@ -83,9 +86,10 @@ class CpuBackend:
         self._steps = StepArrays(
             len(groups.windows), -(-longest // page_size), one_arithmetic=one_arithmetic
         )
+        stored = "" if kv_format == DEFAULT_FORMAT else f", {kv_format} keys and values"
         self.facts = BackendFacts(
             name="cpu",
-            detail=f"{choice.level}, {num_threads} threads",
+            detail=f"{choice.level}, {num_threads} threads{stored}",
             level=choice.level,
             num_threads=num_threads,
             num_pages=num_pages,
@@ -93,7 +97,7 @@ class CpuBackend:
             windows=groups.windows,
             one_arithmetic=one_arithmetic,
             weight_bytes=self._loaded[1].num_bytes,
-            cache_bytes=num_pages * program.page_bytes(page_size, 2),
+            cache_bytes=num_pages * program.page_bytes(page_size, FORMATS[kv_format]),
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -161,7 +165,7 @@ class CpuBackend:
     def _prepare(
         self,
         tensors: Mapping[str, QuantTensor],
-        pages: tuple[int, int],
+        pages: PlanPages,
         release: Callable[[QuantTensor], None] | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -185,7 +189,8 @@ class CpuBackend:
         pool, weights, _ = self._loaded
         page_size = self.facts.page_size
         num_groups = len(self.facts.windows)
-        pages = (num_groups * -(-len(tokens) // page_size), page_size)
+        num_pages = num_groups * -(-len(tokens) // page_size)
+        pages = PlanPages(num_pages, page_size, self._kv_format)
         plan = NativePlan(self._library, pool, self._program, lowered, weights, pages)
         try:
             evaluate(plan, tokens, logits, taps, num_groups=num_groups, generated=generated)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_double, c_int32, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.records import (
+    CacheFormat,
     ExpertRecord,
     LayerRecord,
     OpKind,
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 _NOT_THERE = 2  # what `ts_step` returns for a token or a page that does not exist
 
 
+@dataclass(frozen=True, slots=True)
+class PlanPages:
+    """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`."""
+
+    num_pages: int
+    page_size: int
+    kv_format: str
+
+
 class NativePlan:
     """Runs steps of a Program over `num_pages` pages of its own."""
 
@@ -36,15 +47,15 @@ class NativePlan:
         program: Program,
         lowered: Lowered,
         weights: PackedWeights,
-        pages: tuple[int, int],
+        pages: PlanPages,
     ) -> None:
-        """`pages` is (num_pages, page_size); `pool` and `weights` must outlive the plan.
+        """Make a plan with pages of its own; `pool` and `weights` must outlive it.
 
         Raises:
             MemoryLimitError: there is no room for the pages.
         """
         self._library = library
-        self.num_pages, page_size = pages
+        self.num_pages, page_size = pages.num_pages, pages.page_size
         records = [weights.record(name) for name in lowered.matrices]
         vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
         ropes = [_rope_record(rope) for rope in lowered.ropes]
@@ -65,6 +76,7 @@ class NativePlan:
             len(program.cache_groups),
             len(lowered.experts),
             len(lowered.buffer_widths),
+            CacheFormat[pages.kv_format.upper()],
             self.num_pages,
             page_size,
         )

@@ -42,6 +42,14 @@ class Store(IntEnum):
     VALUES = 2
 
 
+class CacheFormat(IntEnum):
+    """How the numbers in pages are stored."""
+
+    F16 = 0
+    BF16 = 1
+    INT8 = 2
+
+
 class OutputRecord(ctypes.Structure):
     """One matrix product of an operation, or its only output."""
 
@@ -144,6 +152,7 @@ class PlanRecord(ctypes.Structure):
         ("num_groups", c_int32),
         ("num_experts", c_int32),
         ("num_buffers", c_int32),
+        ("cache_format", c_int32),
         ("num_pages", c_int64),
         ("page_size", c_int64),
     )

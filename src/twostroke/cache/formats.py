@@ -1,0 +1,14 @@
+"""The formats in which keys and values can be stored, by the names that users give them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from twostroke.program import FLOAT16, CacheFormat
+
+FORMATS: Final = {
+    "f16": FLOAT16,
+    "bf16": CacheFormat(2),
+    "int8": CacheFormat(1, head_bytes=2),  # a float16 scale
+}
+DEFAULT: Final = "f16"

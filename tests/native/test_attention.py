@@ -1,0 +1,240 @@
+"""Attention over key-value pages in every format against NumPy twins, on each level."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+import numpy as np
+import pytest
+
+from support.native import load_level
+
+LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
+
+
+class AttentionArguments(ctypes.Structure):
+    """`TsAttention` of native/kernels/c_interface.cpp."""
+
+    _fields_ = (
+        ("pages", c_void_p),
+        ("page_table", c_void_p),
+        ("page_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("group", c_int64),
+        ("position", c_int64),
+        ("num_rows", c_int64),
+        ("split", c_int64),
+        ("window", c_int64),
+        ("format", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    )
+
+
+@pytest.fixture(params=LEVELS)
+def library(request):
+    return load_level(request.param)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def address(array):
+    return c_void_p(array.ctypes.data)
+
+
+def floats(values):
+    return np.ascontiguousarray(values, np.float32)
+
+
+FORMATS = ("f16", "bf16", "int8")
+
+
+def as_bfloat16(x):
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def as_bytes(x):
+    """Heads (..., head_dim) as they come back from int8 with a float16 scale."""
+    scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float16)
+    wide = scale.astype(np.float32)
+    factor = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
+    return np.clip(np.rint(x * factor), -127, 127).astype(np.float64) * wide
+
+
+def spread(x):
+    """Heads (..., head_dim) after sums and differences of values ever further apart."""
+    distance = 1
+    while x.shape[-1] % (2 * distance) == 0:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, distance)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x, distance = np.stack([a + b, a - b], axis=-2).reshape(x.shape), 2 * distance
+    return x
+
+
+def as_stored(fmt, keys, values):
+    """Keys and values as pages give them back, in float64."""
+    if fmt != "int8":
+        through = as_bfloat16 if fmt == "bf16" else np.float16
+        return through(keys).astype(np.float64), through(values).astype(np.float64)
+    width = keys.shape[-1] & -keys.shape[-1]
+    return spread(as_bytes(spread(keys) / np.float32(width))), as_bytes(values)
+
+
+class Context:
+    """Keys and values of one request in pages whose other contents are NaN."""
+
+    def __init__(self, library, rng, page_size, kv_heads, group, head_dim, length, fmt="f16"):
+        self.library, self.length, self.group, self.fmt = library, length, group, fmt
+        shape = (length, kv_heads, head_dim)
+        self.keys, self.values = floats(rng.normal(size=shape)), floats(rng.normal(size=shape))
+        self.keys[..., 3] *= 4  # a channel that sticks out, as real keys have
+        num_pages = -(-length // page_size)
+        self.table = rng.permutation(2 * num_pages).astype(np.int32)[:num_pages]
+        head_bytes = head_dim + 2 if fmt == "int8" else 2 * head_dim
+        self.pages = np.full(4 * num_pages * page_size * kv_heads * head_bytes, 0xFF, np.uint8)
+        self.arguments = AttentionArguments(
+            self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
+            0, length, 0, 0, FORMATS.index(fmt), head_dim**-0.5, 0,
+        )  # fmt: skip
+        self.store()
+
+    def store(self):
+        a = self.arguments
+        a.position, a.num_rows = 0, self.length
+        keys, values = address(self.keys), address(self.values)
+        self.library.ts_kernel_store(ctypes.byref(a), keys, values)
+
+    def see(self, window=None, soft_cap=None):
+        """Let the rows see so many keys, their scores capped."""
+        self.arguments.window, self.arguments.soft_cap = window or 0, soft_cap or 0
+        return self
+
+    def attend(self, q, position, split=0):
+        """Attention of rows q (rows, heads, head_dim) from `position` on.
+
+        Pages that no row sees are not there.
+        """
+        a = self.arguments
+        a.position, a.num_rows, a.split = position, len(q), split
+        seen = slice(
+            self.first_seen(position) // a.page_size, -(-(position + len(q)) // a.page_size)
+        )
+        table = np.full_like(self.table, -(10**9))
+        table[seen] = self.table[seen]
+        a.page_table = table.ctypes.data
+        q = floats(q)
+        out = np.full_like(q, np.nan)
+        self.library.ts_kernel_attention(ctypes.byref(a), address(q), address(out))
+        a.page_table = self.table.ctypes.data
+        return out
+
+    def first_seen(self, position):
+        window = self.arguments.window
+        return max(0, position - window + 1) if window else 0
+
+    def expected(self, q, position):
+        k, v = as_stored(self.fmt, self.keys, self.values)
+        out = np.empty(q.shape)
+        for row in range(len(q)):
+            seen = slice(self.first_seen(position + row), position + row + 1)
+            for head in range(q.shape[1]):
+                scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
+                if cap := self.arguments.soft_cap:
+                    scores = cap * np.tanh(scores / cap)
+                shares = np.exp(scores - scores.max())
+                out[row, head] = shares / shares.sum() @ v[seen, head // self.group]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("page_size", "kv_heads", "group", "head_dim"),
+    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80), (16, 1, 4, 256)],
+)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_attention_is_as_its_formula(library, rng, fmt, page_size, kv_heads, group, head_dim):
+    context = Context(library, rng, page_size, kv_heads, group, head_dim, 300, fmt)
+    for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
+        q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
+        out = context.attend(q, position)
+        np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 17, 63, 64, 65, 150, 299])
+def test_a_window_and_a_cap_are_as_their_formulas(library, rng, window, soft_cap):
+    for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
+        context = Context(library, rng, page_size, 1, group, head_dim, 300).see(window, soft_cap)
+        for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
+            q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
+            out = context.attend(q, position)
+            np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]
+)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(
+    library, rng, fmt, window, soft_cap
+):
+    context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
+    q = floats(rng.normal(size=(400, 6, 64)) * 3)
+    whole = context.attend(q, 0)
+    for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
+        assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
+        assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
+    for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
+        assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
+        assert np.array_equal(context.attend(q[start:end], start, split=1), whole[start:end])
+
+
+def test_attention_does_not_see_where_its_pages_lie(library):
+    outputs = []
+    for seed, page_size in ((1, 16), (2, 16), (3, 32), (4, 64)):
+        context = Context(library, np.random.default_rng(7), page_size, 2, 2, 32, 150)
+        order = np.random.default_rng(seed).permutation(len(context.table)).astype(np.int32)
+        context.table[:] = order
+        context.store()
+        q = floats(np.random.default_rng(8).normal(size=(20, 4, 32)))
+        outputs.append(context.attend(q, 130))
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_values_that_a_page_cannot_hold_are_saturated_not_spread(library, rng, fmt):
+    context = Context(library, rng, 16, 1, 1, 16, 64, fmt)
+    q = floats(rng.normal(size=(40, 1, 16)))
+    before = context.attend(q, 0)
+    context.values[41:] = np.inf
+    context.values[45] = np.nan
+    context.keys[50] = -np.inf
+    context.keys[51, 0, 5] = np.nan
+    context.store()
+    assert np.array_equal(context.attend(q, 0), before)
+    assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(50, 1, 16))), 0)))
+
+
+def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
+    context = Context(library, rng, 16, 1, 1, 32, 16, "int8")
+    context.values[:], context.keys[:] = 0, 0
+    context.store()
+    assert np.all(context.attend(floats(rng.normal(size=(16, 1, 32))), 0) == 0)
+
+
+def test_spreading_evens_out_a_value_that_sticks_out_and_keeps_products(library, rng):
+    for head_dim in (16, 64, 96, 256, 512):
+        a, b = floats(rng.normal(size=(2, head_dim)))
+        a[3] = 100
+        turned = [x.copy() for x in (a, b)]
+        for x in turned:
+            library.ts_kernel_spread(address(x), c_int64(head_dim))
+        width = head_dim & -head_dim
+        assert np.array_equal(turned[0], spread(a))
+        assert np.isclose(turned[0] @ turned[1] / width, a @ b, rtol=1e-4, atol=1e-3)
+        assert np.abs(turned[0][:width]).max() < 100 + 5 * width**0.5
