@@ -56,6 +56,15 @@ def test_all_levels_that_run_here_are_lines_of_the_json(cli: Cli, tiny: str) -> 
     assert all(line["comparison"]["mean_kl"] < 1e-3 for line in result["readers"])
 
 
+def test_formats_of_keys_and_values_are_lines_too(cli: Cli, tiny: str) -> None:
+    ran = cli("compare", tiny, "--tokens", "100", "--kv-formats", "all", "--json")
+    half, bfloat, eighth = json.loads(ran.out)["readers"]
+    assert "bf16 keys and values" in bfloat["name"]
+    assert "int8 keys and values" in eighth["name"]
+    assert half["comparison"]["mean_kl"] < bfloat["comparison"]["mean_kl"]
+    assert half["comparison"]["mean_kl"] < eighth["comparison"]["mean_kl"] < 1e-2
+
+
 def test_check_fails_for_a_coarser_format(cli: Cli, tiny: str, coarse: str) -> None:
     given = ("compare", coarse, "--against", tiny, "--readers", "reference", "--tokens", "128")
     assert cli(*given).code == 0
@@ -80,7 +89,9 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
         (("--readers", "cpu,refrence"), "There is no reader 'refrence'"),
         (("--levels", "avx9"), "There is no instruction-set level 'avx9'"),
         (("--length", "100000"), "lower --length"),
-        (("--device", "cuda"), "--device is the torch reader's"),
+        (("--device", "cuda"), "--device is the torch reader's: add it to --readers."),
+        (("--levels", "all", "--readers", "reference"), "--levels is the cpu reader's"),
+        (("--kv-formats", "f16,int4"), "There is no format of keys and values 'int4'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(

@@ -29,7 +29,7 @@ _LAYERS_SHOWN: Final = 6
 @click.option("--levels", help="Instruction sets of the cpu reader: 'all', or such as avx2,avx512.")
 @click.option(
     "--kv-formats",
-    help="How the cpu reader stores keys and values, such as f16,int8 [default: f16].",
+    help="How the cpu reader stores keys and values: 'all', or such as f16,int8 [default: f16].",
 )
 @click.option("--against", metavar="MODEL", help="The model that is right [default: the same].")
 @click.option(
@@ -97,14 +97,17 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
         if reader == "cpu" and given["levels"]:
             computes = [replace(compute, level=level) for level in _levels(given["levels"])]
         if reader == "cpu" and given["kv_formats"]:
-            wanted = _names(given["kv_formats"], KV_FORMATS, "format of keys and values")
-            caches = [CacheOptions(kv_format=name) for name in wanted]
+            caches = [CacheOptions(kv_format=name) for name in _kv_formats(given["kv_formats"])]
         subjects += [Subject(model, one, cache) for one in computes for cache in caches]
-    if given["device"] != "auto" and "torch" not in {
-        given["right"],
-        *(s.compute.backend for s in subjects),
-    }:
-        raise UsageError("--device is the torch reader's: add --readers torch.")
+    readers = {subject.compute.backend for subject in subjects}
+    for name, reader, all_readers in (
+        ("levels", "cpu", readers),
+        ("kv_formats", "cpu", readers),
+        ("device", "torch", readers | {given["right"]}),
+    ):
+        if given[name] not in {None, "auto"} and reader not in all_readers:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is the {reader} reader's: add it to --readers.")
     return subjects
 
 
@@ -120,6 +123,11 @@ def _levels(wanted: str) -> list[str]:
     if wanted == "all":
         return [name for name, report in reports.items() if report.startswith("runs")]
     return wanted.split(",")  # the cpu reader says which of them it does not know
+
+
+def _kv_formats(wanted: str) -> list[str]:
+    known = [name for name in KV_FORMATS if name != "auto"]
+    return known if wanted == "all" else _names(wanted, known, "format of keys and values")
 
 
 def _names(wanted: str, known: Sequence[str], what: str) -> list[str]:
