@@ -72,6 +72,26 @@ def test_rope_parameters_by_layer_type_are_read(tmp_path: Path) -> None:
     assert spec.window.rope == RopeSpec(2e4, 32, interleaved=False)
 
 
+@pytest.mark.parametrize(("said", "base"), [({}, 10000.0), ({"rope_local_base_freq": 5e3}, 5e3)])
+def test_sliding_layers_of_gemma3_never_take_the_base_of_the_others(
+    said: dict[str, float], base: float, tmp_path: Path
+) -> None:
+    by_type = {"sliding_attention": {"rope_type": "default"}}
+    silent = {"rope_scaling": ..., "rope_local_base_freq": ...}
+    spec = from_config(tmp_path, "gemma3", **silent | said, rope_parameters=by_type)
+    assert spec.rope.base == 1e6
+    assert spec.window is not None
+    assert spec.window.rope == RopeSpec(base, 32, interleaved=False)
+
+
+def test_only_gemma3_has_a_pattern_of_windows(tmp_path: Path) -> None:
+    spec = from_config(tmp_path, "gemma3", sliding_window_pattern=2)
+    assert spec.window is not None
+    assert spec.window.slides == (True, False, True, False, True, False, True)
+    spec = from_config(tmp_path, "mistral", sliding_window_pattern=2)  # as in transformers
+    assert spec.window == WindowSpec(WINDOW, (True, True))
+
+
 def test_a_model_that_also_sees_is_read_as_its_text_model(tmp_path: Path) -> None:
     tiny = tiny_of("gemma3")
     folder = write_tiny_folder(tmp_path / "tiny", tiny)

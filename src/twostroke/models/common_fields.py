@@ -44,8 +44,6 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
         slides = _layer_types(fields, len(slides))
         if any(slides) and not fields.has("sliding_window"):
             fields.fault("has layers of type 'sliding_attention' but no sliding_window")
-    elif fields.has("sliding_window_pattern"):
-        slides = all_but_every(fields.integer("sliding_window_pattern", MAX_LAYERS), len(slides))
     if not any(slides) or not fields.has("sliding_window"):
         return None
     return WindowSpec(fields.integer("sliding_window", MAX_CONTEXT), slides)

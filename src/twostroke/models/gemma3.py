@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.models.common_fields import all_but_every, config_window, gguf_window
 from twostroke.models.family import Family
+from twostroke.models.fields import MAX_LAYERS, Fields
 from twostroke.models.gemma2 import GEMMA2
 from twostroke.models.rope_fields import config_rope
 from twostroke.models.spec import RopeSpec
 from twostroke.program import Activation
 
 if TYPE_CHECKING:
-    from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
     from twostroke.program import Program
 
@@ -53,13 +53,16 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read scale and window. A rope scaling without a layer type is that of the global layers."""
     fields.expect("attn_logit_softcapping")  # transformers reads it and does nothing
-    window = config_window(fields, all_but_every(_PERIOD, spec.num_layers))
+    period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_PERIOD)
+    window = config_window(fields, all_but_every(period, spec.num_layers))
     if window is not None:
         base = fields.number("rope_local_base_freq", above=1.0, default=_LOCAL_BASE)
         local = RopeSpec(base, spec.head_dim, interleaved=False)
         by_type = fields.part("rope_parameters")
         if by_type is not None and by_type.has("sliding_attention"):
-            local = config_rope(fields, spec.head_dim, spec.context_length, "sliding_attention")
+            # The model's own base and scaling are those of the global layers.
+            own = Fields(fields.name, {**fields.values, "rope_theta": base, "rope_scaling": None})
+            local = config_rope(own, spec.head_dim, spec.context_length, "sliding_attention")
         window = replace(window, rope=local)
     return replace(
         spec,
