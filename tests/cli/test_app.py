@@ -74,7 +74,7 @@ def test_version_is_printed(cli: Cli) -> None:
     ("arguments", "said"),
     [
         (["genrate"], "no command 'genrate'. Did you mean 'generate'?"),
-        (["models", "rm"], "no command 'rm'. Did you mean 'remove'?"),
+        (["models", "remov"], "no command 'remov'. Did you mean 'remove'?"),
         (["--vresion"], "no option '--vresion'. Did you mean '--version'?"),
         (["generate", "x", "--max-token", "3"], "no option '--max-token'. Did you mean '--max-tok"),
         (["serve", "x", "--polciy", "static"], "no option '--polciy'. Did you mean '--policy'?"),

@@ -16,8 +16,6 @@ from twostroke.schedule import Scheduler
 from twostroke.schedule.holdings import Holdings
 
 SETTINGS = settings(
-    max_examples=300,
-    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     database=None,
@@ -235,10 +233,13 @@ FAULTS = {
 }
 
 
-def catches(**replaced) -> bool:
+def catches(num_examples: int = 300, num_steps: int = 30, **replaced) -> bool:
     machine = type("Machine", (SchedulerMachine,), {**replaced, "counts": Counter()})
     try:
-        run_state_machine_as_test(machine, settings=SETTINGS)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(SETTINGS, max_examples=num_examples, stateful_step_count=num_steps),
+        )
     except (AssertionError, KeyError, IndexError):
         return True
     return False
@@ -270,7 +271,8 @@ def test_tokens_alone_betray_wrong_pages(fault):
 
 
 def test_reuse_of_generated_pages_is_caught_where_rows_are_computed_differently():
-    assert catches(is_strict=False, windows=(None,))
+    # A page of generated rows must become full, and a later prompt begin with its words.
+    assert catches(num_examples=1000, num_steps=80, is_strict=False, windows=(None,))
 
 
 def test_nothing_is_caught_where_nothing_is_wrong():
