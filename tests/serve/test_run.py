@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.servers import chat_body, post_bytes
+from support.servers import chat_body, post_bytes, wait_for
 from twostroke.core.errors import PortInUseError
 from twostroke.serve.run import bind
 
@@ -69,12 +71,20 @@ def test_taken_port_ends_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
-    with served(tmp_path, "20") as (process, url), ThreadPoolExecutor(1) as pool:
-        body = chat_body(max_tokens=450, ignore_eos=True)
-        answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
-        time.sleep(0.1)
-        process.send_signal(number)
-        assert answer.result().json()["usage"]["completion_tokens"] == 450
+    with served(tmp_path, "20") as (process, url):
+        body = chat_body(
+            max_tokens=450,
+            ignore_eos=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        with httpx.stream("POST", url + PATH, json=body, timeout=60, trust_env=False) as answer:
+            events = answer.iter_lines()
+            first = next(events)
+            process.send_signal(number)
+            *_, usage, done = (line for line in (first, *events) if line)
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 450
+        assert done == "data: [DONE]"
         assert process.wait(20) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "draining 1\n"
@@ -82,11 +92,17 @@ def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> Non
         assert process.stderr.read() == ""
 
 
+def has_arrived(url: str) -> bool:
+    """Whether the engine has a request, running or waiting."""
+    metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    return bool(re.search(r"^twostroke_requests_(running|waiting) [1-9]", metrics, re.MULTILINE))
+
+
 def test_signal_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
     with served(tmp_path, "20", "static") as (process, url), ThreadPoolExecutor(1) as pool:
         body = chat_body(max_tokens=4)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
-        time.sleep(0.3)
+        wait_for(lambda: has_arrived(url))
         assert not answer.done()
         process.terminate()
         assert answer.result().status_code == 200
@@ -100,7 +116,7 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
     with served(tmp_path, drain_s, "stuck") as (process, url), ThreadPoolExecutor(1) as pool:
         body = chat_body(stream=stream)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
-        time.sleep(0.3)
+        wait_for(lambda: has_arrived(url))
         process.send_signal(signal.SIGTERM)
         if twice:
             time.sleep(0.3)

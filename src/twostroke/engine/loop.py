@@ -119,7 +119,7 @@ class EngineLoop:
     def health(self) -> Health:
         """Whether the engine can answer."""
         began = self._step_began_s
-        if not self._thread.is_alive() or self._stopping:
+        if self._failure is not None or self._stopping or not self._thread.is_alive():
             return Health.STOPPED
         if began is not None and time.monotonic() - began > _STALLED_AFTER_S:
             return Health.STALLED
