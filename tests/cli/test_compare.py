@@ -101,3 +101,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert ran.code != 0
     assert sentence in ran.err
     assert ran.out == ""
+
+
+def test_a_level_that_cannot_run_is_refused_before_anything_is_read(cli: Cli, tiny: str) -> None:
+    ran = cli("compare", tiny, "--readers", "reference,cpu", "--levels", "avx9")
+    assert ran.code == 8
+    assert "Reading with" not in ran.err

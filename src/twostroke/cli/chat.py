@@ -48,7 +48,7 @@ _HELP: Final = {
 @sampling_options
 @compute_options
 def command(**given: Any) -> None:
-    """Talk with MODEL (a path, or a name that `twostroke models` lists).
+    """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     Ctrl-C stops an answer, Ctrl-D leaves, /help shows more.
     """

@@ -112,6 +112,7 @@ class Auto:
             "threads": f"{self.num_threads}: {threads} (--threads)",
             "context": "the model's own (--context-length)",
             "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
+            "KV format": "f16: keys and values in two bytes each (--kv-format)",
             "cache": f"{self.cache_dir} (TWOSTROKE_CACHE)",
         }
 

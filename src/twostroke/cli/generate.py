@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @sampling_options
 @compute_options
 def command(**given: Any) -> None:
-    """Answer one prompt with MODEL (a path, or a name that `twostroke models` lists).
+    """Answer one prompt with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
     A model with a chat template is asked the prompt as a user's message; --raw, and a model
     without one, continue the prompt's text instead. The answer goes to standard output, the line

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import batch_options, compute_options, engine_options
+
+if TYPE_CHECKING:
+    from twostroke.engine.build import Engine
 
 
 @click.command("serve", cls=SectionedCommand)
@@ -32,7 +35,7 @@ from twostroke.cli.options import batch_options, compute_options, engine_options
 @compute_options
 @batch_options
 def command(**given: Any) -> int:
-    """Serve MODEL (a path, or a name that `twostroke models` lists) over HTTP.
+    """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
     Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
     """
@@ -58,18 +61,23 @@ def command(**given: Any) -> int:
             serving,
             listener=listener,
             hardware=limits(engine),
-            on_ready=lambda url: _announce(url, name, engine.facts.detail),
+            on_ready=lambda url: _announce(url, name, engine),
             on_stop=_say_stop,
         )
 
 
-def _announce(url: str, name: str, detail: str) -> None:
-    question = {"role": "user", "content": "Why is the sky blue?"}
-    body = {"model": name, "messages": [question], "max_tokens": 128, "temperature": 0}
+def _announce(url: str, name: str, engine: Engine) -> None:
+    """Say where the server is, and a request that this model can answer."""
+    what: dict[str, Any] = {"prompt": "The sky is blue because"}
+    route = "completions"
+    if engine.card.chat_template is not None:
+        what = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        route = "chat/completions"
+    body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     click.echo(
-        f"Twostroke serves {name} at {url} ({detail}; Ctrl-C stops it). Try it:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"Twostroke serves {name} at {url} ({engine.facts.detail}; Ctrl-C stops it). Try it:\n"
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json' \\\n"
         f"    -d '{quoted}'",
         err=True,
     )

@@ -76,7 +76,7 @@ class Engine:
 def build(
     model: str, options: EngineOptions | None = None, progress: Progress | None = None
 ) -> Engine:
-    """Load `model` (a path or a catalogue name) and start an engine for it.
+    """Load `model` (any name that `weights.load` understands) and start an engine for it.
 
     `progress(done, total)` is called with bytes of weights as they are made ready.
 
@@ -136,6 +136,14 @@ def build_backend(
     return _build_backend(loaded.tensors, program, compute, size, loaded.release, None)
 
 
+def check_can_run(compute: ComputeOptions) -> None:
+    """Raise BackendError if this backend cannot run here, before anything is read for it."""
+    if compute.backend == "torch":
+        _torch_device(compute)
+    elif compute.backend not in _FLOAT32_BACKENDS:
+        choose_level(compute.level)
+
+
 def _build_backend(
     tensors: Mapping[str, QuantTensor],
     program: Program,
@@ -164,15 +172,21 @@ def _build_backend(
 def _torch_backend(
     tensors: Mapping[str, QuantTensor], program: Program, compute: ComputeOptions, size: CacheSize
 ) -> Backend:
+    device = _torch_device(compute)
+    from twostroke.backends.torch import TorchBackend
+
+    return TorchBackend(program, tensors, size.num_pages, size.page_size, device)
+
+
+def _torch_device(compute: ComputeOptions) -> str:
     try:
-        from twostroke.backends.torch import TorchBackend, choose_device
+        from twostroke.backends.torch import choose_device
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
         raise BackendError(message) from None
-    device = choose_device(compute.device)
-    return TorchBackend(program, tensors, size.num_pages, size.page_size, device)
+    return choose_device(compute.device)
 
 
 def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from twostroke.backends.compare import Divergence
 from twostroke.core.errors import UsageError
 from twostroke.core.machine import memory_available
-from twostroke.engine.build import build_backend, build_tokenizer, weight_bytes
+from twostroke.engine.build import build_backend, build_tokenizer, check_can_run, weight_bytes
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.weights import load
@@ -110,8 +110,10 @@ def compare_subjects(
     """Yield a report for each of the others, and two where it has two kinds of rows.
 
     One model at a time is in memory; the logits of the right one wait in a temporary file.
-    `notice(name)` is called before each is read.
+    `notice(name)` is called before each is read. What cannot run here is refused before the first.
     """
+    for subject in (right, *others):
+        check_can_run(subject.compute)
     with tempfile.TemporaryFile() as file:
         answers = _read_right(right, pieces, file, notice)
         for other in others:

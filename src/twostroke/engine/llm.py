@@ -30,7 +30,7 @@ class LLM:
     """
 
     def __init__(self, model: str, options: EngineOptions | None = None) -> None:
-        """Load `model`: a path or a catalogue name, fetched first if it is not here yet.
+        """Load `model`: a path, a short name or hf:owner/repo; fetched first if not here yet.
 
         Raises:
             TwostrokeError: it cannot be found, read, or held in memory.
