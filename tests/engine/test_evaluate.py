@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.config import CacheOptions, ComputeOptions
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.engine.evaluate import Subject, compare_subjects, held_out_text, pieces_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -35,6 +33,18 @@ def test_the_text_is_cut_into_pieces_of_which_none_is_a_single_token(tiny: str) 
     assert len(whole) == 1
     assert len(whole[0]) > 2000
     assert whole[0][:300] == [token for piece in pieces for token in piece]
+
+
+def test_a_full_disk_is_said_with_what_is_needed(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> BinaryIO:
+        return Path("/dev/full").open("w+b", 0)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    pieces = pieces_of(held_out_text(), [tiny], 100, 100)
+    with pytest.raises(TwostrokeError, match=r"needs? \d+ MB in .* set TMPDIR"):
+        list(compare_subjects(subject(tiny), [subject(tiny)], pieces, silent))
 
 
 def test_a_reader_beside_itself_differs_in_nothing(tiny: str) -> None:

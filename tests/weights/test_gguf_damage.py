@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,12 @@ def test_truncation_names_the_tensor_and_the_sizes(tmp_path: Path) -> None:
     message = fault(tmp_path / "cut.gguf", data[:-100])
     assert "is truncated: tensor 'output_norm.weight' needs 256 bytes at offset" in message
     assert f"the file has {len(data) - 100}" in message
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFormatError, match="no regular file"):
+        read_gguf(tmp_path / "pipe.gguf")
 
 
 def test_a_missing_file_a_folder_and_an_unreadable_file_are_told_apart(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
 def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "own.gguf")
     for function in (weights.remove, weights.verify):
-        with pytest.raises(UsageError, match="your own file"):
+        with pytest.raises(UsageError, match="a file of your own"):
             function(str(path))
     assert path.exists()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.backends.compare import Divergence
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
 from twostroke.engine.build import build_backend, build_tokenizer, check_can_run, weight_bytes
 from twostroke.engine.sizing import size_cache
@@ -109,7 +109,8 @@ def compare_subjects(
 ) -> Iterator[Report]:
     """Yield a report for each of the others, and two where it has two kinds of rows.
 
-    One model at a time is in memory; the logits of the right one wait in a temporary file.
+    One model at a time is in memory; the logits of the right one wait in a temporary file;
+    a TwostrokeError says so if the disk is too small for them.
     `notice(name)` is called before each is read. What cannot run here is refused before the first.
     """
     for subject in (right, *others):
@@ -138,11 +139,22 @@ def _read_right(
         for piece in pieces:
             scored = backend.score(piece)
             offset = file.seek(0, 2)
-            scored.tofile(file)
+            try:
+                scored.tofile(file)
+            except OSError:
+                raise _no_room(pieces, scored.shape[1]) from None
             logits.append(np.memmap(file, np.float32, "r", offset, scored.shape))
         return _Answers(logits, _hidden(backend, program, pieces[0], generated=False))
     finally:
         backend.close()
+
+
+def _no_room(pieces: Sequence[list[int]], vocab_size: int) -> TwostrokeError:
+    needed = sum(map(len, pieces)) * vocab_size * 4
+    return TwostrokeError(
+        f"The disk is full: the right answers need {needed / 1e6:,.0f} MB in "
+        f"{tempfile.gettempdir()!r}: free some, set TMPDIR to another folder, or lower --tokens."
+    )
 
 
 def _read_other(

@@ -181,7 +181,8 @@ def _pulled(name: str) -> Record:
     found = look_up(name)
     if isinstance(found, Path):
         raise UsageError(
-            f"{name!r} is your own file, not a pulled model: it is left alone.", param="model"
+            f"{name!r} is a file of your own: only pulled models are shown, verified and removed.",
+            param="model",
         )
     if isinstance(found, PackagedModel):
         record = _of_cached(found)

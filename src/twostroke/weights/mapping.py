@@ -34,6 +34,8 @@ class MappedFile:
         ModelNotFoundError if there is none, ModelFormatError if it is empty or unreadable.
         """
         self.path = path
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
+            raise ModelFormatError(f"{path.name!r} cannot be read: it is no regular file.")
         try:
             with path.open("rb") as file:
                 self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
