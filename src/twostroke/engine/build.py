@@ -13,7 +13,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
-from twostroke.core.errors import BackendError
+from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.hardware import machine
@@ -122,11 +122,21 @@ def _know_limits(compute: ComputeOptions, weight_bytes: int) -> None:
 
 
 def build_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Return the tokenizer that lies beside, or in, a model's weights."""
+    """Return the tokenizer that lies beside, or in, a model's weights.
+
+    Raises:
+        ModelFormatError: it cannot be read, or it makes tokens for which the model has no row.
+    """
     source = loaded.tokenizer_source
     if isinstance(source, GgufTokenizer):
         return from_gguf(source.metadata)
-    return from_tokenizer_json(source.path)
+    tokenizer = from_tokenizer_json(source.path)
+    if tokenizer.num_text_ids > loaded.spec.vocab_size:
+        raise ModelFormatError(
+            f"{loaded.name}: its {source.path.name} has {tokenizer.num_text_ids} tokens, its "
+            f"embedding table {loaded.spec.vocab_size} rows: it is the tokenizer of another model."
+        )
+    return tokenizer
 
 
 def build_backend(

@@ -78,6 +78,14 @@ class Tokenizer:
         self.named_texts = MappingProxyType(dict(parts.named_texts))
         self.chat_templates = MappingProxyType(dict(parts.chat_templates))
 
+    @property
+    def num_text_ids(self) -> int:
+        """One above the largest token id that plain text can become."""
+        size = self.vocab_size
+        while size - 1 in self.special_ids:
+            size -= 1
+        return size
+
     def encode(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
