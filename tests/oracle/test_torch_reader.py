@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from support.tiny import Tiny, write_tiny_gguf
+from support.tiny import Tiny, tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
 from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.torch import TorchBackend, TorchModel, choose_device
@@ -63,6 +64,17 @@ def test_torch_equals_the_reference(variant: str, spec: ModelSpec) -> None:
     expected, traced = right.trace(TOKENS, names), ours.trace(TOKENS, names)
     for name in names:
         np.testing.assert_allclose(traced[name], expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_equals_the_reference_on_every_family(family: str, tmp_path: Path) -> None:
+    loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of(family)))
+    program = build_program(loaded.spec)
+    right = ReferenceBackend(program, loaded.tensors, 1, 16)
+    ours = TorchBackend(program, loaded.tensors, 1, 16)
+    result = compare([(right.score(TOKENS), ours.score(TOKENS), TOKENS)])
+    assert result.mean_kl < 1e-9
+    assert result.top1_agreement == 1
 
 
 def test_gradients_are_those_of_finite_differences(spec: ModelSpec) -> None:
