@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
-from twostroke.core.hardware import Hardware
+from twostroke.engine.hardware import Limits
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.options import ServeOptions
 
@@ -83,9 +83,8 @@ def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
 
 
 def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> None:
-    hardware = Hardware("test", 1, 1 << 30, 1e9, 1e9, "fp32", "test")
     server.chat(max_tokens=2)
-    body, _ = Metrics(server.client, hardware).expose("")
+    body, _ = Metrics(server.client, Limits("portable", 1, 10**6)).expose("")
     assert 'twostroke_mbu{stroke="decode"}' in body.decode()
     assert "twostroke_mbu" not in server.http.get("/metrics").text
 

@@ -153,7 +153,6 @@ class Conversation:
     def _answer(self, tokens: list[int]) -> Completion:
         """Show one answer as it comes; Ctrl-C ends it, and what was said stays said."""
         from twostroke.cli.markdown import MarkdownStream
-        from twostroke.engine.build import limits
         from twostroke.engine.output import join
 
         meter = self.engine.client.loop.meter
@@ -172,9 +171,9 @@ class Conversation:
         finally:
             generation.cancel()
         completion = join(outputs)
-        figures = Figures.of(
-            completion.usage, completion.timings, meter.strokes - before, limits(self.engine)
-        )
+        strokes = meter.strokes - before
+        hardware = self.engine.limits.beside(strokes)
+        figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
         notes = self._notes(completion)
         width = self.console.width
         self._say(describe(figures, completion.usage, notes=notes, width=width), "dim")

@@ -17,8 +17,8 @@ class Figures:
 
     `ttft_s` is the time from the engine's taking the request to its first token. Rates are tokens
     per second; `mfu` is prefill's share of the arithmetic peak and `mbu` decode's share of the
-    memory bandwidth, from 0 to 1. None where there was nothing to measure: an answer that was
-    stopped before its first token, or one of a single token.
+    memory bandwidth, from 0 to 1. None where there was nothing to measure (an answer that was
+    stopped before its first token, or one of a single token) and where limits are unknown.
     """
 
     ttft_s: float | None
@@ -28,7 +28,9 @@ class Figures:
     mbu: float | None
 
     @classmethod
-    def of(cls, usage: Usage, timings: Timings, strokes: Strokes, hardware: Hardware) -> Figures:
+    def of(
+        cls, usage: Usage, timings: Timings, strokes: Strokes, hardware: Hardware | None
+    ) -> Figures:
         """Work out one choice's figures; `strokes` are those of its own steps."""
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)
@@ -40,8 +42,8 @@ class Figures:
             ttft_s=timings.ttft_s,
             prefill_tokens_per_s=computed / prefill_s if prefill_s > 0 else None,
             decode_tokens_per_s=more / decode_s if more > 0 and decode_s > 0 else None,
-            mfu=strokes.prefill.mfu(hardware) if strokes.prefill.steps else None,
-            mbu=strokes.decode.mbu(hardware) if strokes.decode.steps else None,
+            mfu=strokes.prefill.mfu(hardware) if hardware and strokes.prefill.steps else None,
+            mbu=strokes.decode.mbu(hardware) if hardware and strokes.decode.steps else None,
         )
 
     def parts(self) -> list[str]:

@@ -54,10 +54,8 @@ def command(**given: Any) -> None:
         strokes = engine.client.loop.meter.strokes
     if quiet and not as_json:
         return
-    from twostroke.engine.build import limits
-
-    # The limits are measured at their first use, on as much memory as the weights took.
-    figures = Figures.of(completion.usage, completion.timings, strokes, limits(engine))
+    hardware = engine.limits.beside(strokes)
+    figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
     if as_json:
         click.echo(_as_json(completion, figures))
     else:

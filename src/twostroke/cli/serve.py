@@ -53,14 +53,12 @@ def command(**given: Any) -> int:
     # Before the weights are loaded: a port in use is known at once.
     listener = bind(serving.host, serving.port)
     with listener, open_engine(model, options) as engine:
-        from twostroke.engine.build import limits
-
         name = serving.model_names[0] if serving.model_names else engine.card.name
         return run_server(
             engine.client,
             serving,
             listener=listener,
-            hardware=limits(engine),
+            limits=engine.limits,
             on_ready=lambda url: _announce(url, name, engine),
             on_stop=_say_stop,
         )

@@ -16,7 +16,7 @@ from twostroke.core.config import EngineOptions
 from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
-from twostroke.engine.hardware import machine
+from twostroke.engine.hardware import Limits
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.prompts import Chat
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
-    from twostroke.core.hardware import Hardware
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
@@ -49,11 +48,15 @@ _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat withou
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine: `client` takes requests, `facts` say what it is made of."""
+    """A running engine: `client` takes requests, `facts` say what it is made of.
+
+    `limits` are what the machine could do for it at best.
+    """
 
     client: Client
     facts: BackendFacts
     context_length: int
+    limits: Limits
 
     @property
     def card(self) -> ModelCard:
@@ -97,8 +100,7 @@ def build(
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
-    if options.compute.backend not in _FLOAT32_BACKENDS:
-        _know_limits(options.compute, size_of_weights)
+    limits = _limits(options.compute, size_of_weights)
     backend = _build_backend(tensors, program, options.compute, size, release, progress)
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
@@ -106,19 +108,21 @@ def build(
     except BaseException:
         backend.close()
         raise
-    return Engine(Client(card, loop), backend.facts, size.context_length)
+    return Engine(Client(card, loop), backend.facts, size.context_length, limits)
 
 
-def limits(engine: Engine) -> Hardware:
-    """Return this machine's limits for an engine; measured on first use, then remembered."""
-    facts = engine.facts
-    return machine(facts.level, facts.num_threads, facts.weight_bytes)
+def _limits(compute: ComputeOptions, weight_bytes: int) -> Limits:
+    """Return the machine's limits for an engine that streams `weight_bytes`.
 
-
-def _know_limits(compute: ComputeOptions, weight_bytes: int) -> None:
-    """Measure the machine, if that was not done yet, while there is room for a stream to read."""
-    level = choose_level(compute.level).level
-    machine(level, resolve_num_threads(compute.num_threads), weight_bytes)
+    A native engine's are measured now, if that was not done yet, while there is room for a stream
+    of that size.
+    """
+    num_threads = resolve_num_threads(compute.num_threads)
+    if compute.backend in _FLOAT32_BACKENDS:
+        return Limits("portable", num_threads, weight_bytes)
+    limits = Limits(choose_level(compute.level).level, num_threads, weight_bytes)
+    limits.hardware()
+    return limits
 
 
 def build_tokenizer(loaded: LoadedModel) -> Tokenizer:

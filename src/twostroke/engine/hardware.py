@@ -4,18 +4,72 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.core import env
+from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
 from twostroke.core.machine import memory_total, processor_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from twostroke.engine.meter import Strokes
+
 _VERSION = 1  # of the measurement: raise it when what is measured changes
+
+
+class Limits:
+    """One engine's limits, measured (or remembered) at first use, which nothing it does exceeds.
+
+    A machine that was busy when it was measured shows itself by a share above 100%. It is measured
+    again then, once; a rate that is beyond the limits even so is the limit itself.
+    """
+
+    def __init__(self, level: str, num_threads: int, stream_bytes: int) -> None:
+        """Be the limits that `machine` measures for these."""
+        self._set_up = (level, num_threads, stream_bytes)
+        self._hardware: Hardware | None = None
+        self._was_measured_again = False
+
+    def hardware(self) -> Hardware | None:
+        """Return what was measured; None where no native library can measure."""
+        if self._hardware is None:
+            self._hardware = self._machine(again=False)
+        return self._hardware
+
+    def beside(self, strokes: Strokes) -> Hardware | None:
+        """Return the limits to show `strokes` beside; None where there are none."""
+        hardware = self.hardware()
+        if hardware is None:
+            return None
+        if _exceeds(strokes, hardware) and not self._was_measured_again:
+            self._was_measured_again = True
+            hardware = self._hardware = self._machine(again=True) or hardware
+        return _raised(hardware, strokes)
+
+    def _machine(self, *, again: bool) -> Hardware | None:
+        level, num_threads, stream_bytes = self._set_up
+        try:
+            return machine(level, num_threads, stream_bytes, again=again)
+        except BackendError:
+            return None
+
+
+def _exceeds(strokes: Strokes, hardware: Hardware) -> bool:
+    return _raised(hardware, strokes) != hardware
+
+
+def _raised(hardware: Hardware, strokes: Strokes) -> Hardware:
+    """Return limits that are at least what the strokes achieved."""
+    both = (strokes.prefill, strokes.decode)
+    return replace(
+        hardware,
+        bandwidth=max(hardware.bandwidth, *(stroke.bytes_per_s for stroke in both)),
+        peak=max(hardware.peak, *(stroke.flops_per_s for stroke in both)),
+    )
 
 
 def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = False) -> Hardware:

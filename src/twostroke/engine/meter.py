@@ -35,13 +35,23 @@ class Stroke:
             self.kernel_s - earlier.kernel_s,
         )
 
+    @property
+    def flops_per_s(self) -> float:
+        """The rate of arithmetic while steps ran."""
+        return self.flops / self.time_s if self.time_s else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate at which memory was read and written while steps ran."""
+        return self.bytes / self.time_s if self.time_s else 0.0
+
     def mfu(self, hardware: Hardware) -> float:
         """Model FLOPs utilization: FLOPs a second over the machine's peak."""
-        return self.flops / self.time_s / hardware.peak if self.time_s else 0.0
+        return self.flops_per_s / hardware.peak
 
     def mbu(self, hardware: Hardware) -> float:
         """Model bandwidth utilization: bytes a second over the machine's bandwidth."""
-        return self.bytes / self.time_s / hardware.bandwidth if self.time_s else 0.0
+        return self.bytes_per_s / hardware.bandwidth
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client
+    from twostroke.engine.hardware import Limits
     from twostroke.serve.dialect import Dialect
     from twostroke.serve.job import Job
 
@@ -53,11 +53,11 @@ _logger = logging.getLogger("twostroke.serve")
 class Api:
     """Answers requests with one engine's model."""
 
-    def __init__(self, client: Client, options: ServeOptions, hardware: Hardware | None) -> None:
-        """Serve `client`'s model; `hardware` is what utilization is measured against."""
+    def __init__(self, client: Client, options: ServeOptions, limits: Limits | None) -> None:
+        """Serve `client`'s model; `limits` are what utilization is measured against."""
         self.client = client
         self.options = options
-        self.metrics = Metrics(client, hardware)
+        self.metrics = Metrics(client, limits)
         self.names = options.model_names or (client.card.name,)
         self.is_draining = False
         self._open: set[Answers] = set()
@@ -173,10 +173,10 @@ class Api:
 
 
 def create_app(
-    client: Client, options: ServeOptions | None = None, hardware: Hardware | None = None
+    client: Client, options: ServeOptions | None = None, limits: Limits | None = None
 ) -> ASGIApp:
     """Return the ASGI application that serves `client`'s model; it never starts or stops it."""
-    return build_app(Api(client, options or ServeOptions(), hardware))
+    return build_app(Api(client, options or ServeOptions(), limits))
 
 
 def build_app(api: Api) -> ASGIApp:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client
+    from twostroke.engine.hardware import Limits
     from twostroke.engine.output import Timings, Usage
 
 # Decades in steps of 1, 2.5, 5, as wide as a small model's token and a long queue are apart.
@@ -29,8 +29,8 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0
 class Metrics:
     """Counts requests as they end; asks the engine for everything else when it is scraped."""
 
-    def __init__(self, client: Client, hardware: Hardware | None = None) -> None:
-        """Measure `client`'s engine; utilization is left out where `hardware` is unknown."""
+    def __init__(self, client: Client, limits: Limits | None = None) -> None:
+        """Measure `client`'s engine; utilization is left out where `limits` are unknown."""
         self._registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
@@ -52,7 +52,7 @@ class Metrics:
             buckets=_TOKEN_S,
             registry=self._registry,
         )
-        self._registry.register(_EngineCollector(client, hardware))
+        self._registry.register(_EngineCollector(client, limits))
         ProcessCollector(registry=self._registry)
 
     def observe(self, usage: Usage, timings: Timings) -> None:
@@ -79,9 +79,9 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads the engine's own counts; nothing is kept here."""
 
-    def __init__(self, client: Client, hardware: Hardware | None) -> None:
+    def __init__(self, client: Client, limits: Limits | None) -> None:
         self._client = client
-        self._hardware = hardware
+        self._limits = limits
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics as of now."""
@@ -124,12 +124,13 @@ class _EngineCollector(Collector):
             for label, stroke in both:
                 family.add_metric((label,), getattr(stroke, name))
             yield family
-        if self._hardware is None:
+        hardware = self._limits.beside(strokes) if self._limits else None
+        if hardware is None:
             return
         mfu = GaugeMetricFamily("twostroke_mfu", "Share of peak arithmetic.", labels=("stroke",))
         mbu = GaugeMetricFamily("twostroke_mbu", "Share of peak bandwidth.", labels=("stroke",))
         for label, stroke in both:
-            mfu.add_metric((label,), stroke.mfu(self._hardware))
-            mbu.add_metric((label,), stroke.mbu(self._hardware))
+            mfu.add_metric((label,), stroke.mfu(hardware))
+            mbu.add_metric((label,), stroke.mbu(hardware))
         yield mfu
         yield mbu

@@ -22,8 +22,8 @@ from twostroke.serve.options import ServeOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client
+    from twostroke.engine.hardware import Limits
 
 _BACKLOG = 2048
 _GRACE_S = 5  # beyond the drain, for whatever hangs
@@ -63,7 +63,7 @@ def run_server(
     options: ServeOptions | None = None,
     *,
     listener: socket.socket | None = None,
-    hardware: Hardware | None = None,
+    limits: Limits | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
 ) -> int:
@@ -78,7 +78,7 @@ def run_server(
         client: the engine to serve.
         options: address and manners.
         listener: from `bind`, where that was done earlier; else it is done now.
-        hardware: the limits that `/metrics` measures utilization against.
+        limits: what `/metrics` measures utilization against.
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests when a signal came.
 
@@ -87,7 +87,7 @@ def run_server(
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
-    api = Api(client, options, hardware)
+    api = Api(client, options, limits)
     return asyncio.run(_serve(api, listener, on_ready, on_stop))
 
 

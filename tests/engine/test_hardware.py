@@ -1,0 +1,75 @@
+"""The machine's limits beside what an engine achieves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import BackendError
+from twostroke.core.hardware import Hardware
+from twostroke.engine import hardware
+from twostroke.engine.hardware import Limits
+from twostroke.engine.meter import Stroke, Strokes
+
+if TYPE_CHECKING:
+    import pytest
+
+BUSY = Hardware("test", 2, 10**9, bandwidth=100.0, peak=1000.0, peak_kind="x", source="measured")
+QUIET = replace(BUSY, bandwidth=500.0, peak=4000.0)
+
+
+class Machine:
+    """Measures what it is told to; the first measurement is of a busy machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet: Hardware = QUIET) -> None:
+        self.measured: list[bool] = []
+        self._quiet = quiet
+        monkeypatch.setattr(hardware, "machine", self)
+
+    def __call__(self, level: str, threads: int, num_bytes: int, *, again: bool) -> Hardware:
+        self.measured.append(again)
+        return self._quiet if again else BUSY
+
+
+def _decoding(bytes_per_s: int) -> Strokes:
+    return Strokes(Stroke(1, 8, 800, 10, time_s=1.0), Stroke(1, 1, 8, bytes_per_s, time_s=1.0))
+
+
+def test_shares_below_the_limits_need_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    assert machine.measured == []
+    assert limits.beside(_decoding(90)) == limits.beside(_decoding(100)) == BUSY
+    assert machine.measured == [False]
+
+
+def test_a_share_above_the_limit_measures_the_machine_again_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    assert limits.beside(_decoding(450)) == limits.beside(_decoding(450)) == QUIET
+    assert machine.measured == [False, True]
+
+
+def test_what_is_achieved_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    strokes = _decoding(750)
+    shown = limits.beside(strokes)
+    assert shown is not None
+    assert strokes.decode.mbu(shown) == 1.0
+    assert shown.peak == QUIET.peak
+    assert limits.beside(_decoding(250)) == QUIET  # one answer's luck is not remembered
+    assert machine.measured == [False, True]
+
+
+def test_arithmetic_has_its_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, limits = Machine(monkeypatch), Limits("portable", 2, 10**6)
+    assert limits.beside(Strokes(Stroke(1, 8, 2000, 10, time_s=1.0))) == QUIET
+    assert machine.measured == [False, True]
+
+
+def test_without_a_native_library_there_are_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Hardware:
+        raise BackendError("There is no library.")
+
+    monkeypatch.setattr(hardware, "machine", refuse)
+    assert Limits("portable", 2, 10**6).beside(_decoding(1)) is None
