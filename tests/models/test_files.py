@@ -21,10 +21,11 @@ from support.tiny import (
 from support.tiny_families import WINDOW
 from support.tiny_weights import folder_weights, interleave_rows
 from twostroke.core.errors import ModelFormatError
-from twostroke.models import RopeSpec, WindowSpec
+from twostroke.models import MODEL_TYPES, ExpertSpec, RopeSpec, WindowSpec
 from twostroke.models.rope import LinearScaling, TableScaling, YarnScaling
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_path
+from twostroke.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +91,40 @@ def test_only_gemma3_has_a_pattern_of_windows(tmp_path: Path) -> None:
     assert spec.window.slides == (True, False, True, False, True, False, True)
     spec = from_config(tmp_path, "mistral", sliding_window_pattern=2)  # as in transformers
     assert spec.window == WindowSpec(WINDOW, (True, True))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma3"])
+def test_a_share_of_rotation_is_phi3_s_alone(family: str, tmp_path: Path) -> None:
+    share = {"partial_rotary_factor": 0.5, "rope_scaling": None}
+    spec = from_config(tmp_path, family, **share)
+    assert spec.rope.dim == spec.head_dim
+    spec = from_config(tmp_path, "phi3", **share)
+    assert spec.rope.dim == spec.head_dim // 2
+
+
+def test_types_of_layers_count_where_transformers_reads_them(tmp_path: Path) -> None:
+    some = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
+    qwens = some | {"use_sliding_window": True}
+    for family, given in (("mistral", some), ("qwen2", qwens), ("qwen3", qwens)):
+        assert from_config(tmp_path, family, **given).window == WindowSpec(WINDOW, (False, True))
+    for family, given in (("mixtral", some), ("phi3", some), ("qwen3-moe", qwens)):
+        assert from_config(tmp_path, family, **given).window == WindowSpec(WINDOW, (True, True))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_key_but_the_type_may_be_left_out(model_type: str) -> None:
+    spec = hf_spec(hf_fields("config.json", {"model_type": model_type}), "a")
+    assert spec.vocab_size >= 32000
+    if model_type == "qwen3_moe":
+        assert spec.experts == ExpertSpec(128, 8, 768, normalize=False)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts_are_counted_under_either_name(key: str) -> None:
+    for model_type in ("mixtral", "qwen3_moe"):
+        spec = hf_spec(hf_fields("config.json", {"model_type": model_type, key: 16}), "a")
+        assert spec.experts is not None
+        assert spec.experts.count == 16
 
 
 def test_a_model_that_also_sees_is_read_as_its_text_model(tmp_path: Path) -> None:
@@ -192,14 +227,27 @@ def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0, not a number above"),
         ("mixtral", {"num_local_experts": 10**9}, "num_local_experts = 1000000000, not a whole"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, not a whole number"),
-        ("mixtral", {"num_local_experts": 3}, "'model.safetensors' has tensor 'blk.0.ffn_"),
+        ("mixtral", {"num_local_experts": 3}, "(4, 64), 'config.json' asks for (3, 64)"),
+        ("llama", {"num_key_value_heads": 3}, "'config.json' has 4 heads, not a multiple of"),
+        ("llama", {"num_hidden_layers": 900}, "too few for the 900 layers that 'config.json' asks"),
+        ("llama", {"attention_bias": True}, "'blk.0.attn_q.bias', which 'config.json' asks"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "but no use_sliding_window"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers = a list, which is not supported"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, which is not"),
         ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "intermediate_size = 8, which"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "does not say short_factor"),
         ("phi3-long", {"rope_scaling": {"type": "su", "short_factor": [1]}}, "a list of 6 numbers"),
         ("llama", {"rope_theta": 1}, "rope_theta = 1, not a number above 1"),
-        ("llama", {"partial_rotary_factor": 0.01}, "a rope dimension of 0"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "a rope dimension of 0"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5, more than all"),
+        ("llama-3.1", {"partial_rotary_factor": 0.5}, "factor = 0.5, which is not supported"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "not a number of at least 1."),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "of at least 1."),
+        ("llama-3.1", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1024}},
+            "stretches its context from 1024 tokens to 512: say a factor of at least 1."),
+        ("llama", {"rms_norm_eps": 1e30}, "rms_norm_eps = 1e+30, not a number below 1e+30."),
+        ("llama", {"rope_theta": 10**400}, "rope_theta = a huge number, not a number below 1e+30."),
+        ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0, not a number above zero."),
     ],
 )  # fmt: skip
 def test_configurations_that_cannot_be_honoured_are_refused(
@@ -220,7 +268,8 @@ def test_configurations_that_cannot_be_honoured_are_refused(
         ("qwen3-moe", {"expert_count": 0}, "but its expert_count is 0"),
         ("gemma3", {"attention__sliding_window_pattern": [True]}, "a list of 7 truth values"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping = -1.0, not a number"),
-        ("qwen2-yarn", {"rope__scaling__yarn_beta_fast": 1e-40}, "not a number above zero"),
+        ("qwen2-yarn", {"rope__scaling__yarn_beta_fast": 1e-40}, "not a number above 1e-30"),
+        ("qwen2-yarn", {"rope__scaling__factor": 0.5}, "scaling.factor = 0.5, not a number of at"),
         ("qwen2-yarn", {"rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5, which"),
         ("phi3-long", {"rope__dimension_count": 10}, "is not a list of 5 numbers"),
         ("llama-3.1", {"rope__scaling__factor": 2.0}, "scales its rope twice"),

@@ -15,8 +15,9 @@ from support.tiny_families import FAMILIES, WINDOW
 from support.transformers_models import logits
 from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.models import build_program
+from twostroke.models import MODEL_TYPES, build_program
 from twostroke.weights import load_path
+from twostroke.weights.hf_model import hf_fields, hf_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +56,51 @@ def test_what_a_configuration_changes_is_honoured(
     _check(_random_model(tiny_config(tiny_of(family)) | changes), tmp_path)
 
 
+_SOME_SLIDE = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *[
+            (family, {"partial_rotary_factor": 0.5})
+            for family in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "olmo2")
+        ],
+        ("qwen3-moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("mixtral", {"sliding_window": WINDOW, "layer_types": _SOME_SLIDE}),
+        ("phi3", {"layer_types": _SOME_SLIDE}),
+        ("qwen3-moe", {"use_sliding_window": True, "sliding_window": WINDOW,
+            "layer_types": _SOME_SLIDE}),
+    ],
+)  # fmt: skip
+def test_what_transformers_ignores_changes_nothing(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = _random_model(tiny_config(tiny_of(family)) | changes)
+    _save(model, tmp_path)
+    _change_config(tmp_path, **changes)
+    _compare(model, tmp_path)
+
+
+def test_a_mistral_with_types_of_layers_is_read_as_a_ministral(tmp_path: Path) -> None:
+    changes = {"model_type": "ministral", "layer_types": _SOME_SLIDE}
+    model = _random_model(tiny_config(tiny_of("mistral")) | changes)
+    _save(model, tmp_path)
+    _change_config(tmp_path, model_type="mistral")
+    _compare(model, tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
+    theirs = AutoConfig.for_model(model_type).to_dict()
+    said, silent = (
+        hf_spec(hf_fields("config.json", config), "a")
+        for config in (theirs, {"model_type": model_type})
+    )
+    assert silent == said
+
+
 def test_shards_of_bf16_are_read(tmp_path: Path) -> None:
     model = _random_model(tiny_config(tiny_of("gemma3"))).to(torch.bfloat16)
     _save(model, tmp_path, max_shard_size="100KB")
@@ -86,6 +132,11 @@ def _check(model: Any, folder: Path) -> None:
 def _save(model: Any, folder: Path, **options: Any) -> None:
     model.save_pretrained(folder, **options)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def _compare(model: Any, folder: Path) -> None:

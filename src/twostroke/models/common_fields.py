@@ -38,7 +38,7 @@ def gguf_window(
 def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None:
     """Read the sliding window of a config.json, null for none.
 
-    `slides` says which layers do if the file does not.
+    `slides` says which layers do if the file does not, by its `layer_types`.
     """
     if fields.has("layer_types"):
         slides = _layer_types(fields, len(slides))
@@ -47,6 +47,26 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
     if not any(slides) or not fields.has("sliding_window"):
         return None
     return WindowSpec(fields.integer("sliding_window", MAX_CONTEXT), slides)
+
+
+def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
+    """Read the window of a family whose layers all slide, or none; null for none.
+
+    As in transformers, `layer_types` changes nothing here.
+    """
+    if not fields.has("sliding_window"):
+        return None
+    return WindowSpec(fields.integer("sliding_window", MAX_CONTEXT), (True,) * num_layers)
+
+
+def config_window_of_qwen(fields: Fields, num_layers: int) -> WindowSpec | None:
+    """Read a window that is off unless `use_sliding_window`, and leaves the first layers alone."""
+    if fields.flag("use_sliding_window", default=False):
+        whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
+        return config_window(fields, tuple(layer >= whole for layer in range(num_layers)))
+    if fields.has("layer_types") and any(_layer_types(fields, num_layers)):
+        fields.fault("has layers of type 'sliding_attention' but no use_sliding_window")
+    return None
 
 
 def gguf_experts(fields: Fields, num_layers: int) -> ExpertSpec | None:

@@ -31,10 +31,13 @@ class Family:
     a config.json says besides; what they do not honour, they refuse (`Fields.expect`).
 
     `model_types` are the family's names in config.json, each with the values that transformers
-    takes for keys that are left out. `layer_names` is what Hugging Face calls the weights of a
-    layer, where it departs from Llama. `fused` names stacks of rows that files keep as one matrix:
-    {"attn_qkv": ("attn_q", "attn_k", "attn_v")}. `interleaves` says that GGUF files have the rows
-    of queries and keys reordered for rotation in neighbouring pairs.
+    takes for keys that are left out, where these differ from what the readers take. `layer_names`
+    is what Hugging Face calls the weights of a layer, where it departs from Llama. `fused` names
+    stacks of rows that files keep as one matrix: {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
+
+    `interleaves` says that GGUF files have the rows of queries and keys reordered for rotation in
+    neighbouring pairs, `partial_rotary` that config.json's `partial_rotary_factor` counts, which
+    transformers ignores elsewhere.
     """
 
     program: Callable[[ModelSpec], Program]
@@ -44,3 +47,4 @@ class Family:
     layer_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interleaves: bool = False
+    partial_rotary: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -63,21 +62,28 @@ class Fields:
             self.refuse(key, f"not a whole number from {low} to {high}")
         return value
 
-    def number(self, key: str, *, above: float = 0.0, default: Any = _REQUIRED) -> float:
-        """Return the finite number above `above` at `key`, or `default` if there is none."""
+    def number(
+        self, key: str, *, above: float = 0.0, low: float = 0.0, default: Any = _REQUIRED
+    ) -> float:
+        """Return the finite number at `key`, or `default` if there is none.
+
+        It must be above `above`, and at least `low` if that is given.
+        """
         value = self._value(key, default)
+        is_number = type(value) in {int, float}
         # Comparing before converting: an int may be too large for a float.
-        if type(value) not in {int, float} or not max(above, _SMALLEST) < value < _LARGEST:
-            limit = "zero" if above == 0 else f"{above:g}"
-            self.refuse(key, f"not a number above {limit}")
+        if not is_number or not max(above, _SMALLEST) < value < _LARGEST or value < low:
+            self.refuse(key, f"not a number {_bound(value if is_number else 0, above, low)}")
         return float(value)
 
-    def optional_number(self, key: str, *, default: float | None = None) -> float | None:
-        """Return the number above zero at `key`, None for zero, `default` if there is none."""
+    def optional_number(
+        self, key: str, *, low: float = 0.0, default: float | None = None
+    ) -> float | None:
+        """Return the number at `key` as `number` does, None for zero, `default` if not there."""
         value = self.value(key)
         if type(value) in {int, float} and value == 0:
             return None
-        return default if value is None else self.number(key)
+        return default if value is None else self.number(key, low=low)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """Return the `count` numbers above zero of the list at `key`."""
@@ -147,11 +153,23 @@ class Fields:
         return default
 
 
+def _bound(value: float, above: float, low: float) -> str:
+    """Return in words which limit a number does not keep."""
+    if value >= _LARGEST:
+        return f"below {_LARGEST:g}"
+    if low:
+        return f"of at least {low:g}"
+    limit = _SMALLEST if value > above else above
+    return f"above {limit:g}" if limit else "above zero"
+
+
 def _shown(value: Any) -> str:
     """Show a value in an error: short, and in one line."""
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int):
         # Too many digits would not even be converted to text.
-        return str(value) if math.isnan(value) or abs(value) < 1 << 64 else "a huge number"
+        return str(value) if abs(value) < 1 << 64 else "a huge number"
+    if isinstance(value, float):
+        return str(value)
     if isinstance(value, str):
         return repr(value) if len(value) <= 60 else f"{value[:60]!r}…"
     return f"a {type(value).__name__}"

@@ -60,10 +60,15 @@ GEMMA2 = Family(
     program=program,
     model_types={
         "gemma2": {
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
             "query_pre_attn_scalar": 256,
             "sliding_window": _WINDOW,
             "attn_logit_softcapping": _SCORE_CAP,

@@ -75,6 +75,9 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 _DEFAULTS = {
     "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,

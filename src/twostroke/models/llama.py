@@ -9,6 +9,7 @@ from twostroke.models.blocks import decoder, residual_layer
 from twostroke.models.common_fields import (
     config_experts,
     config_window,
+    config_window_of_all,
     gguf_experts,
     gguf_window,
 )
@@ -38,25 +39,40 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts, as far as the model type has them."""
-    model_type = fields.text("model_type")
-    if model_type == "llama":
-        for key in ("sliding_window", "layer_types", "num_local_experts"):
-            fields.expect(key)
-        return spec
-    spec = replace(spec, window=config_window(fields, (True,) * spec.num_layers))
-    if model_type == "mistral":
-        return spec
-    experts = config_experts(fields, spec.num_layers, spec.ffn_size, normalize=True)
-    return replace(spec, experts=experts)
+    """Read window and experts, as far as the model type has them.
 
+    A llama with a window is refused: transformers would ignore it, vLLM honour it. A mistral with
+    `layer_types` is what transformers calls a ministral: these say which of its layers slide.
+    """
+    match fields.text("model_type"):
+        case "llama":
+            for key in ("sliding_window", "layer_types", "num_local_experts"):
+                fields.expect(key)
+            return spec
+        case "mistral":
+            return replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+        case _:
+            experts = config_experts(fields, spec.num_layers, spec.ffn_size, normalize=True)
+            window = config_window_of_all(fields, spec.num_layers)
+            return replace(spec, window=window, experts=experts)
+
+
+_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
 
 LLAMA = Family(
     program=program,
     model_types={
-        "llama": {},
-        "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-        "mixtral": {
+        "llama": _SIZES | {"intermediate_size": 11008, "max_position_embeddings": 2048},
+        "mistral": _SIZES | {"num_key_value_heads": 8, "sliding_window": 4096},
+        "mixtral": _SIZES
+        | {
             "num_key_value_heads": 8,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,

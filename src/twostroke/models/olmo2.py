@@ -28,7 +28,17 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 OLMO2 = Family(
     program=program,
-    model_types={"olmo2": {"rms_norm_eps": 1e-5}},
+    model_types={
+        "olmo2": {
+            "vocab_size": 50304,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+        }
+    },
     from_gguf=from_gguf,
     layer_names={
         "post_attention_layernorm": "post_attention_norm",

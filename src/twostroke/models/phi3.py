@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twostroke.models.blocks import decoder, residual_layer
-from twostroke.models.common_fields import config_window, gguf_window
+from twostroke.models.common_fields import config_window_of_all, gguf_window
 from twostroke.models.family import Family
 
 if TYPE_CHECKING:
@@ -27,15 +27,27 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window, which all layers share."""
-    return replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+    return replace(spec, window=config_window_of_all(fields, spec.num_layers))
 
 
 PHI3 = Family(
     program=program,
-    model_types={"phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}},
+    model_types={
+        "phi3": {
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        }
+    },
     from_gguf=from_gguf,
     from_config=from_config,
     layer_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     # What GGUF calls ffn_up here is gate and up, one after the other.
     fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
+    partial_rotary=True,
 )

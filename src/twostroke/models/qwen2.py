@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twostroke.models.blocks import decoder, residual_layer
-from twostroke.models.common_fields import config_window
+from twostroke.models.common_fields import config_window_of_qwen
 from twostroke.models.family import Family
-from twostroke.models.fields import MAX_LAYERS
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
@@ -22,21 +21,22 @@ def program(spec: ModelSpec) -> Program:
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read the window, which is off by default and leaves the first layers alone."""
-    spec = replace(spec, output_bias=False)
-    if not fields.flag("use_sliding_window", default=False):
-        return spec
-    whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
-    slides = tuple(layer >= whole for layer in range(spec.num_layers))
-    return replace(spec, window=config_window(fields, slides))
+    """Read the window. Biases are not a choice here, whatever `attention_bias` says."""
+    window = config_window_of_qwen(fields, spec.num_layers)
+    return replace(spec, qkv_bias=True, output_bias=False, window=window)
 
 
 QWEN2 = Family(
     program=program,
     model_types={
         "qwen2": {
-            "attention_bias": True,
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
             "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
             "sliding_window": 4096,
             "max_window_layers": 28,
         }

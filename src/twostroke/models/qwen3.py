@@ -7,9 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from twostroke.models.blocks import decoder, residual_layer
-from twostroke.models.common_fields import config_experts, config_window, gguf_experts
+from twostroke.models.common_fields import (
+    config_experts,
+    config_window_of_all,
+    config_window_of_qwen,
+    gguf_experts,
+)
 from twostroke.models.family import Family
-from twostroke.models.fields import MAX_LAYERS, MAX_WIDTH
+from twostroke.models.fields import MAX_WIDTH
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
@@ -24,11 +29,7 @@ def program(spec: ModelSpec) -> Program:
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window, which is off by default and leaves the first layers alone."""
-    if not fields.flag("use_sliding_window", default=False):
-        return spec
-    whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
-    slides = tuple(layer >= whole for layer in range(spec.num_layers))
-    return replace(spec, window=config_window(fields, slides))
+    return replace(spec, window=config_window_of_qwen(fields, spec.num_layers))
 
 
 def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -44,7 +45,7 @@ def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     fields.expect("decoder_sparse_step", 1)
     fields.expect("mlp_only_layers", [])
     if fields.flag("use_sliding_window", default=False):
-        spec = replace(spec, window=config_window(fields, (True,) * spec.num_layers))
+        spec = replace(spec, window=config_window_of_all(fields, spec.num_layers))
     width = fields.integer("moe_intermediate_size", MAX_WIDTH)
     normalize = fields.flag("norm_topk_prob", default=False)
     experts = config_experts(fields, spec.num_layers, width, normalize=normalize)
@@ -55,7 +56,13 @@ QWEN3 = Family(
     program=program,
     model_types={
         "qwen3": {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
             "head_dim": 128,
+            "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
             "sliding_window": 4096,
             "max_window_layers": 28,
@@ -67,7 +74,19 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     program=program,
     model_types={
-        "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096, "num_experts_per_tok": 8}
+        "qwen3_moe": {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+        }
     },
     from_gguf=experts_from_gguf,
     from_config=experts_from_config,

@@ -48,30 +48,36 @@ def gguf_rope(
 
 
 def config_rope(
-    fields: Fields, head_dim: int, context: int, layer_type: str = "full_attention"
+    fields: Fields,
+    head_dim: int,
+    context: int,
+    layer_type: str = "full_attention",
+    *,
+    partial: bool = False,
 ) -> RopeSpec:
     """Read rope from a config.json: `rope_parameters` (transformers 5), or `rope_theta` and others.
 
     `rope_parameters` may hold one object for each type of layer; `layer_type` says whose is wanted.
-    Older files keep their scaling in `rope_scaling`.
+    Older files keep their scaling in `rope_scaling`. `partial` says that the family rotates the
+    share of each head that `partial_rotary_factor` names.
     """
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     if part is not None and {"full_attention", "sliding_attention"} & part.values.keys():
         part = part.part(layer_type)
     part = part or Fields(fields.name, {})
-    share = _either(part, fields, "partial_rotary_factor").number(
-        "partial_rotary_factor", default=1.0
-    )
-    if share > 1:
-        fields.fault(f"rotates {share:g} of each head: it has no more than all of it")
-    dim = int(head_dim * share)
+    share = _either(part, fields, "partial_rotary_factor")
+    dim = _rotated(share, head_dim) if partial else head_dim
+    scaling = _config_scaling(part, fields, dim, context)
+    if scaling is not None and not partial:
+        # Without a scaling transformers ignores the share here; with one it uses half of it.
+        share.expect("partial_rotary_factor", 1.0, 1)
     return RopeSpec(
         base=_either(part, fields, "rope_theta").number(
             "rope_theta", above=1.0, default=_DEFAULT_BASE
         ),
         dim=_even(fields, dim),
         interleaved=False,
-        scaling=_config_scaling(part, fields, dim, context),
+        scaling=scaling,
     )
 
 
@@ -87,10 +93,18 @@ def reach(rope: RopeSpec, context: int) -> int:
             return context
 
 
+def _rotated(fields: Fields, head_dim: int) -> int:
+    """Return how many values of a head are rotated."""
+    share = fields.number("partial_rotary_factor", default=1.0)
+    if share > 1:
+        fields.refuse("partial_rotary_factor", "more than all of each head, which is 1")
+    return int(head_dim * share)
+
+
 def _gguf_scaling(fields: Fields, dim: int, context: int, tables: Tables) -> RopeScaling | None:
     kind = fields.text("rope.scaling.type", default="linear")
-    factor = fields.optional_number("rope.scaling.factor")
-    factor = factor or fields.optional_number("rope.scale_linear") or 1.0
+    factor = fields.optional_number("rope.scaling.factor", low=1.0)
+    factor = factor or fields.optional_number("rope.scale_linear", low=1.0) or 1.0
     original = fields.integer(
         "rope.scaling.original_context_length", MAX_CONTEXT, low=2, default=max(2, context)
     )
@@ -134,7 +148,7 @@ def _config_scaling(part: Fields, whole: Fields, dim: int, context: int) -> Rope
         case "default":
             pass
         case "linear":
-            scaling = LinearScaling(part.number("factor"))
+            scaling = LinearScaling(part.number("factor", low=1.0))
         case "llama3":
             scaling = _llama3(part, original)
         case "yarn":
@@ -150,11 +164,15 @@ def _llama3(part: Fields, original: int) -> Llama3Scaling:
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     if high <= low:
         part.fault(f"has high_freq_factor = {high:g}, not above low_freq_factor = {low:g}")
-    return Llama3Scaling(part.number("factor"), low, high, original)
+    return Llama3Scaling(part.number("factor", low=1.0), low, high, original)
 
 
 def _yarn(part: Fields, original: int, context: int) -> YarnScaling:
-    factor = part.number("factor", default=context / original)
+    if not part.has("factor") and context < original:
+        part.fault(
+            f"stretches its context from {original} tokens to {context}: say a factor of at least 1"
+        )
+    factor = part.number("factor", low=1.0, default=context / original)
     magnitude = part.optional_number("attention_factor")
     if magnitude is None:
         above, below = part.optional_number("mscale"), part.optional_number("mscale_all_dim")
@@ -173,10 +191,10 @@ def _yarn(part: Fields, original: int, context: int) -> YarnScaling:
 
 def _longrope(part: Fields, dim: int, original: int, context: int) -> TableScaling:
     """Take the factors for short contexts, which hold up to the original one (arXiv:2402.13753)."""
-    factor = part.number("factor", default=context / original)
+    factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
     if magnitude is None:
-        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
     return TableScaling(part.numbers("short_factor", dim // 2), magnitude, original)
 
 

@@ -102,9 +102,10 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
     for key, only in _UNUSUAL.items():
         fields.expect(key, only)
     context = fields.integer("max_position_embeddings", MAX_CONTEXT)
-    rope = config_rope(fields, head_dim, context)
-    biased = fields.flag("attention_bias", default=False)
     architecture = MODEL_TYPES[fields.text("model_type")]
+    family = ARCHITECTURES[architecture]
+    rope = config_rope(fields, head_dim, context, partial=family.partial_rotary)
+    biased = fields.flag("attention_bias", default=False)
     spec = ModelSpec(
         architecture=architecture,
         name=name,
@@ -123,7 +124,7 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
         qkv_bias=biased,
         output_bias=biased,
     )
-    return ARCHITECTURES[architecture].from_config(fields, spec)
+    return family.from_config(fields, spec)
 
 
 def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
@@ -77,7 +78,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         _refuse_type(path.name, "token_embd.weight", file.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), file.tensors)
     weights = {key: tensor for key, tensor in file.tensors.items() if key not in ROPE_TABLES}
-    tensors = _checked(path.name, spec, weights, file.unsupported)
+    tensors = _checked(_Files(path.name), spec, weights, file.unsupported)
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -111,7 +112,8 @@ def _load_folder(
     spec = hf_spec(fields, name or folder.resolve().name)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    tensors = _checked(source, spec, tensors, _canonical(files.unsupported, family))
+    unsupported = _canonical(files.unsupported, family)
+    tensors = _checked(_Files(source, config.name), spec, tensors, unsupported)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no tokenizer.json.")
@@ -147,8 +149,26 @@ def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {name: tensor for name, tensor in named if name is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The names of the file with the weights, and of that which says what they make up."""
+
+    weights: str
+    config: str | None = None
+
+    @property
+    def facts(self) -> str:
+        """The file that describes the model."""
+        return self.config or self.weights
+
+    @property
+    def wants(self) -> str:
+        """Who wants the weights to be as they should be."""
+        return f"{self.config!r} asks for" if self.config else "the model needs"
+
+
 def _checked(
-    file: str,
+    files: _Files,
     spec: ModelSpec,
     tensors: Mapping[str, QuantTensor],
     unsupported: Mapping[str, str],
@@ -156,31 +176,32 @@ def _checked(
     """Return the weights that the model's Program reads: all of them, and no others."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelFormatError(
-            f"{file!r} has {spec.num_heads} heads, not a multiple of its "
+            f"{files.facts!r} has {spec.num_heads} heads, not a multiple of its "
             f"{spec.num_kv_heads} key-value heads."
         )
     if spec.num_layers > len(tensors) + len(unsupported):
         raise ModelFormatError(
-            f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
+            f"{files.weights!r} has {len(tensors)} tensors, too few for the {spec.num_layers} "
+            f"layers that {files.wants}."
         )
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
     for name, shape in shapes.items():
         if name in unsupported:
-            _refuse_type(file, name, unsupported)
+            _refuse_type(files.weights, name, unsupported)
         if name not in cut:
             if unsupported:  # most likely the stack in which it lies
-                _refuse_type(file, next(iter(unsupported)), unsupported)
-            raise ModelFormatError(f"{file!r} lacks tensor {name!r}.")
+                _refuse_type(files.weights, next(iter(unsupported)), unsupported)
+            raise ModelFormatError(f"{files.weights!r} lacks tensor {name!r}, which {files.wants}.")
         if cut[name].shape != shape:
-            found = cut[name].shape
             raise ModelFormatError(
-                f"{file!r} has tensor {name!r} with shape {found}, the model needs {shape}."
+                f"{files.weights!r} has tensor {name!r} with shape {cut[name].shape}, "
+                f"{files.wants} {shape}."
             )
     for name in (*cut, *unsupported):
         if name not in shapes:
             raise ModelFormatError(
-                f"{file!r} has tensor {name[:80]!r}, for which the family "
+                f"{files.weights!r} has tensor {name[:80]!r}, for which the family "
                 f"{spec.architecture!r} has no use here: its answers would be wrong."
             )
     return cut
