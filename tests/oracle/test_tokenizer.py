@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from support.tokenizer_texts import CHATS, texts
 from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
@@ -61,6 +63,22 @@ def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:
         # transformers adds GPT-2's <|endoftext|> to a file that has no such token.
         if max(expected, default=0) < trio.ours.vocab_size:
             assert trio.ours.encode(marked, parse_special=True) == expected, ascii(marked)
+
+
+def test_tokens_added_to_normalized_and_to_raw_text_are_equal(trio: Trio, tmp_path: Path) -> None:
+    theirs = copy.deepcopy(trio.theirs)
+    written = ["Cafe\u0301", " x", "you ", "日本", "<é|>", "a_b", "\u2581c", "don't"]
+    theirs.add_tokens(
+        [
+            AddedToken(text, normalized=place % 4 > 0, lstrip=place == 4, single_word=place > 5)
+            for place, text in enumerate(written)
+        ]
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = from_tokenizer_json(tmp_path)
+    for place, text in enumerate(texts(num_random=2_000, seed=5)):
+        mixed = f"{text}{written[place % 8]}{text[: place % 9]}  {written[place % 7]}"
+        assert ours.encode(mixed) == plain_ids(theirs, mixed), ascii(mixed)
 
 
 def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:

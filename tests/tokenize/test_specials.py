@@ -13,7 +13,10 @@ def _splitter(*texts: str, **flags: bool) -> Splitter:
 
 
 def _parts(splitter: Splitter, text: str) -> list[str | int]:
-    return [part if isinstance(part, str) else part.id for part in splitter.split(text)]
+    return [
+        part if isinstance(part, str) else part.id
+        for part in splitter.split(text, parse_special=True)
+    ]
 
 
 def test_the_longest_of_several_wins() -> None:

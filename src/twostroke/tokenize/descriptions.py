@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize.words import DIGIT, GPT2, cut_at, replacing, unicode_form, words_by
+from twostroke.tokenize.words import (
+    DIGIT,
+    GPT2,
+    cut_at,
+    normalizing,
+    replacing,
+    unicode_form,
+    words_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,11 +30,13 @@ _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}))
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How words are made of a text: of its first stretch, and of those after an added token.
+    """How words are made of a text: it is normalized, then cut.
 
-    `byte_level` says whether the merges see a word's bytes in place of its characters.
+    Its first stretch is cut by `cut`, those after an added token by `cut_rest`. `byte_level` says
+    whether the merges see a word's bytes in place of its characters.
     """
 
+    normalize: Normalize
     cut: Cut
     cut_rest: Cut
     byte_level: bool
@@ -51,10 +61,11 @@ def read_words(description: Description) -> Words:
         if step["type"] == "Metaspace" and place > 0:
             raise ModelFormatError("its pre-tokenizer Metaspace is not the first step.")
     first, rest = (
-        words_by(normalizers, [_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps])
+        words_by([_PRE_TOKENIZERS[step["type"]](step, schemes) for step in steps])
         for schemes in _SCHEMES
     )
-    return Words(first, rest, byte_level=bool(steps) and steps[-1]["type"] == "ByteLevel")
+    byte_level = bool(steps) and steps[-1]["type"] == "ByteLevel"
+    return Words(normalizing(normalizers), first, rest, byte_level)
 
 
 def _flat(description: Description | None, key: str) -> Iterator[Description]:

@@ -15,7 +15,7 @@ from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
 from twostroke.tokenize.pretokenizers import pre_tokenizer
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary, encoded
-from twostroke.tokenize.words import cut_at, unicode_form, words_by
+from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,11 +54,13 @@ def _byte_level(fields: Fields) -> Tokenizer:
         _listed(fields, vocabulary, added),
         MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges),
     )
-    normalizers = [unicode_form("NFC")] if spec.nfc else []
-    cut = words_by(normalizers, [*map(cut_at, spec.patterns)])
+    normalize = normalizing([unicode_form("NFC")] if spec.nfc else [])
+    cut = words_by([*map(cut_at, spec.patterns)])
     parts = _parts(fields, added, merges, cut, begin=spec.add_bos)
     space = fields.get("add_space_prefix", bool) or False
-    return Tokenizer(replace(parts, to_bytes=byte_level_bytes, space_prefix=space))
+    return Tokenizer(
+        replace(parts, normalize=normalize, to_bytes=byte_level_bytes, space_prefix=space)
+    )
 
 
 def _sentencepiece(fields: Fields) -> Tokenizer:
@@ -86,11 +88,11 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     space = fields.get("add_space_prefix", bool) is not False
     merges = Merges(vocabulary, ScoredPairs(scores, vocabulary), options)
     words = cut_before_spaces(vocabulary)
-    cut = words_by([marking(prefix=space)], [words])
+    cut = words_by([marking(prefix=space), words])
     # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
     # tokens for the turns, and their templates write the space that belongs behind one.
     writes_space = any(token.special and token.text == "[INST]" for token in added)
-    cut_rest = words_by([marking(prefix=False)], [words]) if writes_space else cut
+    cut_rest = words_by([marking(prefix=False), words]) if writes_space else cut
     parts = _parts(fields, added, merges, cut, begin=True)
     return Tokenizer(
         replace(parts, cut_rest=cut_rest, to_bytes=sentencepiece_bytes, strip_space=space)

@@ -64,6 +64,7 @@ def _build(
             lstrip=bool(entry.get("lstrip")),
             rstrip=bool(entry.get("rstrip")),
             single_word=bool(entry.get("single_word")),
+            normalized=bool(entry.get("normalized")),
         )
         for entry in description.get("added_tokens") or ()
     )
@@ -85,6 +86,7 @@ def _build(
     return Tokenizer(
         TokenizerParts(
             merges=merges,
+            normalize=words.normalize,
             cut=words.cut,
             cut_rest=words.cut_rest,
             vocab_size=vocab_size,

@@ -43,7 +43,7 @@ class Marker:
         """Return `text` with each special token in it replaced by that token's mark."""
         return "".join(
             part if isinstance(part, str) else f"{self._nonce}{part.id}\ufdd1"
-            for part in self._splitter.split(text)
+            for part in self._splitter.split(text, parse_special=True)
         )
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,18 +6,16 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from twostroke.tokenize.vocabulary import Vocabulary
     from twostroke.tokenize.words import Cut
 
 SPACE = "\u2581"
 
 
-def marking(*, prefix: bool) -> Callable[[str], str]:
-    """Return what writes spaces as U+2581; `prefix` puts one before a text."""
+def marking(*, prefix: bool) -> Cut:
+    """Return what leaves a text whole and writes spaces as U+2581; `prefix` puts one before it."""
     start = SPACE if prefix else ""
-    return lambda text: start + text.replace(" ", SPACE)
+    return lambda text: [start + text.replace(" ", SPACE)]
 
 
 def cut_before_spaces(vocabulary: Vocabulary) -> Cut:

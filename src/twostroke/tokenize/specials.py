@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import regex
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+# What Unicode calls white space; Python's `str.strip` alone would take U+001C to U+001F too.
+WHITE_SPACE = (
+    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+# A letter, mark, digit or joining sign (Unicode TR 18, annex C).
+_OF_A_WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +27,9 @@ class AddedToken:
 
     `special` (a control token such as an end of turn) is found only where the caller vouches for
     the text; the others are found everywhere. `lstrip` and `rstrip` swallow the white space on
-    that side, `single_word` asks for no letter, digit or underscore on either side
-    (tokenizer.json, `added_tokens`).
+    that side, `single_word` asks for no letter, digit or underscore on either side, `normalized`
+    looks for the token's text, normalized, in the normalized text (tokenizer.json,
+    `added_tokens`).
     """
 
     id: int
@@ -26,29 +38,42 @@ class AddedToken:
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
+    normalized: bool = False
 
 
 class Splitter:
-    """Cuts a text at added tokens; the time is linear in the text for tokens of bounded length."""
+    """Cuts a text at added tokens; the time is linear in the text for tokens of bounded length.
 
-    def __init__(self, tokens: Iterable[AddedToken]) -> None:
-        self._by_text = {token.text: token for token in tokens if token.text}
-        lengths: dict[str, set[int]] = {}
-        for text in self._by_text:
-            lengths.setdefault(text[:2], set()).add(len(text))
-        self._lengths = {start: sorted(sizes, reverse=True) for start, sizes in lengths.items()}
-        starts = sorted(lengths, key=len, reverse=True)
-        self._starts = re.compile("|".join(map(re.escape, starts))) if starts else None
+    What it finds is what Hugging Face's `tokenizers` finds: a match that does not count, because
+    it is no single word or a special token in a text that nobody vouches for, hides the others
+    that begin inside it.
+    """
 
-    def split(self, text: str) -> Iterator[str | AddedToken]:
+    def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
+        """`normalize` makes of a token's text what is looked for.
+
+        Of tokens that it makes equal a special one counts, else the first.
+        """
+        self._tokens = sorted(tokens, key=lambda token: not token.special)
+        self._normalize = normalize
+
+    def split(self, text: str, *, parse_special: bool) -> Iterator[str | AddedToken]:
         """Yield plain stretches of `text` as strings and the tokens between them, in order."""
         done = 0
-        for start, end, token in self._matches(text):
+        for start, end, token in (
+            self._matches(text) if self._can_find(parse_special=parse_special) else ()
+        ):
+            if token.special and not parse_special:
+                continue
+            if token.single_word and not _alone(text, start, end):
+                continue
             left, right = start, end
             if token.lstrip:
-                left = done + len(text[done:start].rstrip())
+                left = done + len(text[done:start].rstrip(WHITE_SPACE))
+                if left >= end:  # the token before it has swallowed it
+                    continue
             if token.rstrip:
-                right = len(text) - len(text[end:].lstrip())
+                right = len(text) - len(text[end:].lstrip(WHITE_SPACE))
             if left > done:
                 yield text[done:left]
             yield token
@@ -56,28 +81,49 @@ class Splitter:
         if done < len(text):
             yield text[done:]
 
-    def _matches(self, text: str) -> Iterator[tuple[int, int, AddedToken]]:
-        if self._starts is None:
-            return
-        position = 0
-        while (hit := self._starts.search(text, position)) is not None:
-            start = hit.start()
-            token = self._token_at(text, start)
-            if token is None:
-                position = start + 1
-                continue
-            position = start + len(token.text)
-            yield start, position, token
+    def _can_find(self, *, parse_special: bool) -> bool:
+        return bool(self._tokens) and (parse_special or not self._tokens[-1].special)
 
-    def _token_at(self, text: str, start: int) -> AddedToken | None:
+    def _matches(self, text: str) -> Iterator[tuple[int, int, AddedToken]]:
+        position = 0
+        while (hit := self._index.starts.search(text, position)) is not None:
+            start = hit.start()
+            length = self._index.length_at(text, start)
+            position = start + (length or 1)
+            if length:
+                yield start, position, self._index.by_text[text[start:position]]
+
+    @cached_property
+    def _index(self) -> _Index:
+        # Made when it is first needed: some models have thousands of control tokens.
+        by_text: dict[str, AddedToken] = {}
+        for token in self._tokens:
+            if text := self._normalize(token.text):
+                by_text.setdefault(text, token)
+        return _Index(by_text)
+
+
+class _Index:
+    """Tokens by their texts, and the lengths that they have by their first two characters."""
+
+    def __init__(self, by_text: dict[str, AddedToken]) -> None:
+        self.by_text = by_text
+        lengths: dict[str, set[int]] = {}
+        for text in by_text:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {start: sorted(sizes, reverse=True) for start, sizes in lengths.items()}
+        starts = sorted(lengths, key=len, reverse=True)
+        self.starts = re.compile("|".join(map(re.escape, starts)) or r"(?!)")
+
+    def length_at(self, text: str, start: int) -> int:
+        """Return the length of the longest token that begins there, or 0."""
         for key in (text[start : start + 2], text[start]):
             for length in self._lengths.get(key, ()):
-                token = self._by_text.get(text[start : start + length])
-                if token is not None and (not token.single_word or _alone(text, start, length)):
-                    return token
-        return None
+                if text[start : start + length] in self.by_text:
+                    return length
+        return 0
 
 
-def _alone(text: str, start: int, length: int) -> bool:
-    around = text[max(start - 1, 0) : start] + text[start + length : start + length + 1]
-    return not any(char.isalnum() or char == "_" for char in around)
+def _alone(text: str, start: int, end: int) -> bool:
+    around = text[max(start - 1, 0) : start] + text[end : end + 1]
+    return _OF_A_WORD.search(around) is None

@@ -7,34 +7,35 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
-from twostroke.tokenize.specials import AddedToken, Splitter
+from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.prompt import Prompt
-    from twostroke.tokenize.words import Cut
+    from twostroke.tokenize.words import Cut, Normalize
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
     """What a reader of a model's files hands to `Tokenizer`.
 
-    `cut` makes words of plain text and `merges` tokens of words. `merges` knows no added token;
-    control tokens are not in its vocabulary, so no text reaches them by merging. `cut_rest`, where
-    it differs, does the stretches after the first (SentencePiece puts a space before the first
-    word only). `to_bytes` gives the bytes of an ordinary token's text; `odd_bytes` overrides it
-    by id. `prefix_ids` and `suffix_ids` are
-    what `add_special` puts around a text. `space_prefix` puts a space before a text without one;
-    `strip_space` takes the first space of decoded text away again (SentencePiece). `named_texts`
-    are the texts of `bos_token`, `eos_token` and the like, under the names that templates use.
+    `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
+    knows no added token; control tokens are not in its vocabulary, so no text reaches them by
+    merging. `cut_rest`, where it differs, does the stretches after the first (SentencePiece puts a
+    space before the first word only). `to_bytes` gives the bytes of an ordinary token's text;
+    `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are what `add_special` puts around
+    a text. `space_prefix` puts a space before a text without one; `strip_space` takes the first
+    space of decoded text away again (SentencePiece). `named_texts` are the texts of `bos_token`,
+    `eos_token` and the like, under the names that templates use.
     """
 
     merges: Merges
     cut: Cut
     vocab_size: int
     to_bytes: Callable[[str], bytes]
+    normalize: Normalize = str
     added: tuple[AddedToken, ...] = ()
     cut_rest: Cut | None = None
     odd_bytes: Mapping[int, bytes] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._merges = parts.merges
+        self._normalize = parts.normalize
         self._cut = parts.cut
         self._cut_rest = parts.cut_rest or parts.cut
         self._to_bytes = parts.to_bytes
@@ -67,9 +69,13 @@ class Tokenizer:
         self._space_prefix = parts.space_prefix
         self._prefix_ids = list(parts.prefix_ids)
         self._suffix_ids = list(parts.suffix_ids)
-        self._plain_splitter = _splitter(t for t in parts.added if not t.special)
         self._added = parts.added
-        self._special_splitter: Splitter | None = None
+        in_raw, in_normalized = (
+            [token for token in self._added_by_text.values() if token.normalized is normalized]
+            for normalized in (False, True)
+        )
+        self._raw_splitter = Splitter(in_raw)
+        self._normalized_splitter = Splitter(in_normalized, parts.normalize)
         self.strip_space = parts.strip_space
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
@@ -96,8 +102,8 @@ class Tokenizer:
         that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
         read as U+FFFD.
         """
-        splitter = self._parsing_splitter() if parse_special else self._plain_splitter
-        ids = self._encode_pieces(splitter.split(text) if splitter else [text] if text else [])
+        pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
+        ids = self._encode_pieces(pieces, parse_special=parse_special)
         return self._prefix_ids + ids + self._suffix_ids if add_special else ids
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
@@ -108,14 +114,14 @@ class Tokenizer:
             token = self._added_by_text.get(piece.text) if piece.special else None
             if token is not None:
                 if token.lstrip and pieces and isinstance(pieces[-1], str):
-                    pieces[-1] = pieces[-1].rstrip()
+                    pieces[-1] = pieces[-1].rstrip(WHITE_SPACE)
                 pieces.append(token)
                 strip_next = token.rstrip
                 continue
-            text = piece.text.lstrip() if strip_next else piece.text
-            pieces.extend(self._plain_splitter.split(text) if self._plain_splitter else [text])
+            text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
+            pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
             strip_next = False
-        return self._encode_pieces(piece for piece in pieces if piece)
+        return self._encode_pieces(pieces, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -161,21 +167,25 @@ class Tokenizer:
             return text.encode("utf-8", "replace")
         return self._to_bytes(text)
 
-    def _parsing_splitter(self) -> Splitter | None:
-        if self._special_splitter is None:
-            self._special_splitter = _splitter(self._added)
-        return self._special_splitter
-
-    def _encode_pieces(self, pieces: Iterable[str | AddedToken]) -> list[int]:
+    def _encode_pieces(
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool
+    ) -> list[int]:
+        """Return the ids of a text in pieces, some of which may be tokens found in it as it was."""
         ids: list[int] = []
-        cut = self._cut
-        for place, piece in enumerate(pieces):
+        cut, prefix = self._cut, self._space_prefix
+        for piece in pieces:
             if isinstance(piece, AddedToken):
                 ids.append(piece.id)
             else:
-                prefix = place == 0 and self._space_prefix and not piece[0].isspace()
-                ids += self._merges.encode(cut(_mended(" " + piece if prefix else piece)))
-            cut = self._cut_rest
+                normal = self._normalize(piece)
+                for part in self._normalized_splitter.split(normal, parse_special=parse_special):
+                    if isinstance(part, AddedToken):
+                        ids.append(part.id)
+                    else:
+                        spaced = prefix and not part[0].isspace()
+                        ids += self._merges.encode(cut(" " + part if spaced else part))
+                    cut, prefix = self._cut_rest, False
+            cut, prefix = self._cut_rest, False
         return ids
 
 
@@ -189,8 +199,3 @@ def _mended(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _splitter(tokens: Iterable[AddedToken]) -> Splitter | None:
-    chosen = tuple(tokens)
-    return Splitter(chosen) if chosen else None

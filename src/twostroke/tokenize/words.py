@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,15 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 DIGIT = "[\\p{N}\U00011de0-\U00011de9\U00016ff4-\U00016ff6]"
 
 
-def words_by(normalizers: Sequence[Normalize], cuts: Sequence[Cut]) -> Cut:
-    """Return what normalizes a text, then cuts it; a cut works on the pieces of those before."""
+def normalizing(steps: Sequence[Normalize]) -> Normalize:
+    """Return what takes a text through all `steps`."""
+    return lambda text: reduce(lambda done, step: step(done), steps, text)
+
+
+def words_by(cuts: Sequence[Cut]) -> Cut:
+    """Return what cuts a text into words; a cut works on the pieces of those before."""
 
     def words_of(text: str) -> list[str]:
-        for step in normalizers:
-            text = step(text)
         words = [text] if text else []
         for cut in cuts:
             words = list(chain.from_iterable(map(cut, words)))
