@@ -14,7 +14,7 @@ from support.tiny import Tiny, write_tiny_gguf
 from twostroke.cli.app import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -72,3 +72,19 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
         return Ran(code, out, err)
 
     return call
+
+
+@pytest.fixture
+def no_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, where the native libraries should be."""
+    from twostroke.backends.cpu import library
+
+    def forget() -> None:
+        library._obstacle.cache_clear()
+        library.load_library.cache_clear()
+
+    with monkeypatch.context() as patch:
+        patch.setenv("TWOSTROKE_NATIVE_DIR", str(tmp_path))
+        forget()
+        yield tmp_path
+    forget()

@@ -79,7 +79,10 @@ def test_version_is_printed(cli: Cli) -> None:
         (["generate", "x", "--max-token", "3"], "no option '--max-token'. Did you mean '--max-tok"),
         (["serve", "x", "--polciy", "static"], "no option '--polciy'. Did you mean '--policy'?"),
         (["generate"], "Which model?"),
-        (["pull", "a", "b"], "unexpected extra argument"),
+        (["pull"], "Which model?"),
+        (["models", "show", "a", "b"], "unexpected extra argument (b). See: twostroke models show"),
+        (["generate", "x", "--backend", "cpuu"], "Did you mean 'cpu'? See: twostroke generate"),
+        (["compare", "x", "--right", "refrence"], "Did you mean 'reference'? See: twostroke"),
         (["generate", "x", "-p"], "requires an argument"),
     ],
 )
@@ -99,7 +102,7 @@ class Planted:
         self._monkeypatch = monkeypatch
 
     def __call__(self, error: BaseException) -> None:
-        def fail(model: str) -> None:
+        def fail(models: tuple[str, ...]) -> None:
             raise error
 
         monkeypatch = self._monkeypatch

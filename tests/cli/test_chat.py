@@ -16,6 +16,7 @@ from rich.console import Console
 
 from support.commands import started
 from support.servers import wait_for
+from support.tiny import write_base_gguf
 from twostroke.cli.chat import Conversation
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import EngineStoppedError
@@ -25,6 +26,7 @@ from twostroke.engine.prompts import encode_chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from conftest import Ran
     from twostroke.engine.build import Engine
@@ -69,6 +71,18 @@ def test_an_answer_is_shown_with_its_figures_and_remembered(engine: Engine) -> N
     assert [m["content"] for m in talk.conversation.messages][::2] == ["hello", "and now?"]
     assert shown.count("TTFT ") == 2
     assert "cut by --max-tokens" in shown
+
+
+def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        pytest.fail("the weights were read")
+
+    monkeypatch.setattr("twostroke.engine.build._build_backend", read)
+    ran = cli("chat", str(write_base_gguf(tmp_path / "base.gguf")), stdin=None)
+    assert ran.code == 2
+    assert "base has no chat template: use 'twostroke generate --raw' instead." in ran.err
 
 
 def test_what_was_said_is_in_the_next_prompt(engine: Engine) -> None:

@@ -87,6 +87,10 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
     ("given", "sentence"),
     [
         (("--readers", "cpu,refrence"), "There is no reader 'refrence'"),
+        (("--readers", ""), "There is no reader ''"),
+        (("--levels", ""), "There is no instruction-set level ''"),
+        (("--kv-formats", ""), "There is no format of keys and values ''"),
+        (("--against", ""), "There is no model ''"),
         (("--levels", "avx9"), "There is no instruction-set level 'avx9'"),
         (("--length", "100000"), "lower --length"),
         (("--device", "cuda"), "--device is the torch reader's: add it to --readers."),

@@ -74,22 +74,10 @@ def test_little_memory_skips_the_large_stream(monkeypatch: pytest.MonkeyPatch) -
     assert "over 1 GB" not in measured.lines()["bandwidth"]
 
 
-def test_missing_libraries_are_one_sentence(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from twostroke.backends.cpu import library
-
-    monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(tmp_path))
-    library._obstacle.cache_clear()
-    library.load_library.cache_clear()
-    try:
-        ran = cli("doctor")
-    finally:
-        monkeypatch.undo()
-        library._obstacle.cache_clear()
-        library.load_library.cache_clear()
+def test_missing_libraries_are_one_sentence(cli: Cli, no_libraries: Path) -> None:
+    ran = cli("doctor")
     assert ran.code == 8
-    assert str(tmp_path) in ran.err
+    assert str(no_libraries) in ran.err
     assert "unset TWOSTROKE_NATIVE_DIR" in ran.err
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.gguf_writer import write_gguf
-from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
+from support.tiny import write_base_gguf, write_tiny_gguf
 from twostroke import LLM, EngineOptions, SamplingParams
 from twostroke.cli.generate import _prompt
 from twostroke.core.config import CacheOptions
@@ -109,16 +108,25 @@ def test_a_system_message_goes_before(cli: Cli, tiny: str, expected: dict[str, l
 
 
 def test_a_model_without_a_template_continues(cli: Cli, tmp_path: Path) -> None:
-    metadata = tiny_metadata(Tiny())
-    del metadata["tokenizer.chat_template"]
-    tokens = metadata["tokenizer.ggml.tokens"]
-    metadata["tokenizer.ggml.tokens"] = ["<s>" if t == "<|im_start|>" else t for t in tokens]
-    path = str(write_gguf(tmp_path / "base.gguf", metadata, tiny_tensors(Tiny())))
+    path = str(write_base_gguf(tmp_path / "base.gguf"))
     plain, raw = (
         json.loads(cli("generate", path, "hello", *flags, *GREEDY, "--json").out)["token_ids"]
         for flags in ((), ("--raw",))
     )
     assert plain == raw
+
+
+def test_the_reference_needs_no_native_library(
+    cli: Cli, tiny: str, no_libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(no_libraries))  # where no limits are remembered
+    ran = cli("generate", tiny, "hello", *GREEDY, "--backend", "reference", "--json")
+    timings = json.loads(ran.out)["timings"]
+    assert timings["decode_tokens_per_s"] > 0
+    assert (timings["mfu"], timings["mbu"]) == (None, None)
+    said = cli("generate", tiny, "hello", *GREEDY, "--backend", "reference").err
+    assert "decode" in said
+    assert "%" not in said
 
 
 def test_the_same_seed_gives_the_same_answer(cli: Cli, tiny: str) -> None:

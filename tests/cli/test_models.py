@@ -233,6 +233,31 @@ def test_pull_names_the_nearest(cli: Cli, own_cache: Path) -> None:
     assert "Did you mean 'mini'?" in ran.err
 
 
+@pytest.mark.parametrize("command", [("pull",), ("models", "pull")])
+def test_several_are_pulled_one_after_the_other(
+    cli: Cli, mini: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(weights, "pull", slow_pull)
+    ran = cli(*command, "maxi", "mini")
+    assert (ran.code, ran.err) == (0, "")
+    first, _, second, _ = ran.out.splitlines()
+    assert first == "maxi is ready: /there/maxi.gguf"
+    assert second == f"mini is already here: {mini}"
+
+
+def test_one_that_cannot_be_pulled_does_not_keep_back_the_others(
+    cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "pull", pull_of_known)
+    ran = cli("pull", "mimi", "mini", "maxi")
+    assert ran.code == 3
+    assert "mini is ready" in ran.out
+    assert "maxi is ready" in ran.out
+    first, last = ran.err.splitlines()
+    assert first.startswith("mimi: There is no model 'mimi'")
+    assert last == "twostroke: 1 of 3 models failed: mimi."
+
+
 def test_pull_fetches_and_says_nothing_in_between_to_a_script(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +277,11 @@ def test_an_interrupted_pull_says_that_nothing_was_kept(
         ran = cli(*line)
         assert ran.code == 130
         assert ran.err == "twostroke: Fetching 'mini' was interrupted; nothing was kept.\n"
+
+
+def pull_of_known(name: str, watch: Watcher) -> Path:
+    weights.find(name)
+    return slow_pull(name, watch)
 
 
 def slow_pull(name: str, watch: Watcher) -> Path:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.gguf_writer import write_gguf
 from support.native import native_dir
 from support.servers import wait_for
-from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_folder, write_tiny_gguf
+from support.tiny import write_base_gguf, write_tiny_folder, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import (
@@ -98,6 +97,31 @@ def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY)
 
 
+def test_a_prompt_that_is_too_long_is_called_what_the_caller_calls_it(llm: LLM) -> None:
+    tokens, text = [5] * 600, "x" * 600
+    with pytest.raises(ContextLengthError, match=r"your prompt resulted .* the prompt\.") as error:
+        llm.generate([tokens])
+    assert error.value.param == "prompt"
+    with pytest.raises(ContextLengthError, match=r"300 in the prompt, 300 in the completion"):
+        next(llm.stream(tokens[:300], SamplingParams(max_tokens=300)))
+    with pytest.raises(ContextLengthError, match=r"your messages resulted") as error:
+        llm.chat([{"role": "user", "content": text}])
+    assert error.value.param == "messages"
+
+    async def ask() -> None:
+        async_llm = AsyncLLM(llm.engine)
+        with pytest.raises(ContextLengthError, match="your prompt"):
+            await anext(async_llm.generate(text))
+        with pytest.raises(ContextLengthError, match="your messages"):
+            await anext(async_llm.chat([{"role": "user", "content": text}]))
+
+    asyncio.run(ask())
+
+
+def test_keys_and_values_stay_within_the_memory_given_for_them(llm: LLM) -> None:
+    assert 0.9 * SMALL.memory_bytes < llm.engine.facts.cache_bytes <= SMALL.memory_bytes
+
+
 def test_one_prompt_that_is_refused_stops_the_others(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["a", [5] * 600], SamplingParams(ignore_eos=True))
@@ -169,11 +193,7 @@ def test_a_folder_is_called_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
-    metadata = tiny_metadata(Tiny())
-    del metadata["tokenizer.chat_template"]
-    tokens = metadata["tokenizer.ggml.tokens"]
-    metadata["tokenizer.ggml.tokens"] = ["<s>" if t == "<|im_start|>" else t for t in tokens]
-    path = write_gguf(tmp_path / "base.gguf", metadata, tiny_tensors(Tiny()))
+    path = write_base_gguf(tmp_path / "base.gguf")
     options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
     with LLM(str(path), options) as llm:
         with pytest.raises(RequestError, match="no chat template"):

@@ -119,7 +119,7 @@ def test_prompt_longer_than_the_context_is_refused(num_prompt):
     steps = Steps()
     wording = (
         r"This model's maximum context length is 64 tokens\. "
-        rf"However, your messages resulted in {num_prompt} tokens"
+        rf"However, your prompt resulted in {num_prompt} tokens"
     )
     with pytest.raises(ContextLengthError, match=wording) as caught:
         steps.add("a", num_prompt, max_tokens=1)
@@ -128,7 +128,7 @@ def test_prompt_longer_than_the_context_is_refused(num_prompt):
 
 
 def test_answer_longer_than_the_context_is_refused():
-    wording = r"you requested 65 tokens \(60 in the messages, 5 in the completion\)"
+    wording = r"you requested 65 tokens \(60 in the prompt, 5 in the completion\)"
     with pytest.raises(ContextLengthError, match=wording) as caught:
         Steps().add("a", 60, max_tokens=5)
     assert caught.value.param == "max_tokens"

@@ -201,6 +201,12 @@ def test_prompt_longer_than_the_context_says_so_as_clients_expect(
     )
 
 
+def test_a_prompt_of_plain_text_is_called_a_prompt(server: LiveServer) -> None:
+    response = server.complete(prompt="x" * 600)
+    message = refused(response, 400, "prompt", "context_length_exceeded")
+    assert "your prompt resulted in 600 tokens. Please reduce the length of the prompt." in message
+
+
 def test_answer_that_cannot_fit_is_refused_at_once(server: LiveServer) -> None:
     message = refused(server.chat(max_tokens=500), 400, "max_tokens", "context_length_exceeded")
     assert "you requested 518 tokens" in message

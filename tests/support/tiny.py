@@ -145,6 +145,15 @@ def write_tiny_gguf(path: Path, tiny: Tiny | None = None) -> Path:
     return write_gguf(path, tiny_metadata(tiny), tiny_tensors(tiny))
 
 
+def write_base_gguf(path: Path) -> Path:
+    """Write a tiny model that cannot chat, for it has neither template nor markers of turns."""
+    metadata = tiny_metadata(Tiny())
+    del metadata["tokenizer.chat_template"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.tokens"] = ["<s>" if t == "<|im_start|>" else t for t in tokens]
+    return write_gguf(path, metadata, tiny_tensors(Tiny()))
+
+
 def write_tiny_split(
     folder: Path, tiny: Tiny | None = None, num_parts: int = 3, stem: str = "tiny"
 ) -> Path:

@@ -1,4 +1,7 @@
-"""The formats in which keys and values can be stored, by the names that users give them."""
+"""The formats in which keys and values can be stored, by the names that users give them.
+
+f32 is what the reference and torch backends store, and nobody's choice.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Final
 from twostroke.program import FLOAT16, CacheFormat
 
 FORMATS: Final = {
+    "f32": CacheFormat(4),
     "f16": FLOAT16,
     "bf16": CacheFormat(2),
     "int8": CacheFormat(1, head_bytes=2),  # a float16 scale

@@ -171,9 +171,14 @@ def _sentence(error: click.ClickException) -> str:
         known = [name for param in context.command.get_params(context) for name in param.opts]
         hint = nearest(error.option_name, (name for name in known if name.startswith("-")))
         return f"There is no option '{error.option_name}'.{hint}{more}"
-    if isinstance(error, click.MissingParameter) and error.param and error.param.name == "model":
+    if isinstance(error, click.MissingParameter) and _is_model(error.param):
         return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
-    return f"{error.format_message().rstrip('.')}.{more}"
+    message = error.format_message()
+    return message + ("" if message.endswith((".", "?")) else ".") + more
+
+
+def _is_model(param: click.Parameter | None) -> bool:
+    return param is not None and param.name in {"model", "models"}
 
 
 def _drop_output() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion, Output
 
 _HELP: Final = {
@@ -56,18 +57,20 @@ def command(**given: Any) -> None:
     params, options = sampling_params(given), engine_options(given)
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("chat needs a terminal; use 'twostroke generate' in scripts.")
-    with open_engine(model, options) as engine:
-        card = engine.card
-        if card.chat_template is None:
-            message = f"{card.name} has no chat template: use 'twostroke generate --raw' instead."
-            raise UsageError(message)
+    with open_engine(model, options, accept=_check_template) as engine:
         from rich.console import Console
 
-        console = Console(highlight=False)
+        card, console = engine.card, Console(highlight=False)
         about = f"{card.format} · {engine.facts.detail} · {engine.context_length} tokens of context"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
         console.print("/help shows what else there is, Ctrl-D leaves.", style="dim")
         Conversation(engine, params, console, system).run(_lines())
+
+
+def _check_template(card: ModelCard) -> None:
+    if card.chat_template is None:
+        message = f"{card.name} has no chat template: use 'twostroke generate --raw' instead."
+        raise UsageError(message)
 
 
 @dataclass(slots=True)

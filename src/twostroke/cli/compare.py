@@ -25,7 +25,9 @@ _LAYERS_SHOWN: Final = 6
 
 @click.command("compare")
 @click.argument("model")
-@click.option("--readers", help="Who reads it, such as cpu,torch [default: cpu].")
+@click.option(
+    "--readers", default="cpu", show_default=True, help="Who reads it, such as cpu,torch."
+)
 @click.option("--levels", help="Instruction sets of the cpu reader: 'all', or such as avx2,avx512.")
 @click.option(
     "--kv-formats",
@@ -59,7 +61,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     """
     from twostroke.engine import evaluate
 
-    against = given["against"] or model
+    against = model if given["against"] is None else given["against"]
     subjects = _subjects(model, given)
     right = evaluate.Subject(against, _compute(given["right"], given), CacheOptions())
     text = _read(given["text"]) if given["text"] else evaluate.held_out_text()
@@ -91,12 +93,12 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     from twostroke.engine.evaluate import Subject
 
     subjects = []
-    for reader in _names(given["readers"] or "cpu", _READERS, "reader"):
+    for reader in _names(given["readers"], _READERS, "reader"):
         compute = _compute(reader, given)
         computes, caches = [compute], [CacheOptions()]
-        if reader == "cpu" and given["levels"]:
+        if reader == "cpu" and given["levels"] is not None:
             computes = [replace(compute, level=level) for level in _levels(given["levels"])]
-        if reader == "cpu" and given["kv_formats"]:
+        if reader == "cpu" and given["kv_formats"] is not None:
             caches = [CacheOptions(kv_format=name) for name in _kv_formats(given["kv_formats"])]
         subjects += [Subject(model, one, cache) for one in computes for cache in caches]
     readers = {subject.compute.backend for subject in subjects}

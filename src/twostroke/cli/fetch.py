@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Final
 from twostroke.cli.terminal import Bar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from twostroke.core.config import EngineOptions
     from twostroke.engine.build import Engine
+    from twostroke.engine.client import ModelCard
     from twostroke.weights import Progress, Watcher
 
 _PHASES: Final = {
@@ -35,8 +37,16 @@ def fetch(model: str, *, quiet: bool = False) -> Path:
         return pull(model, watcher(bar, model))
 
 
-def open_engine(model: str, options: EngineOptions, *, quiet: bool = False) -> Engine:
+def open_engine(
+    model: str,
+    options: EngineOptions,
+    *,
+    quiet: bool = False,
+    accept: Callable[[ModelCard], None] | None = None,
+) -> Engine:
     """Fetch `model` if need be, load it, and start an engine for it.
+
+    `accept` may refuse the model before its weights are read.
 
     Raises:
         TwostrokeError: as `fetch` and `engine.build.build`.
@@ -45,7 +55,7 @@ def open_engine(model: str, options: EngineOptions, *, quiet: bool = False) -> E
 
     label = f"Loading {fetch(model, quiet=quiet).name}"
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
-        return build(model, options, lambda done, total: bar.show(label, done, total))
+        return build(model, options, lambda done, total: bar.show(label, done, total), accept)
 
 
 def watcher(bar: Bar, model: str) -> Watcher:

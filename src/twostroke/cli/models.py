@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twostroke.cli import pull
 from twostroke.cli.fetch import watcher
 from twostroke.cli.help import Group
 from twostroke.cli.terminal import Bar, printable
@@ -121,6 +122,11 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
 _short = copy.copy(remove_command)
 _short.hidden = True
 command.add_command(_short, "rm")
+
+
+_pull = copy.copy(pull.command)
+_pull.hidden = True
+command.add_command(_pull, "pull")
 
 
 @command.command("clean")

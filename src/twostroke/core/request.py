@@ -40,6 +40,7 @@ class Request:
             `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         salt: separates the prefix cache of one tenant from another's.
+        prompt_field: what its caller calls the prompt, "prompt" or "messages": errors name it.
         arrival_s: when it was added, on the engine's monotonic clock.
     """
 
@@ -52,6 +53,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     salt: bytes = b""
+    prompt_field: str = "prompt"
     arrival_s: float = 0.0
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)

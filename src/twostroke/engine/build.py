@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import FORMATS, PagePool, PrefixIndex
+from twostroke.cache import DEFAULT_FORMAT, FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
 from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
@@ -77,10 +77,14 @@ class Engine:
 
 
 def build(
-    model: str, options: EngineOptions | None = None, progress: Progress | None = None
+    model: str,
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+    accept: Callable[[ModelCard], None] | None = None,
 ) -> Engine:
     """Load `model` (any name that `weights.load` understands) and start an engine for it.
 
+    `accept(card)` is called before the weights are read: what it raises ends the build.
     `progress(done, total)` is called with bytes of weights as they are made ready.
 
     Raises:
@@ -94,9 +98,16 @@ def build(
     program = build_program(loaded.spec)
     size_of_weights = weight_bytes(loaded, options.compute)
     size = size_cache(
-        program, options.cache, options.batch.token_budget, size_of_weights, memory_available()
+        program,
+        options.cache,
+        options.batch.token_budget,
+        size_of_weights,
+        memory_available(),
+        auto_format=auto_kv_format(options.compute),
     )
     card = _card(loaded, program, size)
+    if accept is not None:
+        accept(card)
     tensors, release = loaded.tensors, partial(_release, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
@@ -208,6 +219,11 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
     if compute.backend not in _FLOAT32_BACKENDS:
         return loaded.file_bytes
     return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
+
+
+def auto_kv_format(compute: ComputeOptions) -> str:
+    """Return how the backend stores keys and values where nothing is asked for."""
+    return "f32" if compute.backend in _FLOAT32_BACKENDS else DEFAULT_FORMAT
 
 
 def _release(mappings: tuple[MappedFile, ...], tensor: QuantTensor) -> None:

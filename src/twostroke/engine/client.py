@@ -45,11 +45,13 @@ class ModelCard:
 class Caller:
     """On whose behalf a request runs: its urgency (lower first), and its tenant.
 
-    Tenants do not share cached prefixes.
+    Tenants do not share cached prefixes. `prompt_field` is what errors call the prompt: "prompt",
+    or "messages" for a conversation.
     """
 
     priority: int = 0
     tenant: str = ""
+    prompt_field: str = "prompt"
 
 
 _ANYONE = Caller()
@@ -220,6 +222,7 @@ class Client:
                 priority=caller.priority,
                 tenant=caller.tenant,
                 salt=caller.tenant.encode(),
+                prompt_field=caller.prompt_field,
             )
 
     def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:

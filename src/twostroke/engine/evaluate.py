@@ -13,7 +13,13 @@ import numpy as np
 from twostroke.backends.compare import Divergence
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
-from twostroke.engine.build import build_backend, build_tokenizer, check_can_run, weight_bytes
+from twostroke.engine.build import (
+    auto_kv_format,
+    build_backend,
+    build_tokenizer,
+    check_can_run,
+    weight_bytes,
+)
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.weights import load
@@ -206,6 +212,11 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         raise UsageError(f"{message} of {program.context_length}: lower --length.")
     cache = replace(subject.cache, context_length=max(length, 2))
     size = size_cache(
-        program, cache, length, weight_bytes(loaded, subject.compute), memory_available()
+        program,
+        cache,
+        length,
+        weight_bytes(loaded, subject.compute),
+        memory_available(),
+        auto_format=auto_kv_format(subject.compute),
     )
     return program, build_backend(loaded, program, subject.compute, size)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
+from twostroke.engine.client import Caller
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.weights import pull
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
     Message = Mapping[str, object]
     Text = str | Sequence[int]
+
+_WRITER, _SPEAKER = Caller(prompt_field="prompt"), Caller(prompt_field="messages")
 
 
 class LLM:
@@ -53,7 +57,7 @@ class LLM:
         many = _as_prompts(prompts)
         each = _as_params(params, len(many))
         tokens = [encode_text(self.engine.card, prompt) for prompt in many]
-        return self._run(tokens, each)
+        return self._run(tokens, each, _WRITER)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -64,7 +68,7 @@ class LLM:
             RequestError: the model has no chat template, or a message is not as it should be.
         """
         tokens = encode_chat(self.engine.card, messages)
-        return self._run([tokens], [params or SamplingParams()])[0]
+        return self._run([tokens], [params or SamplingParams()], _SPEAKER)[0]
 
     def stream(self, prompt: Text, params: SamplingParams | None = None) -> Iterator[Output]:
         """Continue one prompt and yield its outputs; leaving early cancels what still runs."""
@@ -87,15 +91,16 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams]
+        self, prompts: list[list[int]], params: list[SamplingParams], caller: Caller
     ) -> list[list[Completion]]:
         """Answer all prompts, as many at a time as the engine's queue takes."""
         client = self.engine.client
+        submit = partial(_queued, client, caller)
         open_generations: deque[Generation] = deque()
         answers: list[list[Completion]] = []
         try:
             for tokens, one in zip(prompts, params, strict=True):
-                while (generation := _queued(client, tokens, one, open_generations)) is None:
+                while (generation := submit(tokens, one, open_generations)) is None:
                     client.loop.flush()
                     answers.append(open_generations[0].wait())
                     open_generations.popleft()
@@ -133,7 +138,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Output]:
         """Continue a prompt and yield its outputs; leaving early cancels what still runs."""
         tokens = encode_text(self.engine.card, prompt)
-        async for output in self._outputs(tokens, params):
+        async for output in self._outputs(tokens, params, _WRITER):
             yield output
 
     async def chat(
@@ -141,7 +146,7 @@ class AsyncLLM:
     ) -> AsyncIterator[Output]:
         """Answer a conversation and yield its outputs; leaving early cancels what still runs."""
         tokens = encode_chat(self.engine.card, messages)
-        async for output in self._outputs(tokens, params):
+        async for output in self._outputs(tokens, params, _SPEAKER):
             yield output
 
     async def close(self) -> None:
@@ -159,10 +164,10 @@ class AsyncLLM:
         await self.close()
 
     async def _outputs(
-        self, tokens: list[int], params: SamplingParams | None
+        self, tokens: list[int], params: SamplingParams | None, caller: Caller
     ) -> AsyncIterator[Output]:
         generation: AsyncGeneration = self.engine.client.generate_async(
-            tokens, params or SamplingParams()
+            tokens, params or SamplingParams(), caller
         )
         self.engine.client.loop.flush()
         try:
@@ -178,11 +183,15 @@ def _fetch_and_build(model: str, options: EngineOptions | None) -> Engine:
 
 
 def _queued(
-    client: Client, tokens: list[int], params: SamplingParams, earlier: deque[Generation]
+    client: Client,
+    caller: Caller,
+    tokens: list[int],
+    params: SamplingParams,
+    earlier: deque[Generation],
 ) -> Generation | None:
     """Submit a prompt; None if the queue is full of `earlier` ones, which will make room."""
     try:
-        return client.generate(tokens, params)
+        return client.generate(tokens, params, caller)
     except OverloadedError:
         if not earlier:
             raise

@@ -34,8 +34,10 @@ def size_cache(
     token_budget: int,
     weight_bytes: int,
     available_bytes: int,
+    *,
+    auto_format: str = DEFAULT_FORMAT,
 ) -> CacheSize:
-    """Choose the number of pages.
+    """Choose the number of pages; `auto_format` is what the backend stores if none is asked for.
 
     A request of `context_length` tokens needs pages for all of them in the cache groups that see
     everything, and in a group with a window for the window and the `token_budget` rows of a step.
@@ -48,7 +50,7 @@ def size_cache(
     if context_length > program.context_length:
         message = f"{program.name} was made for at most {program.context_length} tokens of context"
         raise UsageError(f"{message}, not {context_length}: lower --context-length.")
-    kv_format = DEFAULT_FORMAT if options.kv_format == "auto" else options.kv_format
+    kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     room = _Room(
         name=program.name,
         weight_bytes=weight_bytes,

@@ -21,18 +21,19 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
             the context length is OpenAI's, which clients search for.
     """
     answer, num_prompt = request.params.max_tokens, len(request.tokens)
+    prompt = request.prompt_field
     start = f"This model's maximum context length is {context_length} tokens. However, "
     if num_prompt >= context_length:
         message = (
-            f"{start}your messages resulted in {num_prompt} tokens. "
-            "Please reduce the length of the messages."
+            f"{start}your {prompt} resulted in {num_prompt} tokens. "
+            f"Please reduce the length of the {prompt}."
         )
-        raise ContextLengthError(message, param="messages")
+        raise ContextLengthError(message, param=prompt)
     total = num_prompt + (answer or 1)
     if total > context_length:
         message = (
-            f"{start}you requested {total} tokens ({num_prompt} in the messages, {answer} in the "
-            "completion). Please reduce the length of the messages or completion."
+            f"{start}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
+            f"completion). Please reduce the length of the {prompt} or completion."
         )
         raise ContextLengthError(message, param="max_tokens")
     if total > num_slots:
@@ -41,7 +42,7 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
             f"prompt), but there is memory for {num_slots}. "
             "Shorten the prompt, lower max_tokens, or give the cache more memory."
         )
-        raise ContextLengthError(message, param="max_tokens" if answer else "messages")
+        raise ContextLengthError(message, param="max_tokens" if answer else prompt)
     return total if answer else min(context_length, num_slots)
 
 

@@ -227,7 +227,7 @@ def read(asked: ChatRequest) -> Job:
         model=asked.model,
         prompts=(_conversation(asked.messages),),
         params=to_params(asked, **own),
-        caller=to_caller(asked),
+        caller=to_caller(asked, "messages"),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),

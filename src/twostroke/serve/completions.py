@@ -128,7 +128,7 @@ def read(asked: CompletionRequest) -> Job:
         model=asked.model,
         prompts=_prompts(asked.prompt),
         params=to_params(asked, max_tokens=max_tokens, logprobs=asked.logprobs),
-        caller=to_caller(asked),
+        caller=to_caller(asked, "prompt"),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         echo=bool(asked.echo),

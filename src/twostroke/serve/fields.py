@@ -161,13 +161,13 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def to_caller(asked: CommonFields) -> Caller:
-    """Return on whose behalf the request runs."""
+def to_caller(asked: CommonFields, prompt_field: str) -> Caller:
+    """Return on whose behalf the request runs; `prompt_field` is the one with the prompt."""
     priority = asked.priority or 0
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
         raise RequestError(message, param="priority")
-    return Caller(priority=priority)
+    return Caller(priority=priority, prompt_field=prompt_field)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ import numpy as np
 from twostroke.backends import BackendFacts, check_values
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span, flatten
+from twostroke.cache import FORMATS
 from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
-from twostroke.program import CacheFormat
 from twostroke.sample.reference import draw
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ReferenceBackend:
             windows=tuple(group.window for group in program.cache_groups),
             one_arithmetic=True,
             weight_bytes=sum(weight.nbytes for weight in self._weights.values()),
-            cache_bytes=num_pages * program.page_bytes(page_size, CacheFormat(4)),
+            cache_bytes=num_pages * program.page_bytes(page_size, FORMATS["f32"]),
         )
 
     def run(self, plan: StepPlan) -> StepResult:
