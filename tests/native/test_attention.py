@@ -8,9 +8,7 @@ from ctypes import c_float, c_int64, c_void_p
 import numpy as np
 import pytest
 
-from support.native import load_level
-
-LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
+from support.native import address, floats
 
 
 class AttentionArguments(ctypes.Structure):
@@ -31,24 +29,6 @@ class AttentionArguments(ctypes.Structure):
         ("scale", c_float),
         ("soft_cap", c_float),
     )
-
-
-@pytest.fixture(params=LEVELS)
-def library(request):
-    return load_level(request.param)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
-def address(array):
-    return c_void_p(array.ctypes.data)
-
-
-def floats(values):
-    return np.ascontiguousarray(values, np.float32)
 
 
 FORMATS = ("f16", "bf16", "int8")

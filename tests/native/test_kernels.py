@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64
 
 import numpy as np
 import pytest
 
-from support.native import load_level
-
-LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
-
-
-@pytest.fixture(params=LEVELS)
-def library(request):
-    return load_level(request.param)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
-def address(array):
-    return c_void_p(array.ctypes.data)
-
-
-def floats(values):
-    return np.ascontiguousarray(values, np.float32)
+from support.native import address, floats
 
 
 def test_exp2_is_right_to_a_millionth_and_exact_where_it_must_be(library, rng):

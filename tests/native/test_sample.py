@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
-from support.native import NEEDS, load_level
 from support.sampling import (
     KINDS,
     make_request,
@@ -41,11 +40,6 @@ COMBINATIONS = [
     SamplingParams(temperature=1.2, top_k=20, top_p=0.85, min_p=0.05),
 ]
 SIZES = {1: 60, 2: 60, 7: 200, 63: 200, 64: 200, 65: 200, 300: 500, 1000: 500, 8191: 60, 49152: 40}
-
-
-@pytest.fixture(params=NEEDS)
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    return load_level(request.param)
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.native import load_level
+from support.native import NEEDS, load_level
 from support.tiny import Tiny, tiny_tensors, vocabulary
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.request import Request
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Model = tuple[Program, dict[str, QuantTensor]]
 
-LEVELS = ("portable", "avx2", "avx512", "amx_emulated", "amx")
+LEVELS = tuple(NEEDS)
 PAGE_SIZE = 16
 
 

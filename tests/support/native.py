@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from twostroke.core import env
@@ -61,3 +62,13 @@ def load_level(level: str) -> ctypes.CDLL:
     if not path.exists():
         pytest.skip(f"{path.name} is not built")
     return ctypes.CDLL(str(path))
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    """Where an array's values lie, as C takes it; the array must outlive the call."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def floats(values: object) -> np.ndarray:
+    """Values as the kernels take them: float32, one behind the other."""
+    return np.ascontiguousarray(values, np.float32)

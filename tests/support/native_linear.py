@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from support.block_formats import Parts, random_source, take_apart
-from support.native import load_level
+from support.native import address, load_level
 from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
@@ -111,10 +111,6 @@ class Library:
 
 def longs(*values: int) -> tuple[ctypes.c_int64, ...]:
     return tuple(ctypes.c_int64(value) for value in values)
-
-
-def address(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 def ranges(num_outputs: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
