@@ -24,6 +24,9 @@ from twostroke.weights.gguf import read_gguf
 
 _MODELS = ["smollm2", "gemma3-270m", "qwen2.5-coder-0.5b"]
 _VOCABULARIES = ["llama-spm", "llama-bpe", "qwen2", "starcoder"]
+# Those for which llama.cpp's source lists ids that the original tokenizers gave.
+_LISTED = [*_VOCABULARIES, "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "mpt"]
+_LISTED += ["phi-3", "refact"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,18 @@ def test_ids_of_ten_thousand_texts_are_equal(trio: Trio) -> None:
         expected = plain_ids(trio.theirs, text)
         assert trio.ours.encode(text) == expected, ascii(text)
         assert trio.from_folder.encode(text) == expected, ascii(text)
+
+
+@pytest.mark.parametrize("name", _LISTED)
+def test_ids_that_llama_cpp_lists_are_equal(name: str) -> None:
+    path = _file(name)
+    if not path.is_file():
+        pytest.skip(f"there is no {path.name}")
+    ours = from_gguf(read_gguf(path).metadata)
+    listed = path.with_suffix(".gguf.inp").read_text().split("\n__ggml_vocab_test__\n")
+    rows = path.with_suffix(".gguf.out").read_text().split("\n")
+    for text, row in zip(listed, rows, strict=False):
+        assert ours.encode(text) == [int(id_) for id_ in row.split()], ascii(text)
 
 
 def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:

@@ -17,13 +17,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
 from huggingface_hub import constants
+
+from twostroke import weights
+from twostroke.core.errors import DownloadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import pytest
 
 LARGE = (".gguf", ".safetensors", "tokenizer.json")  # what a repository keeps outside of git
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -110,6 +112,16 @@ def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
+    """Return the sentence with which a pull of that name is refused."""
+    with pytest.raises(kind) as caught:
+        weights.pull(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
 
 
 def stored(cache: Path) -> list[str]:

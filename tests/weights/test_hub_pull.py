@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import pytest
 
-from support.hub import COMMIT, Hub, Repo, git_sha1, partials, stored
+from support.hub import COMMIT, Hub, Repo, git_sha1, partials, refusal, stored
 from twostroke import weights
-from twostroke.core.errors import DownloadError
 from twostroke.weights.hub import pull as hub_pull
 from twostroke.weights.progress import Progress
 
@@ -19,15 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAME = "hf:o/r"
-
-
-def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
-    with pytest.raises(kind) as caught:
-        weights.pull(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
 
 
 def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: bytes) -> None:

@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 
 from support.gguf_writer import gguf_bytes
-from support.hub import TOKEN, Hub, Repo, stored
+from support.hub import TOKEN, Hub, Repo, refusal, stored
 from twostroke import weights
-from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from twostroke.weights.progress import Progress
 
 NAME = "hf:o/r"
-
-
-def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
-    with pytest.raises(kind) as caught:
-        weights.pull(name)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
 
 
 def test_wrong_bytes_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None:

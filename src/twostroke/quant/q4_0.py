@@ -14,10 +14,10 @@ from twostroke.quant.format import (
     Format,
     half_bytes,
     half_column,
-    inverse_or_zero,
     pack_nibbles,
     unpack_nibbles,
 )
+from twostroke.quant.steps import around_zero
 
 
 def decode(blocks: Bytes) -> Floats:
@@ -30,11 +30,8 @@ def decode(blocks: Bytes) -> Floats:
 
 def encode(values: Floats) -> Bytes:
     """float32 (n, 32) to bytes (n, 18): the value farthest from zero becomes code 0 exactly."""
-    farthest = np.abs(values).argmax(axis=1)[:, None]
-    scale = np.take_along_axis(values, farthest, axis=1) / np.float32(-8)
-    codes = np.trunc(values * inverse_or_zero(scale) + np.float32(8.5))
-    packed = pack_nibbles(np.clip(codes, 0, 15).astype(np.uint8))
-    return np.concatenate([half_bytes(scale), packed], axis=1)
+    scale, codes = around_zero(values, 4)
+    return np.concatenate([half_bytes(scale), pack_nibbles(codes)], axis=1)
 
 
 Q4_0 = Format("Q4_0", gguf_id=2, block_size=32, block_bytes=18, decode=decode, encode=encode)

@@ -14,10 +14,10 @@ from twostroke.quant.format import (
     Format,
     half_bytes,
     half_column,
-    inverse_or_zero,
     pack_nibbles,
     unpack_nibbles,
 )
+from twostroke.quant.steps import from_smallest
 
 
 def decode(blocks: Bytes) -> Floats:
@@ -30,11 +30,8 @@ def decode(blocks: Bytes) -> Floats:
 
 def encode(values: Floats) -> Bytes:
     """float32 (n, 32) to bytes (n, 20): 16 even steps from the smallest value to the largest."""
-    low = values.min(axis=1, keepdims=True)
-    scale = (values.max(axis=1, keepdims=True) - low) / np.float32(15)
-    codes = np.trunc((values - low) * inverse_or_zero(scale) + np.float32(0.5))
-    packed = pack_nibbles(np.clip(codes, 0, 15).astype(np.uint8))
-    return np.concatenate([half_bytes(scale), half_bytes(low), packed], axis=1)
+    scale, low, codes = from_smallest(values, 4)
+    return np.concatenate([half_bytes(scale), half_bytes(low), pack_nibbles(codes)], axis=1)
 
 
 Q4_1 = Format("Q4_1", gguf_id=3, block_size=32, block_bytes=20, decode=decode, encode=encode)

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from twostroke.quant.format import (
-    Bytes,
-    Floats,
-    Format,
-    half_bytes,
-    half_column,
-    inverse_or_zero,
-)
+from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
 from twostroke.quant.planes import pack_fives, unpack_fives
+from twostroke.quant.steps import around_zero
 
 
 def decode(blocks: Bytes) -> Floats:
@@ -30,11 +24,8 @@ def decode(blocks: Bytes) -> Floats:
 
 def encode(values: Floats) -> Bytes:
     """float32 (n, 32) to bytes (n, 22): the value farthest from zero becomes code 0 exactly."""
-    farthest = np.abs(values).argmax(axis=1)[:, None]
-    scale = np.take_along_axis(values, farthest, axis=1) / np.float32(-16)
-    codes = np.trunc(values * inverse_or_zero(scale) + np.float32(16.5))
-    packed = pack_fives(np.clip(codes, 0, 31).astype(np.uint8))
-    return np.concatenate([half_bytes(scale), packed], axis=1)
+    scale, codes = around_zero(values, 5)
+    return np.concatenate([half_bytes(scale), pack_fives(codes)], axis=1)
 
 
 Q5_0 = Format("Q5_0", gguf_id=6, block_size=32, block_bytes=22, decode=decode, encode=encode)

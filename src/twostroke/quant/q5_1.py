@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from twostroke.quant.format import (
-    Bytes,
-    Floats,
-    Format,
-    half_bytes,
-    half_column,
-    inverse_or_zero,
-)
+from twostroke.quant.format import Bytes, Floats, Format, half_bytes, half_column
 from twostroke.quant.planes import pack_fives, unpack_fives
+from twostroke.quant.steps import from_smallest
 
 
 def decode(blocks: Bytes) -> Floats:
@@ -30,11 +24,8 @@ def decode(blocks: Bytes) -> Floats:
 
 def encode(values: Floats) -> Bytes:
     """float32 (n, 32) to bytes (n, 24): 32 even steps from the smallest value to the largest."""
-    low = values.min(axis=1, keepdims=True)
-    scale = (values.max(axis=1, keepdims=True) - low) / np.float32(31)
-    codes = np.trunc((values - low) * inverse_or_zero(scale) + np.float32(0.5))
-    packed = pack_fives(np.clip(codes, 0, 31).astype(np.uint8))
-    return np.concatenate([half_bytes(scale), half_bytes(low), packed], axis=1)
+    scale, low, codes = from_smallest(values, 5)
+    return np.concatenate([half_bytes(scale), half_bytes(low), pack_fives(codes)], axis=1)
 
 
 Q5_1 = Format("Q5_1", gguf_id=7, block_size=32, block_bytes=24, decode=decode, encode=encode)

@@ -43,7 +43,10 @@ def from_tokenizer_json(path: Path) -> Tokenizer:
     model = description.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else None
-        raise ModelFormatError(f"{file.name} holds a tokenizer of type {kind}; BPE is known.")
+        raise ModelFormatError(
+            f"{file.name} holds a tokenizer of type {kind}, which this version cannot read; "
+            "it reads type BPE."
+        )
     config = _read(folder / "tokenizer_config.json")
     try:
         return _build(description, model, config, folder)
