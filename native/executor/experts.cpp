@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "executor/products.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
 #include "linear/layout.h"
@@ -17,13 +18,18 @@ constexpr int64_t kMixFloats = 1 << 20;  // of products that wait to be summed, 
 
 enum Part { kGate, kUp, kDown };
 
+/// Groups of outputs whose products wait together.
+int64_t mixed_slots(int64_t num_pairs) {
+  return std::max<int64_t>(1, kMixFloats / (num_pairs * kGroupSize));
+}
+
 class Mixture {
  public:
   Mixture(Worker& worker, const OpRecord& op)
       : worker_(worker),
         op_(op),
         num_rows_(worker.step.record.num_rows),
-        num_generated_(kOneArithmetic ? num_rows_ : worker.step.record.num_generated),
+        num_generated_(num_generated_in(worker.step.record)),
         num_pairs_(num_rows_ * op.num_used),
         ffn_width_(weight(0, kDown).num_inputs),
         groups_(worker.memory.experts) {}
@@ -54,7 +60,7 @@ class Mixture {
   /// Finds `chosen_` and `shares_` of all rows.
   void choose() {
     const auto count = static_cast<size_t>(num_pairs_);
-    const bool alone = num_rows_ * op_.num_experts <= kFewScores || worker_.num_threads == 1;
+    const bool alone = num_rows_ * op_.num_experts <= kFewScores;
     if (alone) {
       groups_.chosen.resize(count);
       groups_.shares.resize(count);
@@ -73,8 +79,8 @@ class Mixture {
     shares_ = shares;
   }
 
-  /// Lays out the groups' prepared rows for their `first` and `second` weight; returns the bytes.
-  int64_t lay_out(Part first, Part second, int64_t width) {
+  /// Lays out the groups' prepared rows for their `first` and `second` weight.
+  void lay_out(Part first, Part second, int64_t width) {
     int64_t bytes = 0;
     for (ExpertGroup& group : groups_.groups) {
       const WeightType types[2] = {weight(group.expert, first).type,
@@ -84,27 +90,28 @@ class Mixture {
       group.is_shared = first != kDown && num_rows_ == 1 && &group != &earliest &&
                         same_preparation(types[0], weight(earliest.expert, first).type) &&
                         same_preparation(types[1], weight(earliest.expert, second).type);
-      for (int i = 0; i < 2; ++i) {
-        if (group.is_shared) {
-          group.prepared[i] = earliest.prepared[i];
-        } else if (i == 1 && same_preparation(types[0], types[1])) {
-          group.prepared[1] = group.prepared[0];
-        } else {
-          group.prepared[i] = bytes;
-          bytes += prepared_bytes(types[i], group.kind, width, group.count);
-        }
+      group.serves_both = same_preparation(types[0], types[1]);
+      if (group.is_shared) {
+        std::copy_n(earliest.prepared, 2, group.prepared);
+        continue;
       }
+      group.prepared[0] = bytes;
+      bytes += prepared_bytes(types[0], group.kind, width, group.count);
+      if (group.serves_both) {
+        group.prepared[1] = group.prepared[0];
+        continue;
+      }
+      group.prepared[1] = bytes;
+      bytes += prepared_bytes(types[1], group.kind, width, group.count);
     }
-    return bytes;
   }
 
   /// Prepares `row(place)` of every place for the weights that read it.
   template <class Row>
   void prepare(Part first, Part second, int64_t width, Row row) {
-    const int64_t bytes = lay_out(first, second, width);
+    lay_out(first, second, width);
     const int64_t num_prepared = first != kDown && num_rows_ == 1 ? 1 : num_pairs_;
-    const bool alone = num_prepared * width <= kFewValues || worker_.num_threads == 1;
-    if (alone) worker_.memory.prepared.fit(bytes);
+    const bool alone = num_prepared * width <= kFewValues;
     prepared_ = alone ? worker_.memory.prepared.bytes() : worker_.plan.prepared.bytes();
     const int64_t part_begin = alone ? 0 : worker_.part_begin(num_pairs_);
     const int64_t part_end = alone ? num_pairs_ : worker_.part_end(num_pairs_);
@@ -114,7 +121,7 @@ class Mixture {
       for (int64_t place = begin; place < end && !group.is_shared; ++place) {
         const int64_t i = place - group.begin;
         for (int product = 0; product < 2; ++product) {
-          if (product == 1 && group.prepared[1] == group.prepared[0]) continue;
+          if (product == 1 && group.serves_both) continue;
           const WeightType type = weight(group.expert, product == 0 ? first : second).type;
           prepare_rows(type, group.kind, row(place), 0, width, i, i + 1,
                        prepared_ + group.prepared[product]);
@@ -178,7 +185,7 @@ class Mixture {
   void mix() {
     cut(ffn_width_);
     const int64_t num_slots = num_groups(op_.width);
-    const int64_t most = std::max<int64_t>(1, kMixFloats / (num_pairs_ * kGroupSize));
+    const int64_t most = mixed_slots(num_pairs_);
     if (num_rows_ <= kFewRows) {
       const int64_t end = worker_.part_end(num_slots);
       for (int64_t slot = worker_.part_begin(num_slots); slot < end; slot += most) {
@@ -197,7 +204,6 @@ class Mixture {
   void mix_columns(int64_t slot_begin, int64_t slot_end) {
     const int64_t first = slot_begin * kGroupSize;
     const int64_t width = std::min<int64_t>(slot_end * kGroupSize, op_.width) - first;
-    worker_.memory.gated.fit(num_pairs_ * width * static_cast<int64_t>(sizeof(float)));
     float* products = worker_.memory.gated.floats();
     for (const ExpertPanel& panel : groups_.panels) {
       float* out = products + (panel.group->begin + panel.begin) * width;
@@ -225,6 +231,40 @@ class Mixture {
   uint8_t* prepared_ = nullptr;
 };
 
+/// Bytes of the prepared rows of a mixture, in memory that threads share and in their own.
+struct MixtureBytes {
+  int64_t prepared;
+  int64_t alone;
+  int64_t ffn_width;
+};
+
+MixtureBytes mixture_bytes(const Plan& plan, size_t index, const StepRecord& step) {
+  const OpRecord& op = plan.ops[index];
+  const int64_t num_generated = num_generated_in(step);
+  // Each group is padded to whole tiles.
+  const auto padded = [&](int64_t rows) {
+    const int64_t pairs = rows * op.num_used;
+    return pairs + std::min<int64_t>(pairs, op.num_experts) * (kTileRows - 1);
+  };
+  const auto bytes_for = [&](int32_t weight) {
+    const PackedWeight& matrix = plan.weights[static_cast<size_t>(weight)];
+    return prepared_bytes(matrix.type, RowKind::Generated, matrix.num_inputs,
+                          padded(num_generated)) +
+           prepared_bytes(matrix.type, RowKind::Prompt, matrix.num_inputs,
+                          padded(step.num_rows - num_generated));
+  };
+  MixtureBytes bytes{0, 0, 0};
+  for (const ExpertRecord& expert : plan.facts[index].experts) {
+    const int64_t inputs = bytes_for(expert.gate) + bytes_for(expert.up);
+    bytes.prepared = std::max({bytes.prepared, inputs, bytes_for(expert.down)});
+    bytes.ffn_width = plan.weights[static_cast<size_t>(expert.down)].num_inputs;
+  }
+  if (step.num_rows * std::min<int64_t>(op.width, bytes.ffn_width) <= kFewValues) {
+    bytes.alone = bytes.prepared;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_generated,
@@ -244,7 +284,8 @@ void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_ge
     next_[static_cast<size_t>(i)] = begin;
     if (count == 0) continue;
     const RowKind kind = i < num_experts ? RowKind::Generated : RowKind::Prompt;
-    groups.push_back({kind, static_cast<int32_t>(i % num_experts), begin, count, {0, 0}, false});
+    groups.push_back(
+        {kind, static_cast<int32_t>(i % num_experts), begin, count, {0, 0}, false, false});
     begin += count;
   }
   row_at.resize(static_cast<size_t>(num_rows * num_used));
@@ -258,32 +299,37 @@ void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_ge
   }
 }
 
+void ExpertGroups::reserve(int64_t num_pairs, int64_t num_experts) {
+  const auto pairs = static_cast<size_t>(num_pairs);
+  const auto most_groups = std::min(pairs, static_cast<size_t>(2 * num_experts));
+  groups.reserve(most_groups);
+  panels.reserve(most_groups + pairs / static_cast<size_t>(kFewestPanelRows));
+  row_at.reserve(pairs);
+  place_of.reserve(pairs);
+  chosen.reserve(pairs);
+  shares.reserve(pairs);
+  next_.reserve(static_cast<size_t>(2 * num_experts));
+}
+
 void run_experts(Worker& worker, const OpRecord& op) { Mixture(worker, op).run(); }
 
-ExpertBytes expert_bytes(const Plan& plan, size_t index, int64_t num_generated,
-                         int64_t num_prompt) {
-  const OpRecord& op = plan.ops[index];
-  const int64_t num_pairs = (num_generated + num_prompt) * op.num_used;
-  // Each group is padded to whole tiles.
-  const auto padded = [&](int64_t rows) {
-    const int64_t pairs = rows * op.num_used;
-    return pairs + std::min<int64_t>(pairs, op.num_experts) * (kTileRows - 1);
-  };
-  const auto bytes_for = [&](int32_t weight) {
-    const PackedWeight& matrix = plan.weights[static_cast<size_t>(weight)];
-    return prepared_bytes(matrix.type, RowKind::Generated, matrix.num_inputs,
-                          padded(num_generated)) +
-           prepared_bytes(matrix.type, RowKind::Prompt, matrix.num_inputs, padded(num_prompt));
-  };
-  const auto float_bytes = static_cast<int64_t>(sizeof(float));
-  ExpertBytes bytes{0, 0, 2 * num_pairs * float_bytes};
-  for (const ExpertRecord& expert : plan.facts[index].experts) {
-    const int64_t inputs = bytes_for(expert.gate) + bytes_for(expert.up);
-    bytes.prepared = std::max({bytes.prepared, inputs, bytes_for(expert.down)});
-    const int64_t ffn_width = plan.weights[static_cast<size_t>(expert.down)].num_inputs;
-    bytes.mixed = num_pairs * ffn_width * float_bytes;
+void make_room_for_experts(Plan& plan, const StepRecord& step) {
+  constexpr auto kFloatBytes = static_cast<int64_t>(sizeof(float));
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    const OpRecord& op = plan.ops[i];
+    if (op.kind != OpKind::Experts) continue;
+    const int64_t num_pairs = int64_t{step.num_rows} * op.num_used;
+    const int64_t slots = std::min(mixed_slots(num_pairs), num_groups(op.width));
+    const MixtureBytes bytes = mixture_bytes(plan, i, step);
+    plan.prepared.fit(bytes.prepared);
+    plan.mixed.fit(num_pairs * bytes.ffn_width * kFloatBytes);
+    plan.choices.fit(2 * num_pairs * kFloatBytes);
+    for (ThreadMemory& memory : plan.threads) {
+      memory.prepared.fit(bytes.alone);
+      memory.gated.fit(std::max(kGatedBytes, num_pairs * slots * kGroupSize * kFloatBytes));
+      memory.experts.reserve(num_pairs, op.num_experts);
+    }
   }
-  return bytes;
 }
 
 }  // namespace ts

@@ -1,4 +1,4 @@
-// Which rows of a step meet which expert: the grouping behind a mixture of experts.
+// Mixture of experts: which rows of a step meet which expert, and what becomes of them.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,25 @@
 
 namespace ts {
 
+struct OpRecord;
+struct Plan;
+struct StepRecord;
+struct Worker;
+
+void run_experts(Worker& worker, const OpRecord& op);
+
+/// Makes room for what the mixtures of a plan need in a step; throws std::bad_alloc.
+void make_room_for_experts(Plan& plan, const StepRecord& step);
+
 /// Rows of one kind that chose one expert: places [begin, begin + count) in the order of groups.
 struct ExpertGroup {
   RowKind kind;
   int32_t expert;
   int64_t begin;
   int64_t count;
-  int64_t prepared[2];  // where its prepared rows begin, for two products that may differ in type
+  int64_t prepared[2];  // where its prepared rows begin, for each of two products
   bool is_shared;       // these are an earlier group's
+  bool serves_both;     // the first product's prepared rows are the second's, too
 };
 
 /// Up to a panel of a group's rows, multiplied at once.
@@ -27,6 +38,9 @@ struct ExpertPanel {
 
 /// The rows of a step in the order of (kind, expert, row). A pair is a row and one of its choices.
 struct ExpertGroups {
+  /// Makes room for so many pairs; throws std::bad_alloc.
+  void reserve(int64_t num_pairs, int64_t num_experts);
+
   /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt.
   void make(const int32_t* chosen, int64_t num_rows, int64_t num_generated, int64_t num_used,
             int64_t num_experts);

@@ -1,7 +1,8 @@
 // Operations made of matrix products: inputs prepared once, outputs shared out in groups of 16.
+#include "executor/products.h"
+
 #include <algorithm>
 
-#include "executor/worker.h"
 #include "kernels/rows.h"
 #include "linear/layout.h"
 
@@ -12,7 +13,9 @@ namespace {
 constexpr int64_t kRowTile = 16;               // rows that are prepared together: at most
 constexpr int64_t kSmallTile = 4;              // where there are few rows
 constexpr int64_t kPreparedBytes = 512 << 10;  // of a panel: a part of the second-level cache
-constexpr int64_t kGatedFloats = 32 << 10;     // of one product in a thread's scratch
+constexpr int64_t kMostPanelRows = 256;
+constexpr int64_t kGatedFloats = kGatedBytes / 2 / 4;  // of one product in a thread's scratch
+static_assert(kMostPanelRows * kGroupSize <= kGatedFloats);
 
 /// Rows of one kind, in the order in which an operation sees them.
 struct Run {
@@ -41,17 +44,43 @@ struct Prepared {
   uint8_t* data[kMaxOutputs][2];
 };
 
-int64_t place(const Input& input, uint8_t* memory, Prepared* prepared) {
-  int64_t offset = 0;
+int64_t run_bytes(const Input& input, int preparation, const Run& run) {
+  if (run.count == 0) return 0;
+  return prepared_bytes(input.facts.prepared_for[preparation], run.kind, input.op.width, run.count);
+}
+
+/// Bytes of all the prepared rows.
+int64_t input_bytes(const Input& input) {
+  int64_t bytes = 0;
+  for (int i = 0; i < input.facts.num_preparations; ++i) {
+    for (const Run& run : input.runs) bytes += run_bytes(input, i, run);
+  }
+  return bytes;
+}
+
+/// Gives all the prepared rows their places in `memory`.
+Prepared place(const Input& input, uint8_t* memory) {
+  Prepared prepared;
   for (int i = 0; i < input.facts.num_preparations; ++i) {
     for (int run = 0; run < 2; ++run) {
-      if (prepared != nullptr) prepared->data[i][run] = memory + offset;
-      if (input.runs[run].count == 0) continue;
-      offset += prepared_bytes(input.facts.prepared_for[i], input.runs[run].kind, input.op.width,
-                               input.runs[run].count);
+      prepared.data[i][run] = memory;
+      memory += run_bytes(input, i, input.runs[run]);
     }
   }
-  return offset;
+  return prepared;
+}
+
+RowKind prompt_kind(const OpRecord& op) {
+  return op.is_precise != 0 ? RowKind::PrecisePrompt : RowKind::Prompt;
+}
+
+/// Input rows of which so many, in the order of the step, are of each kind.
+Input input_of(const Plan& plan, size_t index, int64_t num_generated, int64_t num_prompt) {
+  return {plan.ops[index],
+          plan.facts[index],
+          nullptr,
+          {{RowKind::Generated, 0, num_generated},
+           {prompt_kind(plan.ops[index]), num_generated, num_prompt}}};
 }
 
 /// Normalizes or gathers up to 16 rows if need be, and prepares them.
@@ -63,7 +92,6 @@ void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t beg
   int64_t stride = worker.stride(op.x);
   const float* first = x + run.begin * stride;
   if (op.norm != kNone || input.rows != nullptr) {
-    worker.memory.rows.fit(kRowTile * op.width * static_cast<int64_t>(sizeof(float)));
     float* rows = worker.memory.rows.floats();
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = input.rows == nullptr ? run.begin + i : input.rows[run.begin + i];
@@ -85,14 +113,9 @@ void prepare_tile(Worker& worker, const Input& input, int run_index, int64_t beg
 
 Prepared prepare(Worker& worker, const Input& input) {
   const int64_t num_rows = input.runs[0].count + input.runs[1].count;
-  const bool alone = num_rows * input.op.width <= kFewValues || worker.num_threads == 1;
-  Prepared prepared;
-  if (alone) {
-    worker.memory.prepared.fit(place(input, nullptr, nullptr));
-    place(input, worker.memory.prepared.bytes(), &prepared);
-  } else {
-    place(input, worker.plan.prepared.bytes(), &prepared);
-  }
+  const bool alone = num_rows * input.op.width <= kFewValues;
+  const Block& memory = alone ? worker.memory.prepared : worker.plan.prepared;
+  const Prepared prepared = place(input, memory.bytes());
   const int64_t tile = num_rows <= kFewRows ? kSmallTile : kRowTile;
   const int64_t first_tiles = round_up(input.runs[0].count, tile) / tile;
   const int64_t tiles = first_tiles + round_up(input.runs[1].count, tile) / tile;
@@ -177,19 +200,15 @@ void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& outp
 
 Input all_rows(const Worker& worker, size_t index) {
   const StepRecord& record = worker.step.record;
-  const int64_t num_generated = kOneArithmetic ? record.num_rows : record.num_generated;
-  return {worker.plan.ops[index],
-          worker.plan.facts[index],
-          nullptr,
-          {{RowKind::Generated, 0, num_generated},
-           {RowKind::Prompt, num_generated, record.num_rows - num_generated}}};
+  const int64_t num_generated = num_generated_in(record);
+  return input_of(worker.plan, index, num_generated, record.num_rows - num_generated);
 }
 
 }  // namespace
 
 int64_t panel_rows(int64_t width) {
   const int64_t rows = kPreparedBytes / (width * 5 / 2);
-  return std::clamp<int64_t>(rows / kRowTile * kRowTile, 32, 256);
+  return std::clamp<int64_t>(rows / kRowTile * kRowTile, kFewestPanelRows, kMostPanelRows);
 }
 
 void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, float* out,
@@ -207,7 +226,6 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
     const int64_t first = begin * kGroupSize;
     const int64_t width = std::min<int64_t>(end * kGroupSize, gate.weight.num_outputs) - first;
     const int64_t floats = num_rows * width;
-    worker.memory.gated.fit(2 * floats * static_cast<int64_t>(sizeof(float)));
     float* gates = worker.memory.gated.floats();
     float* ups = gates + floats;
     multiply(gate, begin, end, gates - first, width, false);
@@ -219,17 +237,27 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
   }
 }
 
-int64_t shared_prepared_bytes(const Plan& plan, int64_t num_generated, int64_t num_prompt) {
-  int64_t most = 0;
+void make_room_for_products(Plan& plan, const StepRecord& step) {
+  int64_t together = 0;
+  int64_t alone = 0;
+  int64_t width = 0;
   for (size_t i = 0; i < plan.ops.size(); ++i) {
-    const Input input{
-        plan.ops[i],
-        plan.facts[i],
-        nullptr,
-        {{RowKind::Generated, 0, num_generated}, {RowKind::Prompt, num_generated, num_prompt}}};
-    most = std::max(most, place(input, nullptr, nullptr));
+    const OpRecord& op = plan.ops[i];
+    width = std::max<int64_t>(width, op.width);
+    if (plan.facts[i].num_preparations == 0) continue;
+    const int64_t few = kFewValues / op.width;
+    const int64_t num_generated = num_generated_in(step);
+    const int64_t num_prompt = step.num_rows - num_generated;
+    together = std::max(together, input_bytes(input_of(plan, i, num_generated, num_prompt)));
+    alone = std::max(alone, input_bytes(input_of(plan, i, std::min(few, num_generated),
+                                                 std::min(few, num_prompt))));
   }
-  return most;
+  plan.prepared.fit(together);
+  for (ThreadMemory& memory : plan.threads) {
+    memory.prepared.fit(alone);
+    memory.rows.fit(kRowTile * width * static_cast<int64_t>(sizeof(float)));
+    memory.gated.fit(kGatedBytes);
+  }
 }
 
 void run_linear(Worker& worker, size_t index) {
@@ -280,9 +308,7 @@ void run_logits(Worker& worker, size_t index) {
   const int64_t vocab_size = op.outputs[0].width;
   const int32_t* rows = record.sampled_rows;
   const int32_t* rows_end = rows + record.num_sampled;
-  const int64_t num_generated = kOneArithmetic
-                                    ? record.num_sampled
-                                    : std::lower_bound(rows, rows_end, record.num_generated) - rows;
+  const int64_t num_generated = std::lower_bound(rows, rows_end, num_generated_in(record)) - rows;
   for (int64_t begin = 0; begin < record.num_sampled; begin += kLogitRows) {
     const int64_t end = std::min<int64_t>(begin + kLogitRows, record.num_sampled);
     const int64_t middle = std::clamp(num_generated, begin, end);
@@ -290,7 +316,7 @@ void run_logits(Worker& worker, size_t index) {
         op,
         worker.plan.facts[index],
         rows,
-        {{RowKind::Generated, begin, middle - begin}, {RowKind::Prompt, middle, end - middle}}};
+        {{RowKind::Generated, begin, middle - begin}, {prompt_kind(op), middle, end - middle}}};
     const Prepared prepared = prepare(worker, input);
     float* logits =
         record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * vocab_size;

@@ -68,8 +68,9 @@ struct OpRecord {
   int32_t window;     // Attention: each row sees so many keys up to its own, 0: all
   int32_t first_expert;
   int32_t num_experts;
-  int32_t num_used;   // experts of a row
-  int32_t normalize;  // Experts: whether the shares of a row's experts sum to one
+  int32_t num_used;    // experts of a row
+  int32_t normalize;   // Experts: whether the shares of a row's experts sum to one
+  int32_t is_precise;  // Linear, Gated, Logits: prompt rows are RowKind::PrecisePrompt
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };

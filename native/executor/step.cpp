@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "executor/products.h"
 #include "executor/worker.h"
 #include "kernels/rows.h"
 #include "linear/linear.h"
@@ -36,7 +37,6 @@ void for_rows(Worker& worker, const OpRecord& op, Body body) {
 
 void run_norm(Worker& worker, const OpRecord& op) {
   const int64_t width = op.width / op.num_groups;
-  worker.memory.rows.fit(op.width * static_cast<int64_t>(sizeof(float)));
   for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
     float* normed = op.y == kNone ? out : worker.memory.rows.floats();
     for (int64_t i = 0; i < op.width; i += width) {
@@ -160,8 +160,8 @@ void run_op(Worker& worker, size_t index) {
   }
 }
 
-/// A thread that gave up half-way would leave the others waiting: if the little that threads
-/// reserve for themselves is refused, the process ends.
+/// A thread that gave up half-way would leave the others waiting: if the little that attention,
+/// samplers and unpacked weights take in a thread is refused, the process ends.
 void run_thread(void* context, int thread, int num_threads) noexcept {
   auto& step = *static_cast<StepState*>(context);
   Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
@@ -212,21 +212,12 @@ void check(const Plan& plan, const StepRecord& record) {
 void get_ready(StepState& step) {
   Plan& plan = step.plan;
   const StepRecord& record = step.record;
-  const int64_t num_generated = kOneArithmetic ? record.num_rows : record.num_generated;
   const auto float_bytes = static_cast<int64_t>(sizeof(float));
   for (size_t i = 0; i < plan.buffers.size(); ++i) {
     plan.buffers[i].fit(record.num_rows * plan.buffer_widths[i] * float_bytes);
   }
-  const int64_t num_prompt = record.num_rows - num_generated;
-  int64_t prepared = shared_prepared_bytes(plan, num_generated, num_prompt);
-  for (size_t i = 0; i < plan.ops.size(); ++i) {
-    if (plan.ops[i].kind != OpKind::Experts) continue;
-    const ExpertBytes bytes = expert_bytes(plan, i, num_generated, num_prompt);
-    prepared = std::max(prepared, bytes.prepared);
-    plan.mixed.fit(bytes.mixed);
-    plan.choices.fit(bytes.choices);
-  }
-  plan.prepared.fit(prepared);
+  make_room_for_products(plan, record);
+  make_room_for_experts(plan, record);
   step.slice_of_row.resize(static_cast<size_t>(record.num_rows));
   int64_t num_positions = 0;
   for (int32_t i = 0; i < record.num_slices; ++i) {

@@ -16,11 +16,17 @@ constexpr bool kOneArithmetic = false;  // prompt rows use bfloat16 tiles
 constexpr bool kOneArithmetic = true;
 #endif
 
+/// So many of the step's rows, the first, take the arithmetic of generated rows.
+inline int64_t num_generated_in(const StepRecord& step) {
+  return kOneArithmetic ? step.num_rows : step.num_generated;
+}
+
 constexpr int64_t kLogitRows = 32;  // whose logits are held at once
 constexpr int64_t kFewRows = 64;    // up to so many, reading the weights is what costs
-// Up to so many values, each thread prepares all rows for itself: cheaper than a barrier.
-constexpr int64_t kFewValues = 3200;
 constexpr int64_t kChunksPerThread = 4;
+
+/// Up to so many values, each thread prepares all rows for itself: cheaper than a barrier.
+constexpr int64_t kFewValues = 3200;
 
 using Clock = std::chrono::steady_clock;
 
@@ -85,43 +91,5 @@ struct Worker {
     return slice.position + row - slice.row;
   }
 };
-
-/// Operations made of matrix products; `index` is the operation's place in the plan.
-void run_linear(Worker& worker, size_t index);
-void run_gated(Worker& worker, size_t index);
-void run_logits(Worker& worker, size_t index);
-
-void run_experts(Worker& worker, const OpRecord& op);
-
-/// Rows of one kind, prepared for the weight that they are multiplied with.
-struct Factor {
-  const PackedWeight& weight;
-  RowKind kind;
-  const void* prepared;
-  int64_t num_rows;
-};
-
-/// `multiply` of groups [group_begin, group_end) of outputs; `out` points at row 0, output 0.
-void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, float* out,
-              int64_t stride, bool accumulate);
-
-/// The same of two factors at once: activation(gate) * up.
-void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
-                    int64_t group_begin, int64_t group_end, float* out, int64_t stride);
-
-/// Rows of so many inputs that are multiplied at once, so that they stay in a cache.
-int64_t panel_rows(int64_t width);
-
-/// Bytes of shared memory that a mixture of experts needs.
-struct ExpertBytes {
-  int64_t prepared;
-  int64_t mixed;
-  int64_t choices;
-};
-
-ExpertBytes expert_bytes(const Plan& plan, size_t index, int64_t num_generated, int64_t num_prompt);
-
-/// Bytes of shared memory that the products of the plan need for so many rows of each kind.
-int64_t shared_prepared_bytes(const Plan& plan, int64_t num_generated, int64_t num_prompt);
 
 }  // namespace ts

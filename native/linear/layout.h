@@ -187,12 +187,13 @@ struct alignas(64) FloatBlock {
   float rows[kPanelRows][kFloatsPerLine];
 };
 
-/// What the rows were made into. Tiles: 16 rows x 32 inputs of bfloat16, 1 KB each.
-enum class Preparation { Blocks, Floats, Tiles };
+/// What the rows were made into. Tiles: 16 rows x 32 inputs of bfloat16, 1 KB each; split tiles:
+/// each followed by that of what rounding took away.
+enum class Preparation { Blocks, Floats, Tiles, SplitTiles };
 
 constexpr Preparation preparation(WeightType type, RowKind kind) {
-  if (TS_LEVEL == 3 && kind == RowKind::Prompt && type != WeightType::F32) {
-    return Preparation::Tiles;
+  if (TS_LEVEL == 3 && kind != RowKind::Generated && type != WeightType::F32) {
+    return kind == RowKind::PrecisePrompt ? Preparation::SplitTiles : Preparation::Tiles;
   }
   return is_block_format(type) ? Preparation::Blocks : Preparation::Floats;
 }

@@ -12,7 +12,9 @@
 // one more for its minimum), in their order. A block whose amax is below 2^-100 counts as zero; one
 // with an infinity or a NaN gives NaN. F32, F16 and BF16 weights meet float32
 // activations: even and odd inputs are summed apart, in order, then added.
-// The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead.
+// The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead: weights and
+// activations are rounded to bfloat16, for precise rows to the sum of two, of which the product of
+// the two small terms is left out.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +41,11 @@ enum class WeightType : int32_t {
 };
 
 /// What a row of activations is; it alone chooses the arithmetic.
-enum class RowKind : int32_t { Generated = 0, Prompt = 1 };
+enum class RowKind : int32_t {
+  Generated = 0,
+  Prompt = 1,
+  PrecisePrompt = 2,  // a prompt's, where small differences have large consequences
+};
 
 /// Outputs come in groups of this many; the last group is padded with zeros.
 constexpr int64_t kGroupSize = 16;

@@ -178,10 +178,11 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
               int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
               bool accumulate) {
 #if TS_LEVEL == 3
-  if (preparation(weight.type, kind) == Preparation::Tiles) {
-    const TileProduct tiles = {
-        weight, static_cast<const uint8_t*>(prepared), num_rows, out, out_stride, accumulate};
-    multiply_tiles(tiles, group_begin, group_end);
+  const Preparation form = preparation(weight.type, kind);
+  if (form == Preparation::Tiles || form == Preparation::SplitTiles) {
+    multiply_tiles({weight, static_cast<const uint8_t*>(prepared), form == Preparation::SplitTiles,
+                    num_rows, out, out_stride, accumulate},
+                   group_begin, group_end);
     return;
   }
 #else

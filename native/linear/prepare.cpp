@@ -1,6 +1,7 @@
 // Prepares rows of activations: quantized blocks, padded float32 lines, or bfloat16 tiles.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "linear/dot.h"
 #include "linear/layout.h"
@@ -60,18 +61,27 @@ void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepa
   }
 }
 
-void prepare_tiles(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+/// 32 inputs of one row; what is rounded away goes to `low` if there is one.
+void prepare_tile_line(const float* x, int64_t count, uint8_t* high, uint8_t* low) {
+  uint16_t line[kBlockSize] = {};
+  uint16_t rest[kBlockSize] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    line[i] = bfloat16_from_float(x[i]);
+    rest[i] = bfloat16_from_float(x[i] - float_from_bfloat16(line[i]));
+  }
+  std::memcpy(high, line, sizeof line);
+  if (low != nullptr) std::memcpy(low, rest, sizeof rest);
+}
+
+void prepare_tiles(const float* x, int64_t num_inputs, int64_t row, bool is_split, void* prepared) {
   const int64_t num_tiles = round_up(num_inputs, kBlockSize) / kBlockSize;
-  uint8_t* tiles = static_cast<uint8_t*>(prepared) + row / kTileRows * num_tiles * kTileBytes +
-                   row % kTileRows * 64;
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    uint16_t line[kBlockSize];
+  const int64_t size = is_split ? 2 * kTileBytes : kTileBytes;
+  uint8_t* tiles =
+      static_cast<uint8_t*>(prepared) + row / kTileRows * num_tiles * size + row % kTileRows * 64;
+  for (int64_t tile = 0; tile < num_tiles; ++tile, tiles += size) {
     const int64_t first = tile * kBlockSize;
-    const int64_t count = std::min(num_inputs - first, kBlockSize);
-    for (int64_t i = 0; i < kBlockSize; ++i) {
-      line[i] = i < count ? bfloat16_from_float(x[first + i]) : 0;
-    }
-    std::memcpy(tiles + tile * kTileBytes, line, sizeof line);
+    prepare_tile_line(x + first, std::min(num_inputs - first, kBlockSize), tiles,
+                      is_split ? tiles + kTileBytes : nullptr);
   }
 }
 
@@ -87,6 +97,8 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
       return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
     case Preparation::Tiles:
       return round_up(num_rows, kTileRows) / kTileRows * num_blocks * kTileBytes;
+    case Preparation::SplitTiles:
+      return round_up(num_rows, kTileRows) / kTileRows * num_blocks * 2 * kTileBytes;
   }
   return -1;
 }
@@ -101,14 +113,15 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
     } else if (form == Preparation::Floats) {
       prepare_floats(values, num_inputs, row, prepared);
     } else {
-      prepare_tiles(values, num_inputs, row, prepared);
+      prepare_tiles(values, num_inputs, row, form == Preparation::SplitTiles, prepared);
     }
   }
 }
 
 bool same_preparation(WeightType a, WeightType b) {
-  return preparation(a, RowKind::Generated) == preparation(b, RowKind::Generated) &&
-         preparation(a, RowKind::Prompt) == preparation(b, RowKind::Prompt);
+  constexpr RowKind kinds[] = {RowKind::Generated, RowKind::Prompt, RowKind::PrecisePrompt};
+  return std::all_of(std::begin(kinds), std::end(kinds),
+                     [&](RowKind kind) { return preparation(a, kind) == preparation(b, kind); });
 }
 
 }  // namespace ts

@@ -19,24 +19,44 @@
 namespace ts {
 namespace {
 
-void unpack_group(const PackedWeight& weight, int64_t group, uint8_t* tiles, int64_t stride) {
+void unpack_group(const PackedWeight& weight, int64_t group, const UnpackedTiles& tiles) {
   const uint8_t* data = weight.data + group * group_bytes(weight.type, weight.num_inputs);
   const int64_t num_tiles = round_up(weight.num_inputs, kBlockSize) / kBlockSize;
   with_type(weight.type, [&](auto type) {
-    if constexpr (type() != WeightType::F32) {  // never prepared as tiles
-      unpack_group_tiles<type()>(data, num_tiles, tiles, stride);
+    if constexpr (type() == WeightType::BF16) {
+      copy_group_tiles(data, num_tiles, tiles);
+    } else if constexpr (type() != WeightType::F32) {  // never prepared as tiles
+      if (tiles.low == 0) {
+        unpack_group_tiles<type(), false>(data, num_tiles, tiles);
+      } else {
+        unpack_group_tiles<type(), true>(data, num_tiles, tiles);
+      }
     }
   });
 }
 
-/// Operands of one run over the depth: tile t of each lies at its pointer + t * its stride.
+/// Operands of one run over the depth. Terms of a tile: itself, what rounding took away of it.
 struct TileRun {
-  const uint8_t* a;  // 16 rows
+  const uint8_t* a;  // 16 rows: the terms of a tile, then those of the next
   int64_t next_a;    // from there to the next 16 rows
   const uint8_t* b;  // 16 outputs; the next 16 follow each tile
-  int64_t b_stride;
+  int64_t b_stride;  // from one term to the next
   int64_t num_tiles;
+  int64_t a_terms;
+  int64_t b_terms;
 };
+
+/// Calls body(a, b) for each pair of tiles whose product is to be summed.
+template <class Body>
+TS_INLINE void for_products(const TileRun& run, Body body) {
+  for (int64_t tile = 0; tile < run.num_tiles; ++tile) {
+    const uint8_t* a = run.a + tile * run.a_terms * kTileBytes;
+    const uint8_t* b = run.b + tile * run.b_terms * run.b_stride;
+    body(a, b);
+    if (run.a_terms == 2) body(a + kTileBytes, b);
+    if (run.b_terms == 2) body(a, b + run.b_stride);
+  }
+}
 
 using TileSums = float[4][256];
 
@@ -46,9 +66,7 @@ void run_2x2(const TileRun& run, TileSums sums) {
   TS_TILE_ZERO(1);
   TS_TILE_ZERO(2);
   TS_TILE_ZERO(3);
-  for (int64_t tile = 0; tile < run.num_tiles; ++tile) {
-    const uint8_t* a = run.a + tile * kTileBytes;
-    const uint8_t* b = run.b + tile * run.b_stride;
+  for_products(run, [&](const uint8_t* a, const uint8_t* b) {
     TS_TILE_LOAD(4, a, 64);
     TS_TILE_LOAD(6, b, 64);
     TS_TILE_DOT(0, 4, 6);
@@ -57,7 +75,7 @@ void run_2x2(const TileRun& run, TileSums sums) {
     TS_TILE_LOAD(5, a + run.next_a, 64);
     TS_TILE_DOT(2, 5, 6);
     TS_TILE_DOT(3, 5, 7);
-  }
+  });
   TS_TILE_STORE(0, sums[0], 64);
   TS_TILE_STORE(1, sums[1], 64);
   TS_TILE_STORE(2, sums[2], 64);
@@ -68,14 +86,13 @@ void run_2x2(const TileRun& run, TileSums sums) {
 void run_1x2(const TileRun& run, TileSums sums) {
   TS_TILE_ZERO(0);
   TS_TILE_ZERO(1);
-  for (int64_t tile = 0; tile < run.num_tiles; ++tile) {
-    const uint8_t* b = run.b + tile * run.b_stride;
-    TS_TILE_LOAD(4, run.a + tile * kTileBytes, 64);
+  for_products(run, [&](const uint8_t* a, const uint8_t* b) {
+    TS_TILE_LOAD(4, a, 64);
     TS_TILE_LOAD(6, b, 64);
     TS_TILE_LOAD(7, b + kTileBytes, 64);
     TS_TILE_DOT(0, 4, 6);
     TS_TILE_DOT(1, 4, 7);
-  }
+  });
   TS_TILE_STORE(0, sums[0], 64);
   TS_TILE_STORE(1, sums[1], 64);
 }
@@ -83,11 +100,11 @@ void run_1x2(const TileRun& run, TileSums sums) {
 /// 16 rows x 16 outputs into sums[0].
 void run_1x1(const TileRun& run, TileSums sums) {
   TS_TILE_ZERO(0);
-  for (int64_t tile = 0; tile < run.num_tiles; ++tile) {
-    TS_TILE_LOAD(4, run.a + tile * kTileBytes, 64);
-    TS_TILE_LOAD(6, run.b + tile * run.b_stride, 64);
+  for_products(run, [&](const uint8_t* a, const uint8_t* b) {
+    TS_TILE_LOAD(4, a, 64);
+    TS_TILE_LOAD(6, b, 64);
     TS_TILE_DOT(0, 4, 6);
-  }
+  });
   TS_TILE_STORE(0, sums[0], 64);
 }
 
@@ -105,15 +122,30 @@ void store_tile(const TileProduct& product, const float* sums, int64_t row, int6
   }
 }
 
-/// All rows against an unpacked panel of one or two groups.
-void multiply_tile_panel(const TileProduct& product, const uint8_t* panel, int64_t group,
-                         int64_t num_panel_groups) {
+/// An unpacked panel of one or two groups.
+struct TilePanel {
+  const uint8_t* tiles;
+  int64_t group;
+  int64_t num_groups;
+  int64_t num_terms;
+};
+
+/// All rows against a panel.
+void multiply_tile_panel(const TileProduct& product, const TilePanel& panel) {
   const int64_t num_tiles = round_up(product.weight.num_inputs, kBlockSize) / kBlockSize;
-  const int64_t row_tile_bytes = num_tiles * kTileBytes;
+  const int64_t row_terms = product.is_split ? 2 : 1;
+  const int64_t row_tile_bytes = num_tiles * row_terms * kTileBytes;
+  const int64_t group = panel.group;
+  const int64_t num_panel_groups = panel.num_groups;
   alignas(64) TileSums sums;
   for (int64_t row = 0; row < product.num_rows; row += kTileRows) {
-    const TileRun run = {product.prepared + row / kTileRows * row_tile_bytes, row_tile_bytes, panel,
-                         num_panel_groups * kTileBytes, num_tiles};
+    const TileRun run = {product.prepared + row / kTileRows * row_tile_bytes,
+                         row_tile_bytes,
+                         panel.tiles,
+                         num_panel_groups * kTileBytes,
+                         num_tiles,
+                         row_terms,
+                         panel.num_terms};
     const bool two_row_tiles = num_panel_groups == 2 && row + kTileRows < product.num_rows;
     if (num_panel_groups == 1) {
       run_1x1(run, sums);
@@ -135,15 +167,19 @@ void multiply_tile_panel(const TileProduct& product, const uint8_t* panel, int64
 void multiply_tiles(const TileProduct& product, int64_t group_begin, int64_t group_end) {
   static thread_local Scratch buffer;
   const int64_t num_tiles = round_up(product.weight.num_inputs, kBlockSize) / kBlockSize;
-  uint8_t* panel = buffer.reserve(2 * num_tiles * kTileBytes);
+  // Nothing is taken away of bfloat16.
+  const int64_t num_terms = product.is_split && product.weight.type != WeightType::BF16 ? 2 : 1;
+  uint8_t* tiles = buffer.reserve(2 * num_terms * num_tiles * kTileBytes);
   const TileSession session;
   for (int64_t group = group_begin; group < group_end; group += 2) {
     const int64_t num_panel_groups = std::min(int64_t{2}, group_end - group);
+    const int64_t term_bytes = num_panel_groups * kTileBytes;
     for (int64_t g = 0; g < num_panel_groups; ++g) {
-      unpack_group(product.weight, group + g, panel + g * kTileBytes,
-                   num_panel_groups * kTileBytes);
+      unpack_group(
+          product.weight, group + g,
+          {tiles + g * kTileBytes, num_terms * term_bytes, num_terms == 2 ? term_bytes : 0});
     }
-    multiply_tile_panel(product, panel, group, num_panel_groups);
+    multiply_tile_panel(product, {tiles, group, num_panel_groups, num_terms});
   }
 }
 

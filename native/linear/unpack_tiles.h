@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "linear/dot.h"
 #include "linear/lanes.h"
@@ -21,6 +22,27 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(order, halves);
 }
 
+/// What a group is unpacked into: tile t of it lies at data + t * stride. With `low`, what rounding
+/// took away of it lies so many bytes behind.
+struct UnpackedTiles {
+  uint8_t* data;
+  int64_t stride;
+  int64_t low;
+};
+
+/// One row of a tile; the same of what rounding took away.
+template <bool IsSplit>
+TS_INLINE void store_pairs(uint8_t* row, int64_t low, __m512 even, __m512 odd) {
+  const __m512i pairs = pair_bfloat16(even, odd);
+  _mm512_store_si512(row, pairs);
+  if constexpr (IsSplit) {
+    const __m512 even_high = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    const __m512 odd_high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
+    _mm512_store_si512(row + low,
+                       pair_bfloat16(_mm512_sub_ps(even, even_high), _mm512_sub_ps(odd, odd_high)));
+  }
+}
+
 /// Weights of the codes in byte `shift / 8` of each dword, as the format defines them.
 template <WeightType T>
 inline __m512 dequantize(__m512i quads, int shift, Lanes scale, Lanes minimum) {
@@ -34,9 +56,9 @@ inline __m512 dequantize(__m512i quads, int shift, Lanes scale, Lanes minimum) {
   return format.has_minimum ? multiply_add(values, scale, minimum).v : multiply(values, scale).v;
 }
 
-template <WeightType T>
-TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& reader,
-                                 uint8_t* tile) {
+template <WeightType T, bool IsSplit>
+TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& reader, uint8_t* tile,
+                                 int64_t low) {
   constexpr BlockFormat format = block_format(T);
   const Codes<T> codes = load_codes<T>(quants);
   Lanes scale[format.num_subs];
@@ -45,48 +67,52 @@ TS_INLINE void unpack_block_tile(const uint8_t* quants, const ScaleReader<T>& re
   TS_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const int sub = i / format.quads_per_sub();
-    const __m512i first = pair_bfloat16(dequantize<T>(codes.quads[i], 0, scale[sub], minimum[sub]),
-                                        dequantize<T>(codes.quads[i], 8, scale[sub], minimum[sub]));
-    const __m512i second =
-        pair_bfloat16(dequantize<T>(codes.quads[i], 16, scale[sub], minimum[sub]),
-                      dequantize<T>(codes.quads[i], 24, scale[sub], minimum[sub]));
-    _mm512_store_si512(tile + 128 * i, first);
-    _mm512_store_si512(tile + 128 * i + 64, second);
+    store_pairs<IsSplit>(tile + 128 * i, low,
+                         dequantize<T>(codes.quads[i], 0, scale[sub], minimum[sub]),
+                         dequantize<T>(codes.quads[i], 8, scale[sub], minimum[sub]));
+    store_pairs<IsSplit>(tile + 128 * i + 64, low,
+                         dequantize<T>(codes.quads[i], 16, scale[sub], minimum[sub]),
+                         dequantize<T>(codes.quads[i], 24, scale[sub], minimum[sub]));
   }
 }
 
-template <WeightType T>
-void unpack_block_group(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+template <WeightType T, bool IsSplit>
+void unpack_block_group(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
   ScaleReader<T> reader;
-  for (int64_t index = 0; index < num_tiles; ++index, tiles += stride) {
+  for (int64_t index = 0; index < num_tiles; ++index, tiles.data += tiles.stride) {
     reader.enter(group, index);
-    unpack_block_tile<T>(group + block_format(T).quant_offset(index), reader, tiles);
+    unpack_block_tile<T, IsSplit>(group + block_format(T).quant_offset(index), reader, tiles.data,
+                                  tiles.low);
   }
 }
 
-/// Float formats, which are tiles already but for the rounding.
-template <WeightType T>
-void unpack_float_group(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
-  for (int64_t index = 0; index < num_tiles; ++index, tiles += stride) {
+/// Float16: in the order of tiles already, but for the pairs.
+template <bool IsSplit>
+void unpack_half_group(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
+  for (int64_t index = 0; index < num_tiles; ++index, tiles.data += tiles.stride) {
     const uint8_t* source = group + index * kTileBytes;
     for (int64_t row = 0; row < kTileBytes; row += 64) {
-      __m512i pairs = _mm512_load_si512(source + row);
-      if constexpr (T == WeightType::F16) {
-        pairs = pair_bfloat16(load_halves(source + row).v, load_halves(source + row + 32).v);
-      }
-      _mm512_store_si512(tiles + row, pairs);
+      store_pairs<IsSplit>(tiles.data + row, tiles.low, load_halves(source + row).v,
+                           load_halves(source + row + 32).v);
     }
   }
 }
 
-/// Unpacks a whole group of any type but F32; tile t of it goes to tiles + t * stride.
-template <WeightType T>
-void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, uint8_t* tiles, int64_t stride) {
+/// Unpacks a whole group of any type but F32 and BF16.
+template <WeightType T, bool IsSplit>
+void unpack_group_tiles(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
   if constexpr (is_block_format(T)) {
-    unpack_block_group<T>(group, num_tiles, tiles, stride);
+    unpack_block_group<T, IsSplit>(group, num_tiles, tiles);
   } else {
-    static_assert(element_bytes(T) == 2);
-    unpack_float_group<T>(group, num_tiles, tiles, stride);
+    static_assert(T == WeightType::F16);
+    unpack_half_group<IsSplit>(group, num_tiles, tiles);
+  }
+}
+
+/// BF16 is tiles already.
+inline void copy_group_tiles(const uint8_t* group, int64_t num_tiles, UnpackedTiles tiles) {
+  for (int64_t index = 0; index < num_tiles; ++index) {
+    std::memcpy(tiles.data + index * tiles.stride, group + index * kTileBytes, kTileBytes);
   }
 }
 

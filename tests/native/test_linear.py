@@ -17,11 +17,13 @@ from support.native_linear import (
     FLOAT_TYPES,
     GENERATED,
     NAMES,
+    PRECISE_PROMPT,
     PROMPT,
     Q4_0,
     Q4_1,
     Q6_K,
     Q8_0,
+    ROW_KINDS,
     TYPES,
     Library,
     bfloat16,
@@ -84,7 +86,8 @@ def test_prompt_rows_equal_generated_rows_below_amx(lib: Library, kind: int) -> 
     rng = np.random.default_rng(3)
     matrix = random_matrix(kind, whole_blocks(kind, (72, 192)), rng)
     x = random_rows(19, matrix.exact.shape[1], rng)
-    assert same_bits(lib.multiply(matrix, x, PROMPT), lib.multiply(matrix, x, GENERATED))
+    for row_kind in (PROMPT, PRECISE_PROMPT):
+        assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
@@ -105,7 +108,22 @@ def test_tiles_are_near_the_product_of_rounded_operands(
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
+def test_split_tiles_are_near_the_exact_product(
+    tiles: Library, kind: int, shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = np.random.default_rng(num_rows)
+    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
+    x = random_rows(num_rows, matrix.exact.shape[1], rng)
+    exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
+    size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
+    # Each operand keeps 16 bits or so, and the product of what rounding took away is left out.
+    most = 2.0**-15 * size + 1e-30
+    assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= most)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
+@pytest.mark.parametrize("row_kind", ROW_KINDS)
 def test_a_row_does_not_depend_on_its_company_or_on_the_split(
     lib: Library, kind: int, row_kind: int
 ) -> None:
@@ -123,7 +141,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_the_split(
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+@pytest.mark.parametrize("row_kind", ROW_KINDS)
 def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
     lib: Library, kind: int, row_kind: int
 ) -> None:
@@ -158,7 +176,7 @@ def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int
 
 @pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
 @pytest.mark.parametrize("num_inputs", [1, 7, 33, 95])
-@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+@pytest.mark.parametrize("row_kind", ROW_KINDS)
 def test_float_formats_take_any_number_of_inputs(
     lib: Library, kind: int, num_inputs: int, row_kind: int
 ) -> None:
@@ -193,7 +211,7 @@ def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("row_kind", [GENERATED, PROMPT])
+@pytest.mark.parametrize("row_kind", ROW_KINDS)
 def test_a_row_that_is_not_finite_spoils_no_other(
     lib: Library, kind: int, bad: float, row_kind: int
 ) -> None:

@@ -17,7 +17,7 @@ NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
 TYPES = tuple(NAMES)
 FLOAT_TYPES = (F32, F16, BF16)
 BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
-GENERATED, PROMPT = 0, 1
+GENERATED, PROMPT, PRECISE_PROMPT = ROW_KINDS = 0, 1, 2
 
 
 def aligned(num_bytes: int) -> np.ndarray:

@@ -108,9 +108,9 @@ def test_tiny_models_of_every_family_are_as_the_reference_says(level, family, tm
         for generated in (False, True):
             tiles = level.startswith("amx") and not generated
             mean_kl, same = divergence(expected, backend.score(tokens, generated=generated))
-            # A few rows whose experts are chosen by a hair weigh more than all the others.
-            assert mean_kl < (5e-3 if tiles and loaded.spec.experts else 1e-3)
-            assert same > (0.9 if tiles else 0.97)
+            assert mean_kl < 1e-3
+            # A router's Program has precise products: a hair decides whom it chooses.
+            assert same > (0.9 if tiles and not loaded.spec.experts else 0.97)
 
 
 @pytest.mark.parametrize(("kv_format", "most_kl"), [("bf16", 1e-4), ("int8", 1e-3)])

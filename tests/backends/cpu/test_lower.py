@@ -50,6 +50,14 @@ def test_products_with_a_residual_are_added_in_place():
     assert {op.outputs[0].buffer for op in added} == {ops[0].outputs[0].buffer}
 
 
+def test_only_the_products_of_a_program_with_routers_are_precise():
+    ops = lower(PROGRAMS["experts"]).ops
+    precise = {OpKind(op.kind) for op in ops if op.is_precise}
+    assert precise == {OpKind.LINEAR}
+    assert all(op.is_precise for op in ops if op.kind == OpKind.LINEAR)
+    assert not any(op.is_precise for op in lower(tiny_model()[0]).ops)
+
+
 def test_heads_that_the_kernels_cannot_run_are_refused():
     program, _ = tiny_model(head_dim=24)
     with pytest.raises(BackendError, match="heads of 24 values"):

@@ -12,7 +12,7 @@ from twostroke.backends.cpu.records import RECORD_SIZES, PlanRecord, StepRecord
 from twostroke.core import env
 from twostroke.core.errors import BackendError, nearest
 
-_INTERFACE_VERSION = 5  # as in native/c_interface.cpp
+_INTERFACE_VERSION = 6  # as in native/c_interface.cpp
 
 # Best first; each with its bit in `ts_probe` and what it needs of the processor.
 _LEVELS = {

@@ -102,6 +102,7 @@ class _Lowering:
         self._matrices: Table[str] = Table()
         self._vectors: Table[Vector] = Table()
         self._ropes: Table[Rope] = Table()
+        self._has_routers = any(isinstance(op, MixtureOfExperts) for op in program.ops)
         self._absorbed: set[str] = set()  # outputs of what is done right behind a product
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product
         self._experts: list[ExpertRecord] = []
@@ -325,6 +326,8 @@ class _Lowering:
 
     def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
+        # Where a router reads what products made, a hair decides which experts compute a row.
+        record.is_precise = int(self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED})
         record.x = NONE if x is None else self._buffers.of_value[x]
         if norm is not None:
             record.norm = self._vectors.place(Vector(norm.weight, norm.offset))

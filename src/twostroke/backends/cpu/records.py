@@ -92,6 +92,7 @@ class OpRecord(ctypes.Structure):
         ("num_experts", c_int32),
         ("num_used", c_int32),
         ("normalize", c_int32),
+        ("is_precise", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )

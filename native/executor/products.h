@@ -1,0 +1,42 @@
+// Operations made of matrix products, and the products of parts of rows that others build upon.
+#pragma once
+
+#include <cstdint>
+
+#include "executor/worker.h"
+
+namespace ts {
+
+/// `index` is the operation's place in the plan.
+void run_linear(Worker& worker, size_t index);
+void run_gated(Worker& worker, size_t index);
+void run_logits(Worker& worker, size_t index);
+
+/// Makes room for what these, and norms, need in a step; throws std::bad_alloc.
+void make_room_for_products(Plan& plan, const StepRecord& step);
+
+/// Rows of one kind, prepared for the weight that they are multiplied with.
+struct Factor {
+  const PackedWeight& weight;
+  RowKind kind;
+  const void* prepared;
+  int64_t num_rows;
+};
+
+/// `multiply` of groups [group_begin, group_end) of outputs; `out` points at row 0, output 0.
+void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, float* out,
+              int64_t stride, bool accumulate);
+
+/// Bytes of a thread's `gated` memory that the next function needs.
+constexpr int64_t kGatedBytes = 256 << 10;
+
+/// The same of two factors at once, of up to `panel_rows` rows: activation(gate) * up.
+void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
+                    int64_t group_begin, int64_t group_end, float* out, int64_t stride);
+
+constexpr int64_t kFewestPanelRows = 32;
+
+/// Rows of so many inputs that are multiplied at once, so that they stay in a cache.
+int64_t panel_rows(int64_t width);
+
+}  // namespace ts
