@@ -19,7 +19,7 @@ from support.piece_tokenizer import (
     spelled,
 )
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize import StreamDecoder, merges
+from twostroke.tokenize import Piece, Prompt, StreamDecoder, from_gguf, merges
 
 TOKENIZER = piece_tokenizer()
 BARE = piece_tokenizer(add_space_prefix=False)
@@ -114,6 +114,23 @@ def test_a_stretch_after_a_turns_own_token_gets_no_space() -> None:
     )
     ids = tokenizer.encode("hello[INST] hello", parse_special=True)
     assert spelled(tokenizer, ids) == ["▁hello", "[INST]", "▁hello"]
+
+
+def test_phi3_s_tokens_for_the_turns_take_the_white_space_behind_them() -> None:
+    turns = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
+    metadata = piece_metadata()
+    more = {"tokens": turns, "token_type": [3] * 4, "scores": [0.0] * 4}
+    for key, values in more.items():
+        known = metadata[f"tokenizer.ggml.{key}"]
+        assert isinstance(known, list)
+        known += values
+    phi3 = from_gguf(metadata)
+    ids = phi3.encode("<|user|>\nhello<|end|>\n<|assistant|>\n", parse_special=True)
+    assert spelled(phi3, ids) == ["<|user|>", "▁hello", "<|end|>", "<|assistant|>"]
+    prompt = Prompt((Piece("<|user|>", special=True), Piece("\n hello")))
+    assert spelled(phi3, phi3.encode_prompt(prompt)) == ["<|user|>", "▁hello"]
+    ids = phi3.encode("<|endoftext|> a", parse_special=True)
+    assert spelled(phi3, ids) == ["<|endoftext|>", SPACE * 2, "a"]
 
 
 def test_begin_of_sequence_is_added_unless_the_file_forbids_it() -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from twostroke.tokenize.specials import AddedToken
     from twostroke.tokenize.words import Cut
 
+_TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
+_KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space behind these
+
 
 def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Return the tokenizer that a GGUF file's metadata describes.
@@ -68,7 +71,7 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
     runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
     changed = {id_: SPACE * len(fields.tokens[id_]) for id_ in runs}
-    added = tuple(token for token in fields.added() if token.id not in runs)
+    added = _stripping(tuple(token for token in fields.added() if token.id not in runs))
     bytes_of = _byte_tokens(fields)
     vocabulary = Vocabulary(fields.tokens, [*_specials(added), *bytes_of], changed)
     scores = list(fields.array("scores", float))
@@ -125,6 +128,16 @@ def _parts(
         named_texts=fields.named_texts(),
         chat_templates=fields.chat_templates(),
     )
+
+
+def _stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
+    """Return `added` with what Phi-3's tokenizer.json says, for which a GGUF file has no place.
+
+    Its tokens for the turns take the white space behind them, which its templates write.
+    """
+    if not {token.text for token in added if token.special} >= _TURNS_OF_PHI3:
+        return added
+    return tuple(replace(token, rstrip=token.text not in _KEPT_BY_PHI3) for token in added)
 
 
 def _specials(added: tuple[AddedToken, ...]) -> list[int]:
