@@ -240,7 +240,7 @@ def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:
         ("llama", {"rope_theta": 1}, "rope_theta = 1, not a number above 1"),
         ("phi3", {"partial_rotary_factor": 0.01}, "a rope dimension of 0"),
         ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5, more than all"),
-        ("llama-3.1", {"partial_rotary_factor": 0.5}, "factor = 0.5, which is not supported"),
+        ("llama-3.1", {"partial_rotary_factor": 0.5}, "factor = 0.5, which this family cannot"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "not a number of at least 1."),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "of at least 1."),
         ("llama-3.1", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1024}},

@@ -68,9 +68,10 @@ def config_rope(
     share = _either(part, fields, "partial_rotary_factor")
     dim = _rotated(share, head_dim) if partial else head_dim
     scaling = _config_scaling(part, fields, dim, context)
-    if scaling is not None and not partial:
-        # Without a scaling transformers ignores the share here; with one it uses half of it.
-        share.expect("partial_rotary_factor", 1.0, 1)
+    key = "partial_rotary_factor"
+    if scaling is not None and not partial and share.number(key, default=1.0) != 1:
+        # Without a scaling transformers ignores the share; with one it begins to use it, and fails.
+        share.refuse(key, "which this family cannot have with a rope scaling")
     return RopeSpec(
         base=_either(part, fields, "rope_theta").number(
             "rope_theta", above=1.0, default=_DEFAULT_BASE
