@@ -136,44 +136,38 @@ struct Integers {
   int32_t v[kGroupSize];
 };
 
+/// A vector, and no array: GCC 12 leaves loops over several rows of arrays one number at a time.
 struct Lanes {
-  float v[kGroupSize];
+  typedef float Vector __attribute__((vector_size(4 * kGroupSize), aligned(16)));
+  Vector v;
 };
 
-inline Lanes broadcast(float value) {
-  Lanes result;
-  for (float& lane : result.v) lane = value;
-  return result;
-}
-inline Lanes zero_lanes() { return broadcast(0.0F); }
+/// Taking zeros away keeps every sign; adding them would not.
+inline Lanes broadcast(float value) { return {value - Lanes::Vector{}}; }
+inline Lanes zero_lanes() { return {Lanes::Vector{}}; }
 inline Lanes load_lanes(const float* p) {
   Lanes result;
-  std::memcpy(result.v, p, sizeof result.v);
+  std::memcpy(&result.v, p, sizeof result.v);
   return result;
 }
-inline void store_lanes(float* p, const Lanes& a) { std::memcpy(p, a.v, sizeof a.v); }
-inline Lanes add(const Lanes& a, const Lanes& b) {
-  Lanes result;
-  for (int i = 0; i < kGroupSize; ++i) result.v[i] = a.v[i] + b.v[i];
-  return result;
-}
-inline Lanes multiply(const Lanes& a, const Lanes& b) {
-  Lanes result;
-  for (int i = 0; i < kGroupSize; ++i) result.v[i] = a.v[i] * b.v[i];
-  return result;
-}
+inline void store_lanes(float* p, const Lanes& a) { std::memcpy(p, &a.v, sizeof a.v); }
+inline Lanes add(const Lanes& a, const Lanes& b) { return {a.v + b.v}; }
+inline Lanes multiply(const Lanes& a, const Lanes& b) { return {a.v * b.v}; }
 /// One rounding where the processor has it (AArch64); two on x86 without FMA, where std::fma
 /// would be a call per lane.
 inline Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
-  Lanes result;
-  for (int i = 0; i < kGroupSize; ++i) {
 #if defined(__FMA__) || defined(__aarch64__)
-    result.v[i] = std::fma(a.v[i], b.v[i], c.v[i]);
-#else
-    result.v[i] = a.v[i] * b.v[i] + c.v[i];
-#endif
+  float values[3][kGroupSize];
+  store_lanes(values[0], a);
+  store_lanes(values[1], b);
+  store_lanes(values[2], c);
+  for (int i = 0; i < kGroupSize; ++i) {
+    values[2][i] = std::fma(values[0][i], values[1][i], values[2][i]);
   }
-  return result;
+  return load_lanes(values[2]);
+#else
+  return {a.v * b.v + c.v};
+#endif
 }
 inline Lanes to_lanes(const Integers& a) {
   Lanes result;

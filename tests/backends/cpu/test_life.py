@@ -161,6 +161,37 @@ except BackendError as error:
     assert b"refuses 10000 threads" in done.stdout
 
 
+def test_a_mixture_without_room_for_its_rows_is_an_error_and_no_end():
+    script = """
+import resource
+from dataclasses import replace
+from pathlib import Path
+from support.cpu import cpu_backend, greedy_request, run
+from support.programs import PROGRAMS, random_tensors
+from twostroke.core.errors import MemoryLimitError
+from twostroke.core.step import Slice
+program = replace(PROGRAMS["many experts"], context_length=8192)
+with cpu_backend((program, random_tensors(program)), "portable", 400) as backend:
+    request = greedy_request([i % 250 for i in range(6000)])
+    request.pages = [list(range(400))]
+    expected = run(backend, Slice(request, 0, 20, samples=True))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (16 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        run(backend, Slice(request, 0, 6000, samples=True))
+    except MemoryLimitError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(run(backend, Slice(request, 0, 20, samples=True)) == expected)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    assert b"No memory for a step of 6000 tokens" in done.stdout
+    assert b"True" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("token", "pages"), [(-1, [0, 1]), (10**6, [0, 1]), (5, [0, 8]), (5, [-1, 0])]
 )
