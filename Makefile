@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-peers correctness clean
+.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -102,6 +102,9 @@ correctness: pull ## Compare every instruction-set level of this machine with th
 
 bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--help" lists parts and rows).
 	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+
+bench-overhead: pull ## Measure what a step costs besides its kernels, up to 256 streams (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
 
 bench-peers: pull ## Measure beside llama.cpp, which is built into .bench-peers first (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)

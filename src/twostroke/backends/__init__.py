@@ -40,8 +40,8 @@ class BackendFacts:
     cache_bytes: int
 
 
-class Backend(Protocol):
-    """Runs steps of one Program over its own key-value pages."""
+class Runner(Protocol):
+    """Runs steps of one Program over its own key-value pages: all that the engine's loop needs."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -49,6 +49,16 @@ class Backend(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
+
+    def forget(self, request: Request) -> None:
+        """Drop whatever is kept for a request that has finished."""
+
+    def close(self) -> None:
+        """Give back memory and threads; the backend is not used afterwards."""
+
+
+class Backend(Runner, Protocol):
+    """A runner that can also show what it computes."""
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
@@ -65,12 +75,6 @@ class Backend(Protocol):
         Raises:
             UsageError: a value that the Program does not have.
         """
-
-    def forget(self, request: Request) -> None:
-        """Drop whatever is kept for a request that has finished."""
-
-    def close(self) -> None:
-        """Give back memory and threads; the backend is not used afterwards."""
 
 
 def check_values(program: Program, values: Sequence[str]) -> None:

@@ -42,6 +42,7 @@ class Request:
         salt: separates the prefix cache of one tenant from another's.
         prompt_field: what its caller calls the prompt, "prompt" or "messages": errors name it.
         arrival_s: when it was added, on the engine's monotonic clock.
+        started_s: when it was first given pages; 0 before that.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Request:
     salt: bytes = b""
     prompt_field: str = "prompt"
     arrival_s: float = 0.0
+    started_s: float = 0.0
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)

@@ -24,7 +24,6 @@ class Choice:
     index: int
     decoder: StreamDecoder
     mailbox: Mailbox
-    started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -46,18 +45,16 @@ class Choice:
         if not self.first_token_s:
             self.first_token_s = now_s
         self.last_token_s = now_s
-        ends = self.request.end_ids
-        text = "".join(
-            self.decoder.feed(token)
-            for token in delta.tokens
-            if token not in ends or self.request.finish_reason is not FinishReason.STOP
-        )
-        if self.decoder.stop is not None:
-            return self._last(text, delta, FinishReason.STOP, self.decoder.stop)
-        if (reason := self.request.finish_reason) is None:
+        decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
+        if reason is FinishReason.STOP:  # the last token says so, and is no text
+            shown = shown[:-1]
+        text = decoder.feed(shown[0]) if len(shown) == 1 else "".join(map(decoder.feed, shown))
+        if decoder.stop is not None:
+            return self._last(text, delta, FinishReason.STOP, decoder.stop)
+        if reason is None:
             return Output(self.index, text, delta.tokens, delta.logprobs)
-        text += self.decoder.finish()
-        stop = delta.tokens[-1] if reason is FinishReason.STOP else self.decoder.stop
+        text += decoder.finish()
+        stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
         return self._last(text, delta, reason, stop)
 
     def cut(self, reason: FinishReason, error: str | None = None) -> Output:
@@ -82,7 +79,7 @@ class Choice:
             stop=stop,
             usage=Usage(request.num_prompt, request.num_cached, request.num_output),
             timings=Timings(
-                request.arrival_s, self.started_s, self.first_token_s, self.last_token_s
+                request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
             ),
             error=error,
         )

@@ -16,7 +16,7 @@ from twostroke.engine.mail import post
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.backends import Backend
+    from twostroke.backends import Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta
     from twostroke.engine.choice import Choice
@@ -54,7 +54,7 @@ class EngineLoop:
     Outputs are posted under the lock: nothing may come to a caller after a choice's last output.
     """
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, meter: Meter) -> None:
+    def __init__(self, backend: Runner, scheduler: Scheduler, meter: Meter) -> None:
         """Start the thread."""
         self._backend = backend
         self._scheduler = scheduler
@@ -179,30 +179,30 @@ class EngineLoop:
             if plan is None or not plan.slices:
                 self._condition.wait(timeout=self._scheduler.wait_s)
                 return True
-            now = self._step_began_s = time.monotonic()
-            for part in plan.slices:
-                choice = self._choices.get(part.request.id)
-                if choice is not None and not choice.started_s:
-                    choice.started_s = now
+            self._step_began_s = time.monotonic()
         result = self._compute(plan)
         self._fail_undrawn(plan, result)
         with self._condition:
             deltas = self._scheduler.commit(plan, result)
             self.meter.add(plan, result)
-            mail = [mail for delta in deltas for mail in self._take(delta)]
             self._step_began_s = None
-            post(mail)
+            post(self._take(deltas))
         return True
 
-    def _take(self, delta: Delta) -> Iterable[tuple[Mailbox, Output]]:
-        choice = self._choices.get(delta.request.id)
-        if choice is None:  # cancelled while the step ran
-            return
-        output = choice.take(delta, time.monotonic())
-        if output.finish_reason is not None:
-            self._end(choice, output.finish_reason)
-            self._count(choice.request)
-        yield choice.mailbox, output
+    def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
+        """Return what a step's tokens mean, and to whom."""
+        now_s = time.monotonic()
+        mail: list[tuple[Mailbox, Output]] = []
+        for delta in deltas:
+            choice = self._choices.get(delta.request.id)
+            if choice is None:  # cancelled while the step ran
+                continue
+            output = choice.take(delta, now_s)
+            if output.finish_reason is not None:
+                self._end(choice, output.finish_reason)
+                self._count(choice.request)
+            mail.append((choice.mailbox, output))
+        return mail
 
     def _count(self, request: Request) -> None:
         old = self.counters

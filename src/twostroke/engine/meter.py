@@ -77,9 +77,13 @@ class Meter:
     def add(self, plan: StepPlan, result: StepResult) -> None:
         """Count one step."""
         prompt_rows = sum(
-            max(0, min(s.start + s.count, s.request.num_prompt) - s.start) for s in plan.slices
+            [
+                min(s.start + s.count, s.request.num_prompt) - s.start
+                for s in plan.slices
+                if s.start < s.request.num_prompt
+            ]
         )
-        spans = tuple((s.start, s.count) for s in plan.slices)
+        spans = tuple([(s.start, s.count) for s in plan.slices])
         batch = BatchShape(spans, len(result.tokens))
         cost, rows = self._cost.of(batch), batch.num_rows
         strokes = self.strokes

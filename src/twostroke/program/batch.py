@@ -29,22 +29,22 @@ class BatchShape:
     @property
     def num_rows(self) -> int:
         """Tokens computed in the step."""
-        return sum(count for _, count in self.spans)
+        return sum([count for _, count in self.spans])
 
     def num_attended(self, window: int | None = None) -> int:
         """Pairs of (row, position it attends to), at most `window` positions a row."""
+        if window is None:
+            return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
         return sum(_attended(start, count, window) for start, count in self.spans)
 
     def num_context(self, window: int | None = None) -> int:
         """Positions whose keys and values must be read at least once."""
-        return sum(
-            start + count - (0 if window is None else max(0, start + 1 - window))
-            for start, count in self.spans
-        )
+        if window is None:
+            return sum([start + count for start, count in self.spans])
+        return sum([min(start, window - 1) + count for start, count in self.spans])
 
 
-def _attended(start: int, count: int, window: int | None) -> int:
+def _attended(start: int, count: int, window: int) -> int:
     """Rows whose whole past lies inside the window see all of it, the others just the window."""
-    whole = count if window is None else min(count, max(0, window - start))
-    rest = 0 if window is None else (count - whole) * window
-    return whole * start + whole * (whole + 1) // 2 + rest
+    whole = min(count, max(0, window - start))
+    return whole * start + whole * (whole + 1) // 2 + (count - whole) * window

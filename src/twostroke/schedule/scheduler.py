@@ -149,7 +149,7 @@ class Scheduler:
             if len(request.tokens) - start != 1:
                 behind.append(ticket)
             elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, draft):
-                slices.append(Slice(request, start, 1, samples=True))
+                slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
         draft.budget -= len(slices)
         for ticket in behind:
@@ -177,7 +177,8 @@ class Scheduler:
         drawn = zip(result.tokens, result.logprobs, strict=True)
         for ticket, piece in zip(owners, plan.slices, strict=True):
             request = piece.request
-            token, logprob = next(drawn) if piece.samples else (None, None)
+            if piece.samples:
+                token, logprob = next(drawn)
             if request.finish_reason is not None:
                 has_ended = True
                 continue
@@ -185,14 +186,15 @@ class Scheduler:
             request.num_computed = computed
             if computed >= ticket.due_at:
                 self._settle(ticket)
-            if token is None:
+            if not piece.samples:
                 continue
             request.tokens.append(token)
-            reason = _end_reason(ticket, token)
-            if reason is not None:
-                request.finish_reason = reason
-                del self._tickets[request.id]
-                has_ended = True
+            if token in request.end_ids or len(request.tokens) >= ticket.max_len:
+                reason = _end_reason(ticket, token)
+                if reason is not None:
+                    request.finish_reason = reason
+                    del self._tickets[request.id]
+                    has_ended = True
             deltas.append(Delta(request, (token,), (logprob,)))
         assert next(drawn, None) is None, "more tokens than slices that sample"
         if has_ended or len(owners) < len(self._running):
@@ -315,6 +317,7 @@ class Scheduler:
         self._holdings.start(ticket, hit)
         request.num_computed = hit.num_places * self._pool.page_size
         if not request.num_preemptions:
+            request.started_s = self._clock()
             request.num_cached = request.num_computed
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += request.num_cached

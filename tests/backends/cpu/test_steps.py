@@ -20,26 +20,26 @@ def make_request(num_tokens, *pages):
 
 def test_pages_are_copied_as_they_grow():
     tables, request = PageTables(1, 8), make_request(5, [7, 3])
-    row = tables.place(request)
+    row = tables.places([request])[0]
     request.pages[0].append(5)
-    assert tables.place(request) == row
+    assert tables.places([request])[0] == row
     assert tables.array[row, 0, :3].tolist() == [7, 3, 5]
 
 
 def test_pages_after_a_preemption_replace_all():
     tables, request = PageTables(1, 8), make_request(5, [7, 3])
-    row = tables.place(request)
+    row = tables.places([request])[0]
     request.pages = [[4, 3, 9]]
     request.num_preemptions += 1
-    assert tables.place(request) == row
+    assert tables.places([request])[0] == row
     assert tables.array[row, 0, :3].tolist() == [4, 3, 9]
 
 
 def test_each_cache_group_has_its_part_of_a_row():
     tables, requests = PageTables(2, 4), [make_request(5, [7, 3], [1, 2]) for _ in range(20)]
-    rows = [tables.place(request) for request in requests]
+    rows = tables.places(requests)
     requests[-1].pages = [[7, 3, 9], [NO_PAGE, 2, 8]]
-    assert tables.place(requests[-1]) == rows[-1]
+    assert tables.places([requests[-1]])[0] == rows[-1]
     flat = tables.array.ravel()  # what the library reads
     assert tables.address == flat.ctypes.data
     parts = [flat[(rows[-1] * 2 + group) * tables.stride :][:3] for group in range(2)]
@@ -49,11 +49,11 @@ def test_each_cache_group_has_its_part_of_a_row():
 def test_a_row_is_used_again_only_after_its_request_is_forgotten():
     tables = PageTables(1, 4)
     requests = [make_request(1, [i]) for i in range(40)]
-    rows = [tables.place(request) for request in requests]
+    rows = tables.places(requests)
     assert len(set(rows)) == 40
     tables.forget(requests[3])
     tables.forget(requests[3])
-    assert tables.place(make_request(1, [99])) == rows[3]
+    assert tables.places([make_request(1, [99])]) == [rows[3]]
 
 
 def test_generated_rows_come_first_where_they_are_computed_otherwise():

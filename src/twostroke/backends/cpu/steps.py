@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.backends.cpu.records import StepRecord
+from twostroke.core.step import Slice
 from twostroke.sample.rows import RESULT, RowTable, read_results
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
-    from twostroke.core.step import Slice, StepPlan, TokenLogprobs
+    from twostroke.core.step import StepPlan, TokenLogprobs
 
 
 class StepArrays:
@@ -35,29 +38,31 @@ class StepArrays:
     def fill(self, plan: StepPlan) -> list[Request]:
         """Write the plan into `record`; returns the sampled requests in the order of their rows."""
         generated, prompt = self._split(plan.slices)
-        tokens: list[int] = []
-        slices: list[tuple[int, int, int, int]] = []
-        sampled: list[int] = []
-        requests: list[Request] = []
-        num_generated = 0
-        for kind in (generated, prompt):
-            for request, start, end, samples in kind:
-                row = len(tokens)
-                if end - start == 1:
-                    tokens.append(request.tokens[start])
-                else:
-                    tokens += request.tokens[start:end]
-                slices.append((row, end - start, start, self.tables.place(request)))
-                if samples:
-                    sampled.append(row + end - start - 1)
-                    requests.append(request)
-            num_generated = num_generated or len(tokens)
-        if not generated:
-            num_generated = 0
-        self._write(tokens, slices, sampled)
+        parts = [*generated, *prompt]
+        requests = [part.request for part in parts]
+        starts = [part.start for part in parts]
+        counts = [part.count for part in parts]
+        if sum(counts) == len(parts):
+            tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
+        else:
+            tokens = [t for part in parts for t in _tokens(part)]
+        self._reserve(len(tokens), len(parts))
+        self._tokens[: len(tokens)] = tokens
+        slices = self._slices[: len(parts)]
+        slices[:, 1], slices[:, 2] = counts, starts
+        slices[:, 3] = self.tables.places(requests)
+        ends = np.cumsum(slices[:, 1])
+        slices[:, 0] = ends - slices[:, 1]
+        sampled = [i for i, part in enumerate(parts) if part.samples]
+        self._sampled[: len(sampled)] = ends[sampled] - 1
+        if len(sampled) < len(parts):
+            requests = [requests[i] for i in sampled]
         self._samples = self._sampling.rows(requests)
         record = self.record
-        record.num_generated = num_generated
+        record.page_tables, record.table_stride = self.tables.address, self.tables.stride
+        record.num_rows, record.num_slices = len(tokens), len(parts)
+        record.num_sampled = len(sampled)
+        record.num_generated = sum(counts[: len(generated)])
         record.samples = self._samples.ctypes.data
         return requests
 
@@ -77,41 +82,30 @@ class StepArrays:
         self.tables.forget(request)
         self._sampling.forget(request)
 
-    def _split(self, slices: tuple[Slice, ...]) -> tuple[list[_Part], list[_Part]]:
+    def _split(self, slices: tuple[Slice, ...]) -> tuple[Sequence[Slice], Sequence[Slice]]:
         """Cut each slice into generated rows and prompt rows; one list if they are the same."""
-        generated: list[_Part] = []
-        prompt: list[_Part] = []
+        if self._one_arithmetic:
+            return slices, ()
+        generated: list[Slice] = []
+        prompt: list[Slice] = []
         for part in slices:
-            request, start = part.request, part.start
-            end = start + part.count
-            if self._one_arithmetic or start >= request.num_prompt:
-                generated.append((request, start, end, part.samples))
-            elif end <= request.num_prompt:
-                prompt.append((request, start, end, part.samples))
-            else:
-                middle = request.num_prompt
-                prompt.append((request, start, middle, False))
-                generated.append((request, middle, end, part.samples))
+            request, start, count = part.request, part.start, part.count
+            num_prompt = min(max(0, request.num_prompt - start), count)
+            if num_prompt < count:
+                rest = Slice(request, start + num_prompt, count - num_prompt, part.samples)
+                generated.append(rest)
+            if num_prompt:
+                samples = part.samples and num_prompt == count
+                prompt.append(Slice(request, start, num_prompt, samples))
         return generated, prompt
 
-    def _write(
-        self, tokens: list[int], slices: list[tuple[int, int, int, int]], sampled: list[int]
-    ) -> None:
-        """Copy lists into arrays that stay where they are as long as they are large enough."""
-        if len(tokens) > self._tokens.size or len(slices) > len(self._slices):
-            self._grow(len(tokens), len(slices))
-        self._tokens[: len(tokens)] = tokens
-        self._slices[: len(slices)] = slices
-        self._sampled[: len(sampled)] = sampled
-        record = self.record
-        record.page_tables = self.tables.address
-        record.table_stride = self.tables.stride
-        record.num_rows = len(tokens)
-        record.num_slices = len(slices)
-        record.num_sampled = len(sampled)
+    def _reserve(self, num_tokens: int, num_slices: int) -> None:
+        """Have room, and if it must be made, for twice as much as asked for.
 
-    def _grow(self, num_tokens: int, num_slices: int) -> None:
-        """Make room for twice as much as asked for."""
+        Arrays stay where they are as long as they are large enough.
+        """
+        if num_tokens <= self._tokens.size and num_slices <= len(self._slices):
+            return
         record = self.record
         self._tokens = np.zeros(2 * num_tokens, np.int32)
         self._slices = np.zeros((2 * num_slices, 4), np.int32)
@@ -123,7 +117,8 @@ class StepArrays:
         record.results = self._results.ctypes.data
 
 
-_Part = tuple["Request", int, int, bool]  # rows start to end of a request; is the last one sampled
+def _tokens(part: Slice) -> list[int]:
+    return part.request.tokens[part.start : part.start + part.count]
 
 
 class PageTables:
@@ -142,24 +137,35 @@ class PageTables:
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
 
-    def place(self, request: Request) -> int:
-        """Return the row of a request, brought up to date."""
-        entry = self._entries.get(request)
-        if entry is None:
-            entry = self._add(request)
-        num_pages = len(request.pages[0])
-        if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
-            entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
-        if entry.num_pages < num_pages:
-            for part, pages in zip(self.array[entry.row], request.pages, strict=True):
-                part[entry.num_pages : num_pages] = pages[entry.num_pages :]
-            entry.num_pages = num_pages
-        return entry.row
+    def places(self, requests: Sequence[Request]) -> list[int]:
+        """Return the rows of requests, brought up to date."""
+        rows = []
+        for request in requests:
+            entry = self._entries.get(request)
+            if (
+                entry is None
+                or entry.num_pages != len(request.pages[0])
+                or entry.num_preemptions != request.num_preemptions
+            ):
+                entry = self._update(request)
+            rows.append(entry.row)
+        return rows
 
     def forget(self, request: Request) -> None:
         """Free a request's row; one that is not there is no error."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry.row)
+
+    def _update(self, request: Request) -> _Entry:
+        """Copy the pages that are new, or all of them where a preemption took the others."""
+        entry = self._entries.get(request) or self._add(request)
+        num_pages = len(request.pages[0])
+        if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
+            entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
+        for part, pages in zip(self.array[entry.row], request.pages, strict=True):
+            part[entry.num_pages : num_pages] = pages[entry.num_pages :]
+        entry.num_pages = num_pages
+        return entry
 
     def _add(self, request: Request) -> _Entry:
         if not self._free:
