@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 6;
+constexpr int32_t kInterfaceVersion = 7;
 
 }  // namespace
 
@@ -91,13 +91,10 @@ TS_EXPORT int32_t ts_step(Plan* plan, ts::StepRecord* step) {
   }
 }
 
-/// Seconds of the calling thread by kind of operation: (elapsed, of it waiting) pairs, and a new
-/// start from zero. Returns how many kinds there are.
-TS_EXPORT int32_t ts_plan_times(Plan* plan, double* pairs) {
-  for (size_t i = 0; i < ts::kNumOpKinds; ++i) {
-    pairs[2 * i] = plan->times.elapsed_s[i];
-    pairs[2 * i + 1] = plan->times.waiting_s[i];
-  }
-  plan->times = ts::OpTimes();
-  return ts::kNumOpKinds;
+/// Seconds of each operation since the last call: (elapsed, of it waiting) pairs.
+TS_EXPORT void ts_plan_times(Plan* plan, double* pairs) { plan->take_times(pairs); }
+
+/// Lets one of the plan's pages hold what another does; no step may be running.
+TS_EXPORT void ts_plan_copy_page(Plan* plan, int32_t from, int32_t to) {
+  plan->copy_page(from, to);
 }

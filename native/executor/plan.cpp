@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <new>
 #include <numeric>
+#include <utility>
 
 namespace ts {
 
@@ -70,7 +71,9 @@ Plan::Plan(Pool& team, const PlanRecord& record)
       experts(record.experts, record.experts + record.num_experts),
       buffer_widths(record.buffer_widths, record.buffer_widths + record.num_buffers),
       buffers(static_cast<size_t>(record.num_buffers)),
-      threads(static_cast<size_t>(team.num_threads())) {
+      threads(static_cast<size_t>(team.num_threads())),
+      elapsed_s(ops.size()) {
+  for (ThreadMemory& memory : threads) memory.waiting_s.resize(ops.size());
   for (int32_t i = 0; i < record.num_ropes; ++i) {
     const RopeRecord& rope = record.ropes[i];
     ropes.emplace_back(rope.inverse_frequencies, rope.num_pairs, rope.is_interleaved != 0,
@@ -126,6 +129,21 @@ int32_t Plan::schedule_for(const OpRecord& op) {
   }
   schedules.emplace_back(group, window, pages);
   return static_cast<int32_t>(schedules.size() - 1);
+}
+
+void Plan::take_times(double* pairs) {
+  for (size_t i = 0; i < ops.size(); ++i) {
+    pairs[2 * i] = std::exchange(elapsed_s[i], 0);
+    double waiting_s = 0;
+    for (ThreadMemory& memory : threads) waiting_s += std::exchange(memory.waiting_s[i], 0);
+    pairs[2 * i + 1] = waiting_s / static_cast<double>(threads.size());
+  }
+}
+
+void Plan::copy_page(int64_t from, int64_t to) const {
+  const int64_t page_bytes = cache_bytes / num_pages;
+  auto* pages = static_cast<uint8_t*>(cache);
+  std::copy_n(pages + from * page_bytes, page_bytes, pages + to * page_bytes);
 }
 
 Plan::~Plan() {

@@ -1,7 +1,6 @@
 // A lowered Program with everything that it needs between steps: weights, pages, buffers, tables.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <vector>
 
@@ -14,8 +13,6 @@
 #include "pool.h"
 
 namespace ts {
-
-constexpr int kNumOpKinds = 12;
 
 /// What is derived from an operation once: how its inputs are prepared and its outputs are cut.
 struct ProductFacts {
@@ -35,12 +32,7 @@ struct ThreadMemory {
   ExpertGroups experts;
   AttentionScratch attention;
   Scratch sampler;
-};
-
-/// Seconds that the calling thread spent, by kind of operation, since the plan was made.
-struct OpTimes {
-  std::array<double, kNumOpKinds> elapsed_s{};
-  std::array<double, kNumOpKinds> waiting_s{};
+  std::vector<double> waiting_s;  // for each operation, since times were last taken
 };
 
 struct Plan {
@@ -49,6 +41,13 @@ struct Plan {
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
+
+  /// Writes what each operation has taken in all steps since the last call, in seconds: from
+  /// barrier to barrier, and of that waiting for each other (mean of the threads).
+  void take_times(double* pairs);
+
+  /// Lets page `to` hold what page `from` does.
+  void copy_page(int64_t from, int64_t to) const;
 
   const int32_t* page_table(const StepRecord& step, const SliceRecord& slice, int64_t group) const {
     const auto num_groups = static_cast<int64_t>(group_windows.size());
@@ -78,7 +77,7 @@ struct Plan {
   Block choices;   // likewise: experts (rows, num_used), then their shares
   Block logits;
   std::vector<ThreadMemory> threads;
-  OpTimes times;
+  std::vector<double> elapsed_s;  // for each operation, of the calling thread: as waiting_s
 
  private:
   void lay_out_pages(const PlanRecord& record);

@@ -167,15 +167,12 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
                 thread, num_threads, 0,
                 0,      Clock::now()};
-  OpTimes& times = step.plan.times;
   for (size_t i = 0; i < step.plan.ops.size(); ++i) {
     const Clock::time_point begin = worker.now;
     const double waited = worker.waiting_s;
     run_op(worker, i);
-    if (thread != 0) continue;
-    const auto kind = static_cast<size_t>(step.plan.ops[i].kind);
-    times.elapsed_s[kind] += seconds_between(begin, worker.now);
-    times.waiting_s[kind] += worker.waiting_s - waited;
+    worker.memory.waiting_s[i] += worker.waiting_s - waited;
+    if (thread == 0) step.plan.elapsed_s[i] += seconds_between(begin, worker.now);
   }
   step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
 }

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
     "compare": "Measure how far readers, formats or models lie apart.",
+    "profile": "Show where a step's time goes, and the least that it could take.",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from twostroke.cli.help import OneOf
-from twostroke.cli.terminal import printable
+from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import BACKENDS, KV_FORMATS, CacheOptions, ComputeOptions
 from twostroke.core.errors import UsageError, nearest
 
@@ -76,9 +76,9 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     else:
         what = f"{against} read by {given['right']}" if against != model else given["right"]
         click.echo(printable(f"{model} against {what}, {num_tokens:,} tokens\n"))
-        _show(_table(reports))
+        show_table(_table(reports))
         click.echo()
-        _show(_drift_table(reports, every=layers))
+        show_table(_drift_table(reports, every=layers))
     beyond = [report.name for report in reports if not report.is_within_limits]
     if check and beyond:
         limits = (
@@ -188,10 +188,3 @@ def _drift_table(reports: Sequence[Report], *, every: bool) -> list[tuple[str, .
         (str(layer + 1), *(f"{report.drift[layer]:.1e}" for report in drifting)) for layer in shown
     ]
     return lines
-
-
-def _show(lines: list[tuple[str, ...]]) -> None:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for first, *rest in lines:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        click.echo(printable("  ".join([first.ljust(widths[0]), *cells]).rstrip()))

@@ -9,8 +9,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Self
 
+import click
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from rich.progress import Progress
@@ -27,6 +29,14 @@ _CONTROLS: Final = {
 def printable(text: str) -> str:
     """Return `text` without characters that would steer a terminal."""
     return text.translate(_CONTROLS)
+
+
+def show_table(lines: Sequence[tuple[str, ...]]) -> None:
+    """Print lines of equally many cells, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        click.echo(printable("  ".join([first.ljust(widths[0]), *cells]).rstrip()))
 
 
 class Bar:

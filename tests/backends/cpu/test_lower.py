@@ -99,3 +99,15 @@ def test_a_tapped_value_is_neither_fused_away_nor_overwritten():
     assert len(few.ops) == len(lower(program).ops) + 1
     place = next(i for i, op in enumerate(few.ops) if op.kind == OpKind.TAP)
     assert few.ops[place].x == few.ops[place - 1].outputs[0].buffer
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("has_taps", [False, True])
+def test_each_operation_of_a_program_is_run_by_exactly_one_record(name, has_taps):
+    program = PROGRAMS[name]
+    taps = [op.output for op in program.ops[::3] if not isinstance(op, Logits)] if has_taps else []
+    lowered = lower(program, taps)
+    assert len(lowered.parts) == len(lowered.ops)
+    assert Counter(op for parts in lowered.parts for op in parts) == Counter(program.ops)
+    for op, parts in zip(lowered.ops, lowered.parts, strict=True):
+        assert bool(parts) == (op.kind != OpKind.TAP)

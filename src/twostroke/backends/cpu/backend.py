@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends.cpu.lower import Lowered
+    from twostroke.backends.cpu.plan import OpTime
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
-    from twostroke.program import Program
+    from twostroke.program import Op, Program
     from twostroke.quant import QuantTensor
 
 _PAGE_UNIT = 16  # tokens
@@ -137,9 +138,18 @@ class CpuBackend:
         self._evaluate(lowered, tokens, logits, kept, generated=generated)
         return found
 
-    def times(self) -> dict[str, tuple[float, float]]:
-        """Return seconds by kind of operation since the last call: (elapsed, of it waiting)."""
+    @property
+    def fused(self) -> tuple[tuple[Op, ...], ...]:
+        """The Program's operations as a step runs them, those of one kernel together."""
+        return self._lowered.parts
+
+    def times(self) -> list[OpTime]:
+        """Return what each of `fused` has taken since the last call, in all steps together."""
         return self._loaded[2].times()
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Let one page hold what another does; must not be called while a step runs."""
+        self._loaded[2].copy_page(source, target)
 
     def forget(self, request: Request) -> None:
         """Drop whatever is kept for a request that has finished."""

@@ -12,7 +12,7 @@ from twostroke.backends.cpu.records import RECORD_SIZES, PlanRecord, StepRecord
 from twostroke.core import env
 from twostroke.core.errors import BackendError, nearest
 
-_INTERFACE_VERSION = 6  # as in native/c_interface.cpp
+_INTERFACE_VERSION = 7  # as in native/c_interface.cpp
 
 # Best first; each with its bit in `ts_probe` and what it needs of the processor.
 _LEVELS = {
@@ -40,7 +40,8 @@ _SIGNATURES = {
     "ts_plan_create": (c_void_p, (c_void_p, POINTER(PlanRecord))),
     "ts_plan_destroy": (None, (c_void_p,)),
     "ts_step": (c_int32, (c_void_p, POINTER(StepRecord))),
-    "ts_plan_times": (c_int32, (c_void_p, POINTER(c_double))),
+    "ts_plan_times": (None, (c_void_p, POINTER(c_double))),
+    "ts_plan_copy_page": (None, (c_void_p, c_int32, c_int32)),
     "ts_measure_bandwidth": (c_double, (c_void_p, c_int64)),
     "ts_measure_peak": (c_double, (c_void_p,)),
     "ts_peak_kind": (c_char_p, ()),

@@ -56,10 +56,12 @@ class Lowered:
     """A Program for the native executor.
 
     Records name weights, vectors, ropes and buffers by their place in these tuples;
-    `buffer_widths` are values a row.
+    `buffer_widths` are values a row. `parts[i]` are the Program's operations that record i runs:
+    each is in exactly one of them.
     """
 
     ops: tuple[OpRecord, ...]
+    parts: tuple[tuple[Op, ...], ...]
     matrices: tuple[str, ...]
     vectors: tuple[Vector, ...]
     ropes: tuple[Rope, ...]
@@ -107,6 +109,7 @@ class _Lowering:
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product
         self._experts: list[ExpertRecord] = []
         self._ops: list[OpRecord] = []
+        self._parts: list[tuple[Op, ...]] = []
 
     def lower(self) -> Lowered:
         tapped: set[str] = set()
@@ -119,6 +122,7 @@ class _Lowering:
                     self._tap(name)
         return Lowered(
             tuple(self._ops),
+            tuple(self._parts),
             tuple(self._matrices.places),
             tuple(self._vectors.places),
             tuple(self._ropes.places),
@@ -142,7 +146,7 @@ class _Lowering:
             case Kind.EXPERTS_ADD, (MixtureOfExperts() as mixture, Add() as add):
                 self._mixture(mixture, add)
             case Kind.EMBED_SCALE, (Embed() as embed, Scale() as scale):
-                self._embed(embed, scale.output, scale.factor)
+                self._embed(embed, scale)
             case Kind.SINGLE, (op,):
                 self._single(op)
             case _:
@@ -159,7 +163,7 @@ class _Lowering:
             case Attention():
                 self._attention(op)
             case Embed():
-                self._embed(op, op.output, 1.0)
+                self._embed(op)
             case RMSNorm():
                 self._emit(OpKind.NORM, op, norm=op)
             case Rope():
@@ -185,16 +189,17 @@ class _Lowering:
         record.width = op.width
         buffer = self._buffers.write(op.output, op.width)
         self._add_output(record, _output(buffer, op.width, rope=rope))
-        self._append(record, op.inputs)
+        self._append(record, op.inputs, op)
         return record
 
-    def _embed(self, op: Embed, output: str, factor: float) -> None:
+    def _embed(self, op: Embed, scale: Scale | None = None) -> None:
+        parts = (op,) if scale is None else (op, scale)
         record = self._record(OpKind.EMBED, None, None)
-        record.width, record.factor = op.width, factor
-        buffer = self._buffers.write(output, op.width)
+        record.width, record.factor = op.width, 1.0 if scale is None else scale.factor
+        buffer = self._buffers.write(parts[-1].output, op.width)
         weight = self._matrices.place(op.table)
         self._add_output(record, _output(buffer, op.width, weight=weight))
-        self._append(record, ())
+        self._append(record, (), *parts)
 
     def _norm_add(self, norm: RMSNorm, add: Add) -> None:
         if self._buffers.reads_left[add.a] > 1:
@@ -205,7 +210,7 @@ class _Lowering:
         record.width = norm.width
         record.y = self._buffers.take_over(add.output, add.a)
         self._add_output(record, _output(record.y, norm.width))
-        self._append(record, [norm.x, add.a])
+        self._append(record, [norm.x, add.a], norm, add)
 
     def _linears(self, norm: RMSNorm | None, linears: list[Linear]) -> None:
         """Append products of one input, with what can be done to them while they are at hand."""
@@ -213,12 +218,15 @@ class _Lowering:
         for start in range(0, len(linears), MAX_OUTPUTS):
             record = self._record(OpKind.LINEAR, x, norm)
             record.width = linears[0].in_width
+            parts: list[Op] = [norm] if norm is not None and start == 0 else []
             for op in linears[start : start + MAX_OUTPUTS]:
-                self._add_output(record, self._product(record, op))
-            self._ops.append(record)
+                self._add_output(record, self._product(record, op, parts))
+            self._append(record, (), *parts)
         self._buffers.done([x])
 
-    def _product(self, record: OpRecord, op: Linear) -> OutputRecord:
+    def _product(self, record: OpRecord, op: Linear, parts: list[Op]) -> OutputRecord:
+        """Return the output of a product; it and what is done behind it are added to `parts`."""
+        parts.append(op)
         output = _output(NONE, op.width, weight=self._matrices.place(op.weight))
         if op.bias is not None:
             output.bias = self._vectors.place(Vector(op.bias))
@@ -229,10 +237,12 @@ class _Lowering:
             output.norm = self._vectors.place(Vector(reader.weight, reader.offset))
             output.head_dim, output.epsilon = reader.width // reader.num_groups, reader.epsilon
             self._absorbed.add(name)
+            parts.append(reader)
             reader = self._only_reader(name)
         if isinstance(reader, Rope):
             name, output.rope = reader.output, self._rope(reader)
             self._absorbed.add(name)
+            parts.append(reader)
             reader = self._only_reader(name)
         if (
             isinstance(reader, Attention)
@@ -259,7 +269,7 @@ class _Lowering:
         for op in (gate, up):
             weight = self._matrices.place(op.weight)
             self._add_output(record, _output(buffer, act.width, weight=weight))
-        self._append(record, [norm.x])
+        self._append(record, [norm.x], norm, gate, up, act)
 
     def _linear_add(self, linear: Linear, add: Add) -> None:
         if self._buffers.reads_left[add.a] > 1:
@@ -272,7 +282,7 @@ class _Lowering:
         buffer = self._buffers.take_over(add.output, add.a)
         weight = self._matrices.place(linear.weight)
         self._add_output(record, _output(buffer, linear.width, weight=weight))
-        self._append(record, [linear.x, add.a])
+        self._append(record, [linear.x, add.a], linear, add)
 
     def _mixture(self, op: MixtureOfExperts, add: Add | None) -> None:
         """Append a mixture of experts, and its sum with an earlier value."""
@@ -288,7 +298,7 @@ class _Lowering:
         for expert in op.experts:
             weights = (expert.gate, expert.up, expert.down)
             self._experts.append(ExpertRecord(*(self._matrices.place(name) for name in weights)))
-        inputs = list(op.inputs)
+        inputs, parts = list(op.inputs), (op,) if add is None else (op, add)
         if add is None:
             buffer = self._buffers.write(op.output, op.width)
         else:
@@ -296,7 +306,7 @@ class _Lowering:
             buffer = self._buffers.take_over(add.output, add.a)
             inputs.append(add.a)
         self._add_output(record, _output(buffer, op.width))
-        self._append(record, inputs)
+        self._append(record, inputs, *parts)
 
     def _logits(self, norm: RMSNorm | None, op: Logits) -> None:
         x = op.x if norm is None else norm.x
@@ -304,7 +314,7 @@ class _Lowering:
         record.width, record.soft_cap = op.in_width, op.soft_cap or 0
         weight = self._matrices.place(op.weight)
         self._add_output(record, _output(NONE, op.width, weight=weight))
-        self._append(record, [x])
+        self._append(record, [x], *([] if norm is None else [norm]), op)
 
     def _attention(self, op: Attention) -> None:
         record = self._record(OpKind.ATTENTION, op.q, None)
@@ -316,13 +326,13 @@ class _Lowering:
         record.is_stored = int(all(stored))
         buffer = self._buffers.write(op.output, op.width)
         self._add_output(record, _output(buffer, op.width))
-        self._append(record, op.inputs)
+        self._append(record, op.inputs, op)
 
     def _tap(self, name: str) -> None:
         record = self._record(OpKind.TAP, name, None)
         record.width = self._buffers.widths[record.x]
         record.tap = self._taps.index(name)
-        self._ops.append(record)
+        self._append(record, ())
 
     def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
@@ -334,8 +344,10 @@ class _Lowering:
             record.epsilon, record.num_groups = norm.epsilon, norm.num_groups
         return record
 
-    def _append(self, record: OpRecord, inputs: Iterable[str]) -> None:
+    def _append(self, record: OpRecord, inputs: Iterable[str], *parts: Op) -> None:
+        """Append a record that runs `parts`, whose `inputs` are then read."""
         self._ops.append(record)
+        self._parts.append(parts)
         self._buffers.done(inputs)
 
     @staticmethod

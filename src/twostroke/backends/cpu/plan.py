@@ -11,7 +11,6 @@ from twostroke.backends.cpu.records import (
     CacheFormat,
     ExpertRecord,
     LayerRecord,
-    OpKind,
     OpRecord,
     PlanRecord,
     RopeRecord,
@@ -37,6 +36,14 @@ class PlanPages:
     kv_format: str
 
 
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds of one fused operation, and how many of them its threads waited (their mean)."""
+
+    elapsed_s: float
+    waiting_s: float
+
+
 class NativePlan:
     """Runs steps of a Program over `num_pages` pages of its own."""
 
@@ -56,6 +63,7 @@ class NativePlan:
         """
         self._library = library
         self.num_pages, page_size = pages.num_pages, pages.page_size
+        self._num_ops = len(lowered.ops)
         records = [weights.record(name) for name in lowered.matrices]
         vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
         ropes = [_rope_record(rope) for rope in lowered.ropes]
@@ -99,11 +107,17 @@ class NativePlan:
             message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
             raise MemoryLimitError(message)
 
-    def times(self) -> dict[str, tuple[float, float]]:
-        """Return seconds by kind of operation since the last call: (elapsed, of it waiting)."""
-        pairs = (c_double * (2 * len(OpKind)))()
+    def times(self) -> list[OpTime]:
+        """Return what each operation has taken since the last call, in all steps together."""
+        pairs = (c_double * (2 * self._num_ops))()
         self._library.ts_plan_times(self._plan, pairs)
-        return {kind.name.lower(): (pairs[2 * kind], pairs[2 * kind + 1]) for kind in OpKind}
+        return [OpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Let one page hold what another does."""
+        assert 0 <= source < self.num_pages
+        assert 0 <= target < self.num_pages
+        self._library.ts_plan_copy_page(self._plan, source, target)
 
     def close(self) -> None:
         """Give back the pages and buffers."""

@@ -1,0 +1,189 @@
+"""Single steps of chosen shapes: planned by the real scheduler, computed as often as one likes."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from twostroke.cache import PageGroups, PagePool
+from twostroke.core.config import BatchOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.request import NO_PAGE, Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan, StepResult
+from twostroke.program import BatchShape
+from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
+
+if TYPE_CHECKING:
+    from twostroke.backends.cpu import CpuBackend
+    from twostroke.program import Program
+
+NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
+
+_FILL_ROWS = 256  # computed at once while contexts are filled
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step: `num_streams` requests with one generated row each behind `context` tokens.
+
+    Or, with `num_prompt` above 0, one request's first so many prompt tokens.
+    """
+
+    num_streams: int = 1
+    context: int = 0
+    num_prompt: int = 0
+
+    @classmethod
+    def decode(cls, num_streams: int, context: int) -> Shape:
+        """Each of the streams writes a token."""
+        return cls(num_streams, context)
+
+    @classmethod
+    def prefill(cls, num_tokens: int) -> Shape:
+        """One prompt is read at once."""
+        return cls(num_prompt=num_tokens)
+
+    @property
+    def batch(self) -> BatchShape:
+        """What the step costs is counted from this."""
+        if self.num_prompt:
+            return BatchShape.prefill(self.num_prompt)
+        return BatchShape.decode((self.context,) * self.num_streams)
+
+    @property
+    def name(self) -> str:
+        """What a person calls it, such as "decode, 16 streams behind 512 tokens"."""
+        if self.num_prompt:
+            return f"prefill, {self.num_prompt:,} tokens"
+        streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
+        return f"decode, {streams} behind {self.context:,} tokens"
+
+    def check(self, program: Program) -> None:
+        """Raise UsageError where a request would be longer than the model's context."""
+        if self._num_tokens > program.context_length:
+            asked, knob = (
+                (f"a prompt of {self.num_prompt:,}", "--prefill")
+                if self.num_prompt
+                else (f"steps behind {self.context:,} tokens", "--context")
+            )
+            most = max(0, program.context_length - self.num_written)
+            message = f"{program.name} was made for at most {program.context_length:,} tokens of"
+            raise UsageError(f"{message} context, too few for {asked}: {knob} may be up to {most}.")
+
+    def num_pages(self, groups: PageGroups) -> int:
+        """Return how many pages its requests hold, and the scheduler keeps for them to grow into.
+
+        No page is behind a window before the step that fills the contexts ends.
+        """
+        places = -(-self._num_tokens // groups.page_size) + 1
+        return self.num_streams * len(groups.windows) * places
+
+    @property
+    def num_written(self) -> int:
+        """How many tokens each request writes: the first, and one a step."""
+        return 1 if self.num_prompt else 2 + NUM_CYCLES
+
+    @property
+    def _num_tokens(self) -> int:
+        return (self.num_prompt or self.context) + self.num_written
+
+
+class SingleStep:
+    """A shape's step on a backend, which it has to itself until `close`.
+
+    Where there is a context, it is computed for one stream and copied for the others: their new
+    tokens differ, so that experts do as well.
+    """
+
+    def __init__(self, backend: CpuBackend, program: Program, shape: Shape) -> None:
+        """Fill the contexts and plan the step. The backend has the pages that the shape needs."""
+        facts = backend.facts
+        pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
+        num_tokens = shape.num_prompt or shape.context
+        config = SchedulerConfig(
+            context_length=program.context_length,
+            max_running=shape.num_streams,
+            token_budget=shape.num_streams * num_tokens,
+            max_waiting_requests=shape.num_streams,
+            max_waiting_tokens=shape.num_streams * num_tokens,
+        )
+        self._backend, self._shape = backend, shape
+        self._scheduler = Scheduler(config, pool, None, make_policy(BatchOptions()))
+        self._chance = random.Random(0)
+        self._vocab_size = program.vocab_size
+        self._prompt = self._tokens(num_tokens)
+        self._requests: list[Request] = []
+        for _ in range(shape.num_streams):
+            self._add()
+        plan = self._plan()
+        if not shape.num_prompt:
+            self._fill(plan)
+            self._scheduler.commit(plan, self._result(shape.num_streams))
+            plan = self._plan()
+        self.plan = plan
+        spans = tuple((part.start, part.count) for part in plan.slices)
+        assert BatchShape(spans, shape.num_streams) == shape.batch
+
+    def run(self) -> StepResult:
+        """Compute the step, which changes nothing that the next time would meet."""
+        return self._backend.run(self.plan)
+
+    def scheduler_times(self) -> list[float]:
+        """Commit the step, and return what the scheduler takes for further ones, in seconds.
+
+        They are computed too, so that the scheduler meets caches as kernels leave them.
+        """
+        self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
+        times_s = []
+        for _ in range(NUM_CYCLES):
+            if self._shape.num_prompt:
+                self._add()
+            began = time.perf_counter()
+            plan = self._plan()
+            planned = time.perf_counter()
+            self._backend.run(plan)
+            result = self._result(self._shape.num_streams)
+            ran = time.perf_counter()
+            self._scheduler.commit(plan, result)
+            times_s.append(planned - began + time.perf_counter() - ran)
+        return times_s
+
+    def close(self) -> None:
+        """Let the backend forget the requests."""
+        for request in self._requests:
+            self._backend.forget(request)
+
+    def _add(self) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=self._shape.num_written)
+        name = f"stream {len(self._requests)}"
+        request = Request(name, list(self._prompt), len(self._prompt), params, seed=0)
+        self._requests.append(request)
+        self._scheduler.add(request)
+
+    def _plan(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        assert plan is not None
+        assert len(plan.slices) == self._shape.num_streams, "a stream does not fit"
+        return plan
+
+    def _fill(self, plan: StepPlan) -> None:
+        """Do what the plan says, for the first request by computing, for others by copying."""
+        first, *others = plan.slices
+        for start in range(first.start, first.count, _FILL_ROWS):
+            count = min(_FILL_ROWS, first.count - start)
+            self._backend.run(StepPlan((Slice(first.request, start, count, samples=False),)))
+        for part in others:
+            for sources, targets in zip(first.request.pages, part.request.pages, strict=True):
+                for source, target in zip(sources, targets, strict=True):
+                    assert NO_PAGE not in {source, target}
+                    self._backend.copy_page(source, target)
+
+    def _result(self, num_tokens: int) -> StepResult:
+        """Return tokens as if drawn: any, for a greedy answer goes in circles."""
+        return StepResult(self._tokens(num_tokens), [None] * num_tokens)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._chance.randrange(self._vocab_size) for _ in range(count)]

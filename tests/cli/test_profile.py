@@ -1,0 +1,118 @@
+"""`twostroke profile`: its tables, its JSON, its picture and its refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from twostroke.core.hardware import Hardware
+from twostroke.engine import profile as module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Ran
+
+    Cli = Callable[..., Ran]
+
+SMALL = ("--streams", "1,3", "--context", "20", "--prefill", "40", "--steps", "2")
+LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", source="measured")
+FIGURES = {
+    "time_s", "share", "waiting_s", "bytes", "flops", "flops_per_byte", "bytes_per_s",
+    "flops_per_s", "floor_s", "times_floor",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing large."""
+    monkeypatch.setattr(module, "machine", lambda *given, again: LIMITS)
+
+
+def test_each_step_is_a_table_with_advice(cli: Cli, tiny: str) -> None:
+    ran = cli("profile", tiny, *SMALL)
+    assert ran.code == 0
+    first, *_ = ran.out.splitlines()
+    assert "1.0 GB/s" in first
+    tables = ran.out.split("\n\n")
+    headings = [text for text in tables if text.startswith("OPERATION")]
+    assert len(headings) == 3
+    for text in headings:
+        names = [line[:24].rstrip() for line in text.splitlines()]
+        assert names[1] == "embed"
+        assert names[-3:] == ["set-up and results", "scheduler", "whole step"]
+        assert len({len(line) for line in text.splitlines() if "set-up" not in line} - {0}) <= 2
+    assert "decode, 3 streams behind 20 tokens" in ran.out
+    assert "prefill, 40 tokens" in ran.out
+    assert ran.out.count("Mend next: ") == 3
+    assert "Measuring prefill, 40 tokens" in ran.err
+
+
+def test_json_is_for_scripts(cli: Cli, tiny: str) -> None:
+    found = json.loads(cli("profile", tiny, *SMALL, "--json").out)
+    assert list(found) == ["model", "machine", "steps"]
+    assert found["machine"]["bandwidth"] == 1e9
+    names = [step["name"].split(",")[0] for step in found["steps"]]
+    assert names == ["decode", "decode", "prefill"]
+    for step in found["steps"]:
+        assert set(step["whole"]) == FIGURES
+        assert step["num_measured"] == 2
+        rows = step["operations"]
+        assert all(set(row) >= FIGURES | {"name", "layer", "calls"} for row in rows)
+        for figure in ("bytes", "flops"):
+            assert sum(row[figure] for row in rows) == step["whole"][figure]
+        assert step["whole"]["time_s"] == step["run_s"]["median"] + step["scheduler_s"]
+
+
+def test_layers_are_rows_of_their_own(cli: Cli, tiny: str) -> None:
+    given = ("--streams", "2", "--context", "9", "--steps", "1")
+    ran = cli("profile", tiny, *given, "--layers")
+    for layer in (0, 1):
+        assert f"ffn_down add [{layer}]" in ran.out
+    assert "prefill" not in ran.out  # only what was asked for
+
+
+def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "roof.svg"
+    found = json.loads(cli("profile", tiny, *SMALL, "--json", "--plot", str(path)).out)
+    root = ET.fromstring(path.read_text(encoding="utf-8"))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for step in found["steps"]:
+        assert any((text or "").startswith(step["name"]) for text in texts)
+        for row in step["operations"]:
+            if row["flops"]:
+                assert row["name"] in texts
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--context", "100000"), "--context may be up to 507"),
+        (("--prefill", "512"), "--prefill may be up to 511"),
+        (("--streams", "0"), "'0' is no list of numbers from 1"),
+        (("--streams", "1,,2"), "'1,,2' is no list of numbers"),
+        (("--prefill", "many"), "'many' is no list of numbers"),
+        (("--streams", "1000000", "--context", "400"), "lower --streams or --context"),
+        (("--backend", "reference"), "Only the cpu backend has kernels to profile"),
+        (("--level", "avx9"), "There is no instruction-set level 'avx9'"),
+        (("--plot", "roof.png"), "--plot draws SVG"),
+        (("--plot", "/nowhere/roof.svg"), "there is no folder '/nowhere'"),
+        (("--stream", "1"), "Did you mean '--streams'?"),
+        (("--steps", "0"), "--steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    cli: Cli, tiny: str, given: tuple[str, ...], sentence: str
+) -> None:
+    ran = cli("profile", tiny, *given)
+    assert ran.code != 0
+    assert sentence in ran.err
+    assert ran.out == ""
+
+
+def test_an_unknown_model_is_refused(cli: Cli) -> None:
+    assert cli("profile", "smolm2").code == 3

@@ -1,0 +1,164 @@
+"""Profiles: steps that are what they are called, and rows that add up to the cost of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.native import native_dir
+from support.tiny import tiny_of, write_tiny_gguf
+from twostroke.backends.cpu import CpuBackend
+from twostroke.cache import FORMATS
+from twostroke.core.config import CacheOptions, ComputeOptions
+from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
+from twostroke.core.hardware import Hardware
+from twostroke.engine import profile as module
+from twostroke.engine.labels import labels
+from twostroke.engine.profile import StepProfile, Wanted, profile
+from twostroke.engine.shapes import Shape, SingleStep
+from twostroke.models import build_program
+from twostroke.program import BatchShape
+from twostroke.program.cost import Cost, CostModel
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAMILIES = ("llama", "gemma3", "qwen3-moe")
+SHAPES = (Shape.decode(1, 20), Shape.decode(5, 40), Shape.prefill(70))
+LIMITS = Hardware("test", 2, 10**9, bandwidth=1e9, peak=2e9, peak_kind="x", source="measured")
+
+
+@pytest.fixture(autouse=True)
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the libraries of this tree, and limits that need no measuring."""
+    monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(native_dir()))
+    monkeypatch.setattr(module, "machine", lambda *given, again: LIMITS)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_tiny_gguf(folder / "tiny.gguf", tiny_of(request.param))
+
+
+def profiles_of(path: Path, wanted: Wanted) -> list[StepProfile]:
+    return list(profile(str(path), wanted, lambda text: None))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_step_draws_what_its_requests_draw_alone(path: Path, shape: Shape) -> None:
+    """Whatever was copied and repeated, it is a real step behind real contexts."""
+    loaded = load_path(path)
+    program = build_program(loaded.spec)
+    backend = CpuBackend(program, loaded.tensors, 200, 16, 2, level="portable")
+    try:
+        step = SingleStep(backend, program, shape)
+        drawn = step.run().tokens
+        assert step.run().tokens == drawn
+        for part, token in zip(step.plan.slices, drawn, strict=True):
+            assert backend.score(part.request.tokens)[-1].argmax() == token
+        assert len({tuple(part.request.tokens) for part in step.plan.slices}) == len(drawn)
+        assert all(time_s > 0 for time_s in step.scheduler_times())
+        step.close()
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "int8"])
+def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None:
+    loaded = load_path(path)
+    program = build_program(loaded.spec)
+    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+    model = CostModel(program, sizes, FORMATS[kv_format])
+    wanted = Wanted(SHAPES, num_steps=2, cache=CacheOptions(kv_format=kv_format))
+    found = profiles_of(path, wanted)
+    assert [one.shape for one in found] == list(SHAPES)
+    for one in found:
+        assert one.cost == model.step(one.shape.batch)
+        assert one.num_steps == 2
+        for row in one.operations:
+            assert row.time_s.low <= row.time_s.median <= row.time_s.high
+            assert row.floor_s >= max(row.cost.bytes / 1e9, row.cost.flops / 2e9) * (1 - 1e-9)
+
+
+def test_rows_of_layers_are_the_rows_of_all_taken_apart(path: Path) -> None:
+    shapes = SHAPES[1:2]
+    [whole] = profiles_of(path, Wanted(shapes, num_steps=1))
+    [apart] = profiles_of(path, Wanted(shapes, num_steps=1, by_layer=True))
+    assert {row.label.layer for row in whole.operations} == {None}
+    layers = build_program(load_path(path).spec).cache_layers
+    assert {row.label.layer for row in apart.operations} == {None, *range(len(layers))}
+    for row in whole.operations:
+        parts = [part for part in apart.operations if part.label.name == row.label.name]
+        assert sum(part.calls for part in parts) == row.calls
+        assert sum((part.cost for part in parts), Cost(0, 0, 0)) == row.cost
+
+
+def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
+    for one in profiles_of(path, Wanted(SHAPES[:1], num_steps=1)):
+        assert one.worst.above_s == max(row.above_s for row in one.operations)
+        assert one.step_s == one.run_s.median + one.scheduler_s
+
+
+def test_shapes_are_the_batches_that_cost_is_counted_from() -> None:
+    assert Shape.decode(3, 7).batch == BatchShape.decode((7, 7, 7))
+    assert Shape.prefill(9).batch == BatchShape.prefill(9)
+    assert Shape.decode(1, 2000).name == "decode, 1 stream behind 2,000 tokens"
+    assert Shape.decode(2, 8).name == "decode, 2 streams behind 8 tokens"
+
+
+def test_fused_operations_are_called_by_what_they_do(tmp_path: Path) -> None:
+    names = {}
+    for family in FAMILIES:
+        path = write_tiny_gguf(tmp_path / f"{family}.gguf", tiny_of(family))
+        loaded = load_path(path)
+        program = build_program(loaded.spec)
+        backend = CpuBackend(program, loaded.tensors, 20, 16, 1, level="portable")
+        names[family] = list(dict.fromkeys(label.name for label in labels(program, backend.fused)))
+        backend.close()
+    assert names["llama"] == [
+        "embed",
+        "norm attn_q,k,v rope",
+        "attention",
+        "attn_output add",
+        "norm ffn_gate,up silu",
+        "ffn_down add",
+        "norm logits",
+    ]
+    assert names["gemma3"] == [
+        "embed scale",
+        "norm attn_q,k,v norm rope",
+        "attention(27)",
+        "attn_output",
+        "norm add",
+        "norm ffn_gate,up gelu_tanh",
+        "ffn_down",
+        "attention",
+        "norm logits",
+    ]
+    assert names["qwen3-moe"][4:] == ["norm", "ffn_gate_inp", "experts add", "norm logits"]
+
+
+def test_a_context_beyond_the_model_s_is_refused(path: Path) -> None:
+    length = load_path(path).spec.context_length
+    for shape, knob in (
+        (Shape.decode(1, length), "--context"),
+        (Shape.prefill(length), "--prefill"),
+    ):
+        with pytest.raises(UsageError, match=f"{knob} may be up to {length - shape.num_written}"):
+            profiles_of(path, Wanted((shape,)))
+
+
+def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "memory_available", lambda: 10**9)
+    with pytest.raises(MemoryLimitError, match="lower --streams or --context"):
+        profiles_of(path, Wanted((Shape.decode(1 << 20, 400), Shape.prefill(8))))
+
+
+def test_backends_without_kernels_are_refused() -> None:
+    with pytest.raises(UsageError, match="Only the cpu backend has kernels to profile"):
+        Wanted(SHAPES, compute=ComputeOptions("reference"))
+    with pytest.raises(BackendError, match="no instruction-set level 'avx9'"):
+        next(profile("x", Wanted(SHAPES, compute=ComputeOptions(level="avx9")), print))
