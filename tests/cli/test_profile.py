@@ -68,6 +68,17 @@ def test_json_is_for_scripts(cli: Cli, tiny: str) -> None:
         assert step["whole"]["time_s"] == step["run_s"]["median"] + step["scheduler_s"]
 
 
+@pytest.mark.parametrize(("share", "is_said"), [(None, False), (0.01, False), (0.5, True)])
+def test_a_disturbed_measurement_says_so(
+    cli: Cli, tiny: str, monkeypatch: pytest.MonkeyPatch, share: float | None, is_said: bool
+) -> None:
+    monkeypatch.setattr(module.OthersWatch, "share", lambda watch: share)
+    given = ("profile", tiny, "--prefill", "8", "--steps", "1")
+    assert ("other programs took 50% of the processors" in cli(*given).out) == is_said
+    [step] = json.loads(cli(*given, "--json").out)["steps"]
+    assert step["others_share"] == share
+
+
 def test_layers_are_rows_of_their_own(cli: Cli, tiny: str) -> None:
     given = ("--streams", "2", "--context", "9", "--steps", "1")
     ran = cli("profile", tiny, *given, "--layers")

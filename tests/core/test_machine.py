@@ -45,3 +45,21 @@ def test_no_limit_is_no_bound(cgroup: Path) -> None:
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("900000\n")
     assert machine.memory_available() > 1_000_000
+
+
+def test_what_other_programs_take_is_a_share_of_all_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used_s, clock_s = iter([10.0, 13.0]), iter([100.0, 103.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "_others_s", lambda: next(used_s))
+        patch.setattr(machine.time, "monotonic", lambda: next(clock_s))
+        patch.setattr(machine.os, "cpu_count", lambda: 2)
+        assert machine.OthersWatch().share() == 0.5
+    real = machine.OthersWatch().share()
+    assert real is None or real >= 0
+
+
+def test_what_the_system_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_others_s", lambda: None)
+    assert machine.OthersWatch().share() is None

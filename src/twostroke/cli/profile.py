@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _MOST: Final = 1 << 20
 _STREAMS: Final = (1, 16)
 _PROMPT: Final = (512,)
+_QUIET: Final = 0.03  # of the processors' time that others may take unsaid
+_LEAST_FLOPS: Final = 1e-4  # of a step's, for a place on the roofline
 _HEADINGS: Final = (
     "OPERATION", "CALLS", "MS", "SHARE", "WAITING", "MB", "GFLOP", "FLOP/B", "GB/S", "GFLOP/S",
     "FLOOR", "×FLOOR",
@@ -199,12 +201,13 @@ class Figures:
 
 
 def _show(profile: StepProfile) -> None:
-    run = profile.run_s
+    run, others = profile.run_s, profile.others_share or 0.0
+    disturbed = f"; other programs took {others:.0%} of the processors" if others > _QUIET else ""
     click.echo()
     click.secho(profile.shape.name, bold=True)
     click.echo(
         f"{_ms(profile.step_s)} a step, {profile.tokens_per_s:,.0f} tokens/s "
-        f"({profile.num_steps} steps of {_ms(run.low)} to {_ms(run.high)})\n"
+        f"({profile.num_steps} steps of {_ms(run.low)} to {_ms(run.high)}{disturbed})\n"
     )
     show_table(_table(profile))
     click.echo(f"\n{_advice(profile)}")
@@ -273,6 +276,7 @@ def _step_result(profile: StepProfile) -> dict[str, Any]:
         "set_up_s": profile.set_up_s,
         "scheduler_s": profile.scheduler_s,
         "tokens_per_s": profile.tokens_per_s,
+        "others_share": profile.others_share,
         "whole": asdict(Figures.of_all(profile)),
         "operations": [
             {
@@ -290,7 +294,7 @@ def _step_result(profile: StepProfile) -> dict[str, Any]:
 
 
 def _picture(model: str, profiles: Sequence[StepProfile]) -> str:
-    """Return the roofline; operations without bytes or without arithmetic have no place on it."""
+    """Return the roofline; operations that hardly compute have no place on it."""
     hardware = profiles[0].hardware
     roof = Roof(
         hardware.bandwidth,
@@ -306,7 +310,8 @@ def _series(profile: StepProfile) -> Series:
     points = []
     for one in profile.operations:
         figures = Figures.of(one, profile.step_s)
-        if figures.flops_per_byte and figures.flops_per_s:
+        is_drawn = one.cost.flops > _LEAST_FLOPS * profile.cost.flops
+        if is_drawn and figures.flops_per_byte and figures.flops_per_s:
             label = str(one.label)
             rates = figures.flops_per_byte, figures.flops_per_s
             points.append(Point(label, *rates, figures.share))

@@ -140,15 +140,17 @@ def _radius(point: Point) -> float:
 
 
 def _point(point: Point, x: float, y: float, colour: str, placed: _Placed) -> Iterator[str]:
-    radius = _radius(point)
+    radius, width = _radius(point), _LETTER * len(point.label)
     left, middle = placed.find(x, y, radius + 4, point.label)
     if middle != y:
-        end = left if left > x else left + _LETTER * len(point.label)
+        end = left if left > x else left + width
         yield _line(x, y, end, middle, colour, 0.6)
     yield (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" '
         'fill-opacity="0.75" stroke="white"/>'
     )
+    box = f'x="{left - 2:.1f}" y="{middle - 5:.1f}" width="{width + 4:.1f}" height="11"'
+    yield f'<rect {box} fill="white" fill-opacity="0.7"/>'
     yield _text(left, middle + 4, point.label, size=11)
 
 
@@ -181,7 +183,7 @@ def _roof(scale: _Scale, roof: Roof) -> Iterator[str]:
     path = f"{start[0]:.1f},{start[1]:.1f} {corner[0]:.1f},{corner[1]:.1f} {end},{corner[1]:.1f}"
     yield f'<polyline points="{path}" fill="none" stroke="#333333" stroke-width="2"/>'
     angle = math.degrees(math.atan2(corner[1] - start[1], corner[0] - start[0]))
-    x, y = (start[0] + corner[0]) / 2, (start[1] + corner[1]) / 2
+    x, y = start[0] + (corner[0] - start[0]) / 4, start[1] + (corner[1] - start[1]) / 4
     turned = f'transform="rotate({angle:.1f} {x:.1f} {y:.1f})"'
     yield _text(x, y - 8, roof.bandwidth_name, anchor="middle", more=turned)
     yield _text(end, corner[1] - 8, roof.peak_name, anchor="end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import time
 from pathlib import Path
 
 from twostroke.core import env
@@ -66,6 +67,34 @@ def resolve_num_threads(requested: int | None) -> int:
         message = f"TWOSTROKE_NUM_THREADS must be a number from 1 to 1024, not '{text}'."
         raise UsageError(message)
     return int(text)
+
+
+class OthersWatch:
+    """Counts the processor time that other programs take, from its making on."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self._began_s, self._before_s = time.monotonic(), _others_s()
+
+    def share(self) -> float | None:
+        """Return their share of all processors' time so far; None where the system does not say."""
+        after_s = _others_s()
+        if self._before_s is None or after_s is None:
+            return None
+        whole_s = (time.monotonic() - self._began_s) * (os.cpu_count() or 1)
+        return max(0.0, after_s - self._before_s) / whole_s
+
+
+def _others_s() -> float | None:
+    """Return for how many seconds other programs have kept processors busy since the start."""
+    try:
+        line = Path("/proc/stat").read_text().splitlines()[0]
+        user, nice, system, _, _, *interrupts = map(int, line.split()[1:9])
+    except (OSError, ValueError, IndexError):
+        return None
+    own = os.times()
+    busy = user + nice + system + sum(interrupts)
+    return busy / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def processor_name() -> str:

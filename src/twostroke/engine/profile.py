@@ -12,7 +12,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
-from twostroke.core.machine import memory_available, resolve_num_threads
+from twostroke.core.machine import OthersWatch, memory_available, resolve_num_threads
 from twostroke.engine.build import auto_kv_format
 from twostroke.engine.hardware import machine
 from twostroke.engine.labels import Label, labels
@@ -92,7 +92,8 @@ class OperationProfile:
 class StepProfile:
     """One shape's step. `run_s` is the backend's whole call, `scheduler_s` comes on top of it.
 
-    `set_up_s` is what the call takes beside operations: arrays, threads, results.
+    `set_up_s` is what the call takes beside operations: arrays, threads, results. Other programs
+    took `others_share` of all processors meanwhile (None if unknown).
     """
 
     shape: Shape
@@ -102,6 +103,7 @@ class StepProfile:
     run_s: Spread
     set_up_s: float
     scheduler_s: float
+    others_share: float | None
 
     @property
     def step_s(self) -> float:
@@ -204,7 +206,9 @@ def _profile(
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
+        watch = OthersWatch()
         steps = _measure(backend, single, wanted.num_steps)
+        others_share = watch.share()
         scheduler_s = statistics.median(single.scheduler_times())
     finally:
         single.close()
@@ -227,6 +231,7 @@ def _profile(
         run_s=Spread.of(step.run_s for step in steps),
         set_up_s=statistics.median(step.run_s - sum(step.elapsed_s) for step in steps),
         scheduler_s=scheduler_s,
+        others_share=others_share,
     )
 
 
