@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers correctness clean
+.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -106,8 +106,17 @@ bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--h
 bench-overhead: pull ## Measure what a step costs besides its kernels, up to 256 streams (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
 
-bench-peers: pull ## Measure beside llama.cpp, which is built into .bench-peers first (BENCH_ARGS=).
+bench-peers: pull ## Measure beside llama.cpp and others, built into .bench-peers first (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
+bench-start: pull ## Measure start to first token and peak memory beside llama.cpp (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/start.py $(BENCH_ARGS)
+
+bench-serve: pull ## Measure 16 clients of the server beside llama-server and the engine (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/serving.py $(BENCH_ARGS)
+
+bench-report: $(STAMP) ## Draw BENCHMARKS.md from what was measured.
+	@$(BIN)/python benchmarks/bench_report.py
 
 check: build ## Everything that can be known without running it: style, types, imports, sizes.
 	$(BIN)/ruff format --check .

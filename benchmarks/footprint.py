@@ -25,7 +25,7 @@ _INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distuti
 
 def first_token_s(model: str, runs: int) -> Spread:
     """Return the seconds from starting `twostroke generate` to the first byte of its answer."""
-    command = _generate(model, "-p", _PROMPT, "--max-tokens", "2")
+    command = generate_command(model, "-p", _PROMPT, "--max-tokens", "2")
     times = []
     for _ in range(runs):
         began = time.monotonic()
@@ -45,7 +45,7 @@ def peak_memory(model: str, context_length: int, kv_bytes: int) -> int:
     """
     sizes = ("--context-length", str(context_length), "--kv-memory", str(kv_bytes))
     prompt = ("--raw", "-p", " ".join([_PROMPT] * (context_length // 10)))
-    command = _generate(model, "--ignore-eos", *sizes, *prompt)
+    command = generate_command(model, "--ignore-eos", *sizes, *prompt)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         peak = 0
         while process.poll() is None:
@@ -97,7 +97,8 @@ def build_s() -> float:
         return time.monotonic() - began
 
 
-def _generate(model: str, *more: str) -> list[str]:
+def generate_command(model: str, *more: str) -> list[str]:
+    """Return the command that answers a prompt in a fresh process."""
     program = shutil.which("twostroke", path=str(_BIN))
     start = (
         [program] if program else [sys.executable, "-c", "from twostroke.cli import main; main()"]

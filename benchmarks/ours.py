@@ -6,11 +6,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import closed_loop
 from twostroke.core.sampling import SamplingParams
 from workload import Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from twostroke.engine.client import Client
 
@@ -21,6 +22,19 @@ def run_job(client: Client, prompts: Sequence[list[int]], num_tokens: int) -> Ti
     """Answer all prompts together: greedy, `num_tokens` each, the end ignored."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return asyncio.run(_run(client, prompts, params))
+
+
+def run_loop(
+    client: Client, prompts: Sequence[list[int]], loop: closed_loop.Loop
+) -> closed_loop.Served:
+    """Answer prompts for a closed loop of clients in this process, without a server."""
+    params = SamplingParams(max_tokens=loop.num_tokens, temperature=0.0, ignore_eos=True)
+
+    async def ask(prompt: Sequence[int]) -> AsyncIterator[int]:
+        async for output in client.generate_async(prompt, params):
+            yield len(output.token_ids)
+
+    return asyncio.run(closed_loop.run(ask, prompts, loop))
 
 
 async def _run(client: Client, prompts: Sequence[list[int]], params: SamplingParams) -> Timing:

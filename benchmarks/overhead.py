@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ours import run_job
+from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.cache import PagePool, PrefixIndex
@@ -101,6 +102,20 @@ def _rows(runs: dict[int, list[Run]]) -> Iterator[tuple[str, ...]]:
         yield (f"{num_streams} streams", *(Spread.of(1e3 * s for s in f).text(3) for f in figures))
 
 
+def _record(model: str, num_streams: int, row: list[Run]) -> Record:
+    return Record(
+        row=f"overhead-{num_streams}",
+        name=f"scheduler and Python in a step of {num_streams} streams, kernels that cost nothing",
+        model=model,
+        unit="ms",
+        entries=[Entry("Twostroke", "", [1e3 * run.engine_s for run in row])],
+        command=f'make bench-overhead BENCH_ARGS="--streams {num_streams}"',
+        lower_is_better=True,
+        num_runs=len(row),
+        others={"client_ms": Spread.of(1e3 * run.client_s for run in row).median},
+    )
+
+
 def main() -> None:
     """Measure, then print and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -123,6 +138,8 @@ def main() -> None:
         count: Spread.of(run.engine_s for run in row).median for count, row in runs.items()
     }
     text = ["## A step without its kernels", "", table(header, _rows(runs)), ""]
+    for count, row in runs.items():
+        keep(_record(given.model, count, row))
     save("overhead", result, "\n".join([*text, caption(result, given.model)]))
 
 

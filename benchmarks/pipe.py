@@ -5,10 +5,12 @@ Only the standard library is used here: peers import this file in environments o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,14 @@ if TYPE_CHECKING:
 
     Handler = Callable[..., "dict[str, Any]"]
 
+_ANSWER_WITHIN_S = 1800.0
 _IDLE_FOR_S = 0.1
 _IDLE_WITHIN_S = 10.0
 _IDLE_SHARE = 0.15  # of one core: one tick of the kernel's clock in `_IDLE_FOR_S`
+
+
+class WorkerError(Exception):
+    """A worker died, failed, took too long, or does not come to rest."""
 
 
 class Worker:
@@ -37,33 +44,45 @@ class Worker:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
             )
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
     def ask(self, command: str, **fields: object) -> dict[str, Any]:
         """Put a question, wait for its answer, then for the process to come to rest.
 
         Raises:
-            SystemExit: it died, it failed, or it does not come to rest.
+            WorkerError: it died, it failed, it took too long, or it does not come to rest.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = json.dumps({"command": command, **fields})
         watch = Watch(self._process.pid)
-        self._process.stdin.write(line.encode() + b"\n")
-        self._process.stdin.flush()
-        reply = self._process.stdout.readline()
+        limit = threading.Timer(_ANSWER_WITHIN_S, self._process.kill)
+        limit.start()
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        finally:
+            limit.cancel()
         if not reply:
-            code = self._process.wait()
-            raise SystemExit(f"{self.name} ended with code {code}; its log is {self._log}.")
+            raise WorkerError(f"ended with code {self._process.wait()}: {self._last_words()}")
         self.others_share = watch.others_share()
         answer: dict[str, Any] = json.loads(reply)
         if "error" in answer:
-            raise SystemExit(f"{self.name} failed at '{command}': {answer['error']}")
+            raise WorkerError(f"failed at '{command}': {answer['error']}")
         self._wait_until_idle()
         return answer
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -78,8 +97,12 @@ class Worker:
             time.sleep(_IDLE_FOR_S)
             if process_s(self._process.pid) - before < _IDLE_SHARE * _IDLE_FOR_S:
                 return
-        message = f"{self.name} does not rest between runs, so it would disturb the others"
-        raise SystemExit(f"{message}; its log is {self._log}.")
+        raise WorkerError("does not rest between runs, so it would disturb the others")
+
+    def _last_words(self) -> str:
+        """Return the last line that it wrote into its log."""
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def serve(handlers: Mapping[str, Handler]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from twostroke.engine.meter import Strokes
 
 _PARTS = ("speed", "policies", "start", "memory", "size", "build")
+_ROWS = [name for name, work in WORKS.items() if not work.kept_length]  # those of seconds
 _MEMORY_CONTEXT = 2048  # tokens in the key-value pool when memory is measured
 _MEMORY_FACTOR = 1.6  # of the model's file, beside the pool
 _POLICY_BATCH = 8
@@ -57,7 +58,7 @@ def _arguments() -> argparse.Namespace:
         help=f"what to measure: {', '.join(_PARTS)}",
     )  # fmt: skip
     parser.add_argument(
-        "--only", nargs="+", choices=list(WORKS), default=list(WORKS), metavar="ROW",
+        "--only", nargs="+", choices=list(WORKS), default=_ROWS, metavar="ROW",
         help=f"rows of the speed table: {', '.join(WORKS)}",
     )  # fmt: skip
     return parser.parse_args()
@@ -158,7 +159,7 @@ def _measure_rows(
 
 def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts) -> None:
     work, meter = row.work, engine.client.loop.meter
-    job = [prompts.take(work.prompt_length) for _ in range(work.num_streams)]
+    job = prompts.job(work)
     before, watch = meter.strokes, Watch()
     timing = run_job(engine.client, job, work.num_tokens)
     row.add(timing, meter.strokes - before, limits, watch.others_share())

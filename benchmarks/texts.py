@@ -10,6 +10,7 @@ from twostroke.engine.evaluate import held_out_text
 
 if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
+    from workload import Work
 
 
 def heldout_tokens(loaded: LoadedModel) -> list[int]:
@@ -29,6 +30,15 @@ class FreshPrompts:
         """Take prompts from `tokens`; the same seed gives the same prompts."""
         self._tokens = tokens
         self._random = random.Random(seed)
+        self._kept: dict[tuple[int, int], list[int]] = {}
+
+    def job(self, work: Work) -> list[list[int]]:
+        """Return a prompt for each stream of a row, fresh from its `kept_length` on."""
+        fresh = work.prompt_length - work.kept_length
+        return [
+            [*self._keep(stream, work.kept_length), *self.take(fresh)]
+            for stream in range(work.num_streams)
+        ]
 
     def take(self, length: int) -> list[int]:
         """Return a prompt of `length` tokens."""
@@ -38,3 +48,9 @@ class FreshPrompts:
             prompt += self._tokens[start : start + length - len(prompt)]
             start = 0
         return prompt[:length]
+
+    def _keep(self, stream: int, length: int) -> list[int]:
+        """Return a stream's tokens that are the same in each round, and in no other stream."""
+        if length and (stream, length) not in self._kept:
+            self._kept[stream, length] = self.take(length)
+        return self._kept.get((stream, length), [])

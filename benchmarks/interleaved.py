@@ -1,0 +1,129 @@
+"""One job in turn on several engines, round by round: A B A B, with fresh prompts each time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quiet import MAX_SHARE
+from records import Entry
+from report import Spread, note
+from sides import OURS
+from workload import Timing, Work
+
+if TYPE_CHECKING:
+    from sides import Side
+    from texts import FreshPrompts
+
+_ATTEMPTS = 3  # a run that others disturbed is repeated, and the least disturbed one counts,
+_PATIENCE_S = 20.0  # but no longer than this
+
+
+@dataclass
+class Row:
+    """All runs of one job: tokens/s by engine and way; `disturbed` runs were not alone."""
+
+    work: Work
+    rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    first_tokens: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    ours: list[Timing] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    disturbed: int = 0
+    runs: int = 0
+
+    def add(self, side: Side, way: str, timing: Timing, others_share: float) -> None:
+        """Add a run."""
+        key = side.name, way
+        self.runs += 1
+        self.disturbed += others_share > MAX_SHARE
+        self.rates.setdefault(key, []).append(timing.tokens_per_s(self.work))
+        self.first_tokens.setdefault(key, []).extend(timing.first_tokens)
+        if side.name == OURS:
+            self.ours.append(timing)
+
+    def best(self, engine: str) -> tuple[str, list[float]]:
+        """Return an engine's best way and its runs; none if it failed."""
+        ways = {way: rates for (name, way), rates in self.rates.items() if name == engine}
+        best = max(ways.items(), key=lambda item: Spread.of(item[1]).median, default=("", []))
+        return best[0], best[1]
+
+    def entries(self) -> list[Entry]:
+        """Return the runs as a record keeps them."""
+        return [Entry(name, way, runs) for (name, way), runs in self.rates.items()]
+
+    def share(self, counted: str, limit: float | None) -> float | None:
+        """Return the median share of a limit that our runs reached in `bytes` or `flops`."""
+        if not limit or not self.ours:
+            return None
+        seconds = "prefill_s" if self.work.is_prefill else "decode_s"
+        rates = (getattr(timing, counted) / getattr(timing, seconds) for timing in self.ours)
+        return Spread.of(rates).median / limit
+
+    @property
+    def same_first_tokens(self) -> float:
+        """The share of prompts that all answered with the same first token."""
+        counted = [tokens for tokens in self.first_tokens.values() if tokens]
+        # An engine that keeps one context for all streams is asked about the first stream alone.
+        step = self.work.num_streams if self.work.kept_length else 1
+        every = list(zip(*(tokens[::step] for tokens in counted), strict=False))
+        return sum(len(set(tokens)) == 1 for tokens in every) / len(every) if every else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the work and all its runs."""
+        rates = {f"{name}, {way}" if way else name: r for (name, way), r in self.rates.items()}
+        return {
+            "work": asdict(self.work),
+            "tokens_per_s": rates,
+            "same_first_tokens": self.same_first_tokens,
+            "failures": self.failures,
+            "disturbed_runs": self.disturbed,
+        }
+
+
+def measure(work: Work, sides: list[Side], prompts: FreshPrompts, rounds: int) -> Row:
+    """Run one job in turn on all engines: once to warm up, then `rounds` times."""
+    row = Row(work)
+    for number in range(rounds + 1):
+        job = prompts.job(work)
+        for side in sides:
+            for way, options in side.ways.items():
+                reason = side.failure or _reason(side, work)
+                if reason:
+                    row.failures[side.name] = reason
+                elif (ran := _run(side, work, job, options)) and number:
+                    row.add(side, way, *ran)
+    for side in sides:
+        if side.failure:
+            row.failures[side.name] = side.failure
+        else:
+            side.ask("forget")
+    medians = ((name, row.best(name)[1]) for name in dict.fromkeys(name for name, _ in row.rates))
+    shown = (f"{name} {Spread.of(rates).median:,.0f}" for name, rates in medians)
+    note(f"{work.name}: {', '.join(shown)} tokens/s")
+    return row
+
+
+def _reason(side: Side, work: Work) -> str:
+    return "keeps no context between rounds" if work.kept_length and not side.keeps else ""
+
+
+def _run(
+    side: Side, work: Work, job: list[list[int]], options: dict[str, Any]
+) -> tuple[Timing, float] | None:
+    """Return a job's timing and how much others disturbed it, from the calmest attempt."""
+    attempts: list[tuple[float, Timing]] = []
+    began, kept = time.monotonic(), work.kept_length
+    while len(attempts) < _ATTEMPTS and time.monotonic() - began < _PATIENCE_S:
+        turn = kept + len(attempts)  # another attempt must not find its own prompts cached
+        prompts = [[*prompt[:kept], *prompt[turn:], *prompt[kept:turn]] for prompt in job]
+        answer = side.ask(
+            "run", prompts=prompts, num_tokens=work.num_tokens, kept=kept, **options
+        )  # fmt: skip
+        if answer is None:
+            return None
+        attempts.append((side.worker.others_share, Timing(**answer)))
+        if side.worker.others_share <= MAX_SHARE:
+            break
+    share, timing = min(attempts, key=lambda attempt: attempt[0])
+    return timing, share

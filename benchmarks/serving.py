@@ -1,0 +1,250 @@
+"""`make bench-serve`: 16 streaming clients of our server, of the bare engine, and of llama-server.
+
+A closed loop in a process of its own asks each server in turn, round by round, with the same fresh
+prompts as token ids; the bare engine answers the same loop without HTTP. The clients share the
+cores with the server, so their processor time stands beside its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import environments
+from goals import SMOLLM2
+from pipe import Worker, WorkerError
+from quiet import MAX_SHARE, Watch, process_s
+from records import Entry, Record, keep
+from report import Spread, caption, machine_facts, note, save, table
+from texts import FreshPrompts, heldout_tokens
+from twostroke.weights import load, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HERE = Path(__file__).parent
+_OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
+_READY_WITHIN_S = 120.0
+_MODEL_NAME = "bench"
+
+
+def main() -> None:
+    """Measure, then print and keep the table."""
+    given = _arguments()
+    prompts = FreshPrompts(heldout_tokens(load(given.model)))
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        folder = Path(place)
+        clients = Worker("clients", [sys.executable, str(_HERE / "load.py")], folder / "load.log")
+        stack.callback(clients.close)
+        targets = list(_start(given, folder, clients, stack))
+        for number in range(given.rounds + 1):
+            note(f"Round {number} of {given.rounds}" if number else "Warming up")
+            each = given.clients * (given.requests + 1)
+            job = [prompts.take(given.prompt_tokens) for _ in range(each)]
+            for target in targets:
+                target.run(job, given.clients, given.tokens, counts=number > 0)
+    result = {**machine_facts(), "model": given.model, "runs": {t.key: t.runs for t in targets}}
+    keep(_record(given, targets))
+    save("serve", result, _text(given, targets))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=SMOLLM2, help="a GGUF file or a catalogue name")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=4, help="of each client that count")
+    parser.add_argument("--prompt-tokens", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--without-llama", action="store_true", help="our own server only")
+    parser.add_argument("--llama-programs", type=Path, help="a folder with llama-server")
+    given = parser.parse_args()
+    for name in ("clients", "requests", "prompt_tokens", "tokens", "rounds", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return given
+
+
+@dataclass
+class Target:
+    """Who answers: a process, asked by the clients at `port`, or itself where there is none."""
+
+    name: str
+    way: str
+    clients: Worker
+    pid: int
+    port: int | None
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Its name and way."""
+        return f"{self.name}, {self.way}" if self.way else self.name
+
+    def run(self, prompts: list[list[int]], num_clients: int, tokens: int, *, counts: bool) -> None:
+        """Run one closed loop, and keep what it gave.
+
+        Raises:
+            SystemExit: a request failed.
+        """
+        before_s, watch = process_s(self.pid), Watch(self.pid, self.clients.pid)
+        at = {} if self.port is None else {"port": self.port, "model": _MODEL_NAME}
+        try:
+            answer = self.clients.ask(
+                "loop", prompts=prompts, num_clients=num_clients, num_tokens=tokens, **at
+            )  # fmt: skip
+        except WorkerError as error:
+            raise SystemExit(f"{self.key}: the clients' process {error}") from None
+        used_s = process_s(self.pid) - before_s
+        if counts:
+            self.runs.append({**answer, "server_s": used_s, "others_share": watch.others_share()})
+
+    def values(self, name: str) -> list[float]:
+        """Return one figure of all runs."""
+        return [run[name] for run in self.runs]
+
+
+def _start(
+    given: argparse.Namespace, folder: Path, clients: Worker, stack: contextlib.ExitStack
+) -> Iterator[Target]:
+    """Start everyone who answers, one after the other."""
+    threads = ("--threads", str(given.threads))
+    bare = Worker(
+        _BARE, [sys.executable, str(_HERE / "worker_twostroke.py"), given.model, *threads],
+        folder / "bare.log",
+    )  # fmt: skip
+    stack.callback(bare.close)
+    bare.ask("about")
+    yield Target(_BARE, "", bare, bare.pid, None)
+    code = "from twostroke.cli import main; main()"
+    ours = (sys.executable, "-c", code, "serve", given.model, "--name", _MODEL_NAME, *threads)
+    server = _Server(_OURS, ours, folder, stack)
+    yield Target(_OURS, "", clients, server.pid, server.port)
+    if given.without_llama:
+        return
+    program = environments.llama_programs(given.llama_programs) / "llama-server"
+    cells = 256 * -(-(given.prompt_tokens + given.tokens) // 256)  # it pads a stream's cache
+    options = (
+        *("-m", str(resolve(given.model)), "-np", str(given.clients)),
+        *("-c", str(cells * given.clients), "-t", str(given.threads), "-tb", str(given.threads)),
+        *("--alias", _MODEL_NAME, "--cache-ram", "0"),
+    )
+    for flash in ("off", "on"):
+        name = f"{_LLAMA}-{flash}"
+        server = _Server(name, (str(program), *options, "-fa", flash), folder, stack)
+        way = f"flash attention {flash}"
+        yield Target(_LLAMA, way, clients, server.pid, server.port)
+
+
+class _Server:
+    """A server's process at a free port of this machine; ended when the stack is left."""
+
+    def __init__(
+        self, name: str, command: tuple[str, ...], folder: Path, stack: contextlib.ExitStack
+    ) -> None:
+        """Start it and wait until it is healthy.
+
+        Raises:
+            SystemExit: it ends, or is not healthy in time.
+        """
+        note(f"Starting {name}")
+        self.port, log = _free_port(), folder / f"{name}.log"
+        with log.open("wb") as output:
+            where = ("--host", "127.0.0.1", "--port", str(self.port))
+            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
+        stack.callback(_end, process)
+        self.pid = process.pid
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not _is_healthy(self.port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = log.read_text(errors="replace")[-1000:]
+                raise SystemExit(f"{name} did not get ready; the end of its log:\n{said}")
+            time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
+    runs = [run for target in targets for run in target.runs]
+    figures = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s", "client_s", "server_s")
+    threads = f" --threads {given.threads}" if given.threads != 2 else ""
+    return Record(
+        row=f"serve-{given.clients}",
+        name=f"server, {given.clients} streaming clients, {given.prompt_tokens} tokens in,"
+        f" {given.tokens} out",
+        model=given.model,
+        unit="tokens/s",
+        entries=[
+            Entry(t.name, t.way, t.values("tokens_per_s")) for t in targets if t.name != _BARE
+        ],
+        command=f'make bench-serve BENCH_ARGS="--model {given.model}{threads}"',
+        setting=threads.strip(" -").replace("threads ", "threads: "),
+        disturbed_runs=sum(run["others_share"] > MAX_SHARE for run in runs),
+        num_runs=len(runs),
+        others={
+            "bare_tokens_per_s": targets[0].values("tokens_per_s"),
+            "latency": {
+                t.key: {f: Spread.of(t.values(f)).median for f in figures} for t in targets
+            },
+        },
+    )
+
+
+def _text(given: argparse.Namespace, targets: list[Target]) -> str:
+    header = (
+        f"{given.clients} clients, {given.prompt_tokens} in, {given.tokens} out", "tokens/s",
+        "TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "clients' processor time", "disturbed runs",
+    )  # fmt: skip
+    lines = []
+    for target in targets:
+        times = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
+        cells = (f"{1000 * Spread.of(target.values(name)).median:,.1f} ms" for name in times)
+        share = Spread.of(
+            run["client_s"] / run["wall_s"] for run in target.runs
+        ).median  # fmt: skip
+        disturbed = sum(value > MAX_SHARE for value in target.values("others_share"))
+        used = f"{share:.0%} of a core" if target.port is not None else "(with the engine's)"
+        rate = Spread.of(target.values("tokens_per_s")).text()
+        lines.append((target.key, rate, *cells, used, f"{disturbed} of {len(target.runs)}"))
+    rates = {t.key: Spread.of(t.values("tokens_per_s")).median for t in targets}
+    about = [f"The server gives {rates[_OURS] / rates[_BARE]:.1%} of the bare engine's tokens."]
+    if best := max((rate for key, rate in rates.items() if key.startswith(_LLAMA)), default=0):
+        about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")
+    facts = caption(machine_facts(), given.model, f"{given.rounds} rounds")
+    return "\n".join(["## Through the server", "", table(header, lines), "", *about, "", facts])
+
+
+if __name__ == "__main__":
+    main()

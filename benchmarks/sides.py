@@ -1,0 +1,138 @@
+"""The engines of a comparison: how each one's process is started, and the ways it may run a job."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import environments
+from pipe import Worker, WorkerError
+from report import note
+from twostroke.models import build_program
+from twostroke.program import FLOAT16
+from twostroke.weights import resolve
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Iterator
+
+    from twostroke.weights import LoadedModel
+    from workload import Work
+
+OURS = "Twostroke"
+LLAMA = "llama.cpp"
+PEERS = ("llama.cpp", "vllm", "openvino", "transformers")
+_HERE = Path(__file__).parent
+_SPARE_TOKENS = 4096  # of the key-value pool, beside the contexts that rows keep
+
+
+@dataclass
+class Side:
+    """An engine's process, and the ways in which it may run a job: the best one counts.
+
+    `keeps` says that it can keep a context from round to round. What went wrong with it is in
+    `failure`, and then it is asked nothing any more.
+    """
+
+    name: str
+    worker: Worker
+    ways: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
+    keeps: bool = True
+    scores: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+    def ask(self, command: str, **fields: object) -> dict[str, Any] | None:
+        """Return its answer; None, and the failure noted, when it has none.
+
+        Raises:
+            SystemExit: it is ours, which may not fail.
+        """
+        try:
+            return self.worker.ask(command, **fields)
+        except WorkerError as error:
+            self.failure = str(error)
+            note(f"{self.name} {error}")
+            if self.name == OURS:
+                raise SystemExit(f"{OURS} {error}") from None
+            return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say who takes part."""
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--backend", default="auto", help="of Twostroke")
+    parser.add_argument("--level", help="instruction-set level of Twostroke")
+    parser.add_argument(
+        "--llama-level", choices=list(environments.LLAMA_LEVELS), default="native",
+        help="what llama.cpp is compiled for; each level is a build of its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=["llama.cpp"], metavar="PEER",
+        help=f"who is measured beside: {', '.join(PEERS)}",
+    )  # fmt: skip
+    for peer in ("llama", *PEERS[1:]):
+        text = f"a ready virtual environment with {peer}, in place of our own"
+        parser.add_argument(f"--{peer}-env", type=Path, help=text)
+
+
+def start(
+    given: argparse.Namespace, model: str, loaded: LoadedModel, works: list[Work], folder: Path
+) -> list[Side]:
+    """Start every engine, one after the other, and ask each what it is.
+
+    `folder` takes their logs. A peer that cannot load the model stays, with its failure.
+    """
+    sides = []
+    for side in _sides(given, model, loaded, works, folder):
+        note(f"Starting {side.name}")
+        side.about = side.ask("about") or {}
+        sides.append(side)
+    return sides
+
+
+def token_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of one token's keys and values in float16."""
+    layers = build_program(loaded.spec).cache_layers
+    return sum(layer.bytes_per_token(FLOAT16) for layer in layers)
+
+
+def _sides(
+    given: argparse.Namespace, model: str, loaded: LoadedModel, works: Iterable[Work], folder: Path
+) -> Iterator[Side]:
+    path, threads = str(resolve(model)), ["--threads", str(given.threads)]
+
+    def worker(name: str, *command: str) -> Worker:
+        return Worker(name, [*command, *threads], folder / f"{name}.log")
+
+    ours = ["--backend", given.backend, *(("--level", given.level) if given.level else ())]
+    if kept := max((work.num_streams * work.prompt_length for work in works if work.kept_length),
+                   default=0):  # fmt: skip
+        ours += ["--kv-memory", str((2 * kept + _SPARE_TOKENS) * token_bytes(loaded))]
+    yield Side(OURS, worker(OURS, sys.executable, _script("twostroke"), model, *ours))
+    if LLAMA in given.peers:
+        python = environments.llama_python(given.llama_level, given.llama_env)
+        flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}
+        ways = {way: {"flash_attention": on} for way, on in flash.items()}
+        llama = worker(LLAMA, str(python), _script("llama"), path)
+        yield Side(LLAMA, llama, ways, scores=True)
+    if "openvino" in given.peers:
+        python = environments.openvino_python(given.openvino_env)
+        openvino = worker("OpenVINO GenAI", str(python), _script("openvino"), path)
+        yield Side("OpenVINO GenAI", openvino, keeps=False)
+    if "vllm" in given.peers:
+        python = environments.vllm_python(given.vllm_env)
+        weights = environments.bf16_weights(path, python)
+        vllm = worker("vLLM", str(python), _script("vllm"), str(weights))
+        yield Side("vLLM", vllm, {"bf16": {}})
+    if "transformers" in given.peers:
+        python = environments.transformers_python(given.transformers_env)
+        weights = environments.bf16_weights(path, python)
+        plain = worker("transformers", str(python), _script("transformers"), str(weights))
+        yield Side("transformers", plain, {"bf16": {}}, keeps=False, scores=True)
+
+
+def _script(engine: str) -> str:
+    return str(_HERE / f"worker_{engine}.py")
