@@ -101,47 +101,85 @@ void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
 /// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
 constexpr int64_t kCachedRowBytes = 1024 * 1024;
 
-/// Four rows against three unpacked groups.
-template <int NumSubs, bool HasMinimum>
-void multiply_wide_rows(const Product& product, const WideBlock<NumSubs>* blocks, NextGroups next,
-                        int64_t group, int64_t row) {
-  const int64_t num_blocks = product.num_blocks();
-  const auto* panel =
-      reinterpret_cast<const PanelBlock*>(product.prepared) + row / kPanelRows * num_blocks;
-  Lanes sums[kWideRows][kWideGroups];
-  multiply_wide<NumSubs, HasMinimum>(blocks, panel, static_cast<int>(row % kPanelRows), num_blocks,
-                                     next, sums);
-  for (int r = 0; r < kWideRows; ++r) {
-    float* out = product.out + (row + r) * product.out_stride;
-    for (int g = 0; g < kWideGroups; ++g) {
-      const int64_t first = (group + g) * kGroupSize;
-      store_group(sums[r][g], out + first, product.weight.num_outputs - first, product.accumulate);
+/// Three groups against rows [row_begin, row_end), a few blocks of inputs at a time.
+template <WeightType T>
+class WideProduct {
+ public:
+  WideProduct(const Product& product, int64_t row_begin, int64_t row_end)
+      : product_(product), row_begin_(row_begin), row_end_(row_end) {
+    static thread_local Scratch blocks;
+    static thread_local Scratch sums;
+    const auto block_bytes = static_cast<int64_t>(sizeof(Block));
+    blocks_ = reinterpret_cast<Block*>(blocks.reserve(kWideBlocks * block_bytes));
+    sums_ = reinterpret_cast<Sums*>(sums.reserve(num_fours() * static_cast<int64_t>(sizeof(Sums))));
+  }
+
+  /// Groups [group, group + 3); `more` says that as many follow.
+  void multiply(int64_t group, bool more) {
+    const int64_t num_inputs = product_.weight.num_inputs;
+    const int64_t num_blocks = product_.num_blocks();
+    const int64_t size = group_bytes(T, num_inputs);
+    const uint8_t* packed = product_.weight.data + group * size;
+    for (int64_t four = 0; four < num_fours(); ++four) sums_[four] = {};
+    for (int64_t begin = 0; begin < num_blocks; begin += kWideBlocks) {
+      const int64_t end = std::min(begin + kWideBlocks, num_blocks);
+      unpack_wide<T>(packed, num_inputs, begin, end, blocks_);
+      NextBlocks next = {packed + end * kFormat.block_bytes(), size, kFormat.block_bytes()};
+      if (end == num_blocks) next.data = packed + kWideGroups * size;
+      if (end == num_blocks && !more) next.block_bytes = 0;
+      add(begin, end, next);
+    }
+    for (int64_t four = 0; four < num_fours(); ++four) store(group, four);
+  }
+
+ private:
+  using Shape = WideShape<T>;
+  using Block = WideBlock<Shape::num_subs>;
+  static constexpr BlockFormat kFormat = block_format(T);
+
+  struct Sums {
+    Lanes lanes[kWideRows][kWideGroups];
+  };
+
+  int64_t num_fours() const { return (row_end_ - row_begin_) / kWideRows; }
+
+  void add(int64_t begin, int64_t end, NextBlocks next) {
+    const auto* panels = reinterpret_cast<const PanelBlock*>(product_.prepared);
+    for (int64_t four = 0; four < num_fours(); ++four) {
+      const int64_t row = row_begin_ + four * kWideRows;
+      const PanelBlock* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
+      multiply_wide<Shape::num_subs, Shape::has_minimum>(
+          blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, sums_[four].lanes);
+      next.block_bytes = 0;  // they are fetched once
     }
   }
-}
+
+  void store(int64_t group, int64_t four) {
+    for (int r = 0; r < kWideRows; ++r) {
+      float* out = product_.out + (row_begin_ + four * kWideRows + r) * product_.out_stride;
+      for (int g = 0; g < kWideGroups; ++g) {
+        const int64_t first = (group + g) * kGroupSize;
+        store_group(sums_[four].lanes[r][g], out + first, product_.weight.num_outputs - first,
+                    product_.accumulate);
+      }
+    }
+  }
+
+  const Product& product_;
+  int64_t row_begin_;
+  int64_t row_end_;
+  Block* blocks_;
+  Sums* sums_;
+};
 
 /// Rows in fours and groups in threes; returns the first group that was left out.
 template <WeightType T>
 int64_t multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
                           int64_t group_begin, int64_t group_end) {
-  using Shape = WideShape<T>;
-  using Block = WideBlock<Shape::num_subs>;
-  static thread_local Scratch scratch;
-  const int64_t num_inputs = product.weight.num_inputs;
-  const int64_t bytes = product.num_blocks() * static_cast<int64_t>(sizeof(Block));
-  auto* blocks = reinterpret_cast<Block*>(scratch.reserve(bytes));
-  const int64_t size = group_bytes(T, num_inputs);
+  WideProduct<T> wide(product, row_begin, row_end);
   int64_t group = group_begin;
   for (; group + kWideGroups <= group_end; group += kWideGroups) {
-    const uint8_t* packed = product.weight.data + group * size;
-    unpack_wide<T>(packed, num_inputs, blocks);
-    const bool more = group + 2 * kWideGroups <= group_end;
-    NextGroups next = {packed + kWideGroups * size,
-                       more ? kWideGroups * block_format(T).block_bytes() : 0};
-    for (int64_t row = row_begin; row < row_end; row += kWideRows) {
-      multiply_wide_rows<Shape::num_subs, Shape::has_minimum>(product, blocks, next, group, row);
-      next.block_bytes = 0;
-    }
+    wide.multiply(group, group + 2 * kWideGroups <= group_end);
   }
   return group;
 }

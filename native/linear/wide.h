@@ -19,6 +19,9 @@
 
 namespace ts {
 
+/// Blocks that are unpacked at a time: of three groups, some 30 KB, which stay in the first-level
+/// cache while all rows pass by. A multiple of every format's unit.
+constexpr int64_t kWideBlocks = 16;
 constexpr int kWideGroups = 3;
 constexpr int kWideRows = 4;
 constexpr int64_t kFewestWideRows = 32;  // fewer do not repay the unpacking (measured)
@@ -62,19 +65,17 @@ TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const Scal
   }
 }
 
-/// Unpacks three groups that follow each other.
+/// Unpacks blocks [begin, end) of three groups that follow each other.
 template <WeightType T>
-void unpack_wide(const uint8_t* groups, int64_t num_inputs,
+void unpack_wide(const uint8_t* groups, int64_t num_inputs, int64_t begin, int64_t end,
                  WideBlock<WideShape<T>::num_subs>* blocks) {
-  constexpr BlockFormat format = block_format(T);
   const int64_t size = group_bytes(T, num_inputs);
   ScaleReader<T> readers[kWideGroups];
-  for (int64_t index = 0; index < num_inputs / kBlockSize; ++index) {
+  for (int64_t index = begin; index < end; ++index) {
     for (int g = 0; g < kWideGroups; ++g) {
       const uint8_t* group = groups + g * size;
-      prefetch<format.block_bytes()>(group + index * format.block_bytes());
       readers[g].enter(group, index);
-      unpack_wide_block<T>(group, index, readers[g], g, blocks + index);
+      unpack_wide_block<T>(group, index, readers[g], g, blocks + (index - begin));
     }
   }
 }
@@ -145,27 +146,36 @@ TS_INLINE void add_wide_sub(const WideBlock<NumSubs>& block, const PanelBlock& p
   }
 }
 
-/// The packed groups that come next; none if there are no bytes of them for each block.
-struct NextGroups {
+/// The packed blocks that come next, of three groups `group_bytes` apart; none if there are no bytes
+/// of them for each block.
+struct NextBlocks {
   const uint8_t* data;
+  int64_t group_bytes;
   int64_t block_bytes;
+
+  TS_INLINE void fetch(int64_t index) const {
+    for (int64_t offset = 0; offset < block_bytes; offset += 64) {
+      const uint8_t* line = data + index * block_bytes + offset;
+      TS_UNROLL
+      for (int g = 0; g < kWideGroups; ++g) __builtin_prefetch(line + g * group_bytes, 0, 2);
+    }
+  }
 };
 
-/// Rows [row, row + 4) of a panel against three unpacked groups. Meanwhile the next ones are
-/// fetched into the second-level cache.
+/// Adds unpacked blocks of three groups to the sums of rows [row, row + 4) of a panel. Meanwhile the
+/// next ones are fetched into the second-level cache.
 template <int NumSubs, bool HasMinimum>
 void multiply_wide(const WideBlock<NumSubs>* blocks, const PanelBlock* panel, int row,
-                   int64_t num_blocks, NextGroups next, Lanes out[kWideRows][kWideGroups]) {
+                   int64_t num_blocks, const NextBlocks& next,
+                   Lanes in_out[kWideRows][kWideGroups]) {
   Lanes sums[kWideRows][kWideGroups];
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
     TS_UNROLL
-    for (int g = 0; g < kWideGroups; ++g) sums[r][g] = zero_lanes();
+    for (int g = 0; g < kWideGroups; ++g) sums[r][g] = in_out[r][g];
   }
   for (int64_t index = 0; index < num_blocks; ++index) {
-    for (int64_t offset = 0; offset < next.block_bytes; offset += 64) {
-      __builtin_prefetch(next.data + index * next.block_bytes + offset, 0, 2);
-    }
+    next.fetch(index);
     TS_UNROLL
     for (int sub = 0; sub < NumSubs; ++sub) {
       add_wide_sub<NumSubs, HasMinimum>(blocks[index], panel[index], row, sub, sums);
@@ -174,7 +184,7 @@ void multiply_wide(const WideBlock<NumSubs>* blocks, const PanelBlock* panel, in
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
     TS_UNROLL
-    for (int g = 0; g < kWideGroups; ++g) out[r][g] = sums[r][g];
+    for (int g = 0; g < kWideGroups; ++g) in_out[r][g] = sums[r][g];
   }
 }
 
