@@ -68,7 +68,8 @@ def _bar(goal: Goal, record: Record | None) -> Bar | None:
 
 def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
     if record is None or (ours := record.best("Twostroke")) is None:
-        return (goal.row, goal.model, _NOT_MEASURED, "", "", goal.text(), "")
+        how = f"{_NOT_MEASURED}: `{goal.command}`"
+        return (goal.row, goal.model, how, "", "", goal.text(), "")
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
     ratio = record.ratio(peer) if peer else None

@@ -10,15 +10,19 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 
 def main() -> None:
     """Convert one file."""
     source, target = map(Path, sys.argv[1:3])
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16
+    options = {}
+    if hasattr(transformers, "GgufConfig"):  # versions that would leave weights packed
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16, **options
     )
+    model.config.quantization_config = None
     model.save_pretrained(target, safe_serialization=True)
 
 

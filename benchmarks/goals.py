@@ -26,6 +26,20 @@ class Goal:
     bare: float | None = None
     limit: float | None = None
 
+    @property
+    def command(self) -> str:
+        """What measures it."""
+        kind, _, rest = self.row.partition("-")
+        arguments = {
+            "start": ("start", f"--models {self.model}"),
+            "memory": ("start", f"--models {self.model}"),
+            "serve": ("serve", f"--model {self.model} --clients {rest}"),
+            "overhead": ("overhead", f"--model {self.model} --streams {rest}"),
+        }
+        usual = ("peers", f"--models {self.model} --only {self.row}")
+        target, options = arguments.get(kind, usual)
+        return f'make bench-{target} BENCH_ARGS="{options}"'
+
     def text(self) -> str:
         """Return it in words."""
         shares = ((self.mbu, "bandwidth"), (self.mfu, "peak"), (self.bare, "bare engine"))

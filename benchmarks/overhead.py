@@ -109,7 +109,7 @@ def _record(model: str, num_streams: int, row: list[Run]) -> Record:
         model=model,
         unit="ms",
         entries=[Entry("Twostroke", "", [1e3 * run.engine_s for run in row])],
-        command=f'make bench-overhead BENCH_ARGS="--streams {num_streams}"',
+        command=f'make bench-overhead BENCH_ARGS="--model {model} --streams {num_streams}"',
         lower_is_better=True,
         num_runs=len(row),
         others={"client_ms": Spread.of(1e3 * run.client_s for run in row).median},

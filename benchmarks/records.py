@@ -100,7 +100,7 @@ def machine_slug(facts: dict[str, Any]) -> str:
 
     The level is a part of it since processors that lack one may go by the same name.
     """
-    return _slug(f"{facts['processor']} {facts['cores']} cores {choose_level(None)}")
+    return _slug(f"{facts['processor']} {facts['cores']} cores {choose_level(None).level}")
 
 
 def _read(text: str) -> Record:
