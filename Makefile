@@ -10,6 +10,7 @@ TESTS ?= tests
 LARGER_MODELS ?= gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+LEVEL ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.twostroke-ready
@@ -26,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report correctness clean
+.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -105,6 +106,12 @@ bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--h
 
 bench-overhead: pull ## Measure what a step costs besides its kernels, up to 256 streams (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)
+
+microbench: build ## Measure each kernel on one thread beside its floor (LEVEL=avx2, BENCH_ARGS="1536 768 84 Q4_1").
+	@$(BIN)/cmake -S native -B $(NATIVE_BUILD) -DTS_MICROBENCH=ON >/dev/null
+	@$(BIN)/cmake --build $(NATIVE_BUILD) --target microbench
+	@level=$(LEVEL); level=$${level:-$$($(BIN)/python -c 'from twostroke.backends.cpu.library import choose_level; print(choose_level(None).level)')}; \
+	  $(NATIVE_BUILD)/microbench $(NATIVE_BUILD)/libtwostroke_$$level.so $(BENCH_ARGS)
 
 bench-peers: pull ## Measure beside llama.cpp and others, built into .bench-peers first (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
