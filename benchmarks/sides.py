@@ -93,10 +93,14 @@ def start(
     return sides
 
 
-def token_bytes(loaded: LoadedModel) -> int:
-    """Return the bytes of one token's keys and values in float16."""
-    layers = build_program(loaded.spec).cache_layers
-    return sum(layer.bytes_per_token(FLOAT16) for layer in layers)
+def _kv_memory(loaded: LoadedModel, works: Iterable[Work]) -> int:
+    """Return the bytes of keys and values that rows need which keep contexts; 0 without any."""
+    kept = max((w.num_streams * w.prompt_length for w in works if w.kept_length), default=0)
+    if not kept:
+        return 0
+    program = build_program(loaded.spec)
+    token_bytes = sum(layer.bytes_per_token(FLOAT16) for layer in program.cache_layers)
+    return max(2 * kept + _SPARE_TOKENS, program.context_length) * token_bytes
 
 
 def _sides(
@@ -108,9 +112,8 @@ def _sides(
         return Worker(name, [*command, *threads], folder / f"{name}.log")
 
     ours = ["--backend", given.backend, *(("--level", given.level) if given.level else ())]
-    if kept := max((work.num_streams * work.prompt_length for work in works if work.kept_length),
-                   default=0):  # fmt: skip
-        ours += ["--kv-memory", str((2 * kept + _SPARE_TOKENS) * token_bytes(loaded))]
+    if kv_memory := _kv_memory(loaded, works):
+        ours += ["--kv-memory", str(kv_memory)]
     yield Side(OURS, worker(OURS, sys.executable, _script("twostroke"), model, *ours))
     if LLAMA in given.peers:
         python = environments.llama_python(given.llama_level, given.llama_env)
