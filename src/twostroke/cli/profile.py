@@ -20,7 +20,6 @@ from twostroke.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.core.hardware import Hardware
     from twostroke.engine.profile import OperationProfile, StepProfile
     from twostroke.engine.shapes import Shape
     from twostroke.program.cost import Cost
@@ -102,7 +101,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     for one in profile(model, wanted, _notice):
         if not as_json:
             if not profiles:
-                click.echo(printable(f"{model} · {_machine(one.hardware)}"))
+                click.echo(printable(f"{model} · {_machine(one)}"))
             _show(one)
         profiles.append(one)
     if as_json:
@@ -133,9 +132,10 @@ def _notice(text: str) -> None:
     click.echo(f"{text}…", err=True)
 
 
-def _machine(hardware: Hardware) -> str:
+def _machine(profile: StepProfile) -> str:
+    hardware = profile.hardware
     return (
-        f"{hardware.num_threads} threads · {hardware.bandwidth / 1e9:.1f} GB/s · "
+        f"{profile.detail} · {hardware.bandwidth / 1e9:.1f} GB/s · "
         f"{hardware.peak / 1e12:.2f} T operations/s ({hardware.peak_kind})"
     )
 
@@ -262,6 +262,7 @@ def _result(model: str, profiles: Sequence[StepProfile]) -> dict[str, Any]:
     """Return what --json prints; times are in seconds."""
     return {
         "model": model,
+        "backend": profiles[0].detail,
         "machine": asdict(profiles[0].hardware),
         "steps": [_step_result(profile) for profile in profiles],
     }
@@ -302,7 +303,7 @@ def _picture(model: str, profiles: Sequence[StepProfile]) -> str:
         f"{hardware.bandwidth / 1e9:.1f} GB/s, measured",
         f"{hardware.peak / 1e12:.2f} T operations/s, measured: {hardware.peak_kind}",
     )
-    title = f"{model} on {hardware.name}, {hardware.num_threads} threads"
+    title = f"{model} on {hardware.name}: {profiles[0].detail}"
     return draw(title, roof, [_series(profile) for profile in profiles])
 
 

@@ -92,11 +92,13 @@ class OperationProfile:
 class StepProfile:
     """One shape's step. `run_s` is the backend's whole call, `scheduler_s` comes on top of it.
 
+    `detail` is what the backend says of itself: its level, its threads, its keys and values.
     `set_up_s` is what the call takes beside operations: arrays, threads, results. Other programs
     took `others_share` of all processors meanwhile (None if unknown).
     """
 
     shape: Shape
+    detail: str
     hardware: Hardware
     num_steps: int
     operations: tuple[OperationProfile, ...]
@@ -222,6 +224,7 @@ def _profile(
     ]
     return StepProfile(
         shape=shape,
+        detail=backend.facts.detail,
         hardware=hardware,
         num_steps=len(steps),
         operations=tuple(
