@@ -53,6 +53,7 @@ class Roof:
 def draw(title: str, roof: Roof, series: Sequence[Series]) -> str:
     """Return the picture; circles are as large as the operation's share of its step."""
     scale = _Scale.over(roof, [point for one in series for point in one.points])
+    placed = _Placed()
     lower = _LEGEND_LINE * max(0, (len(series) - 1) // 2 - 1)  # by the lines of a long legend
     size = f'width="{_WIDTH}" height="{_HEIGHT + lower}" viewBox="0 0 {_WIDTH} {_HEIGHT + lower}"'
     lines = [
@@ -63,15 +64,16 @@ def draw(title: str, roof: Roof, series: Sequence[Series]) -> str:
         *(_legend(number, one.name) for number, one in enumerate(series)),
         f'<g transform="translate(0 {lower})">',
         *_axes(scale),
-        *_roof(scale, roof),
+        *_roof(scale, roof, placed),
     ]
-    placed = _Placed()
-    for one in series:
-        for point in one.points:
-            placed.add_circle(*scale.place(point), _radius(point))
-    for number, one in enumerate(series):
-        for point in sorted(one.points, key=lambda point: -point.flops_per_s):
-            lines += _point(point, *scale.place(point), _colour(number), placed)
+    coloured = [
+        (point, _colour(number)) for number, one in enumerate(series) for point in one.points
+    ]
+    for point, colour in sorted(coloured, key=lambda pair: -pair[0].share):  # small ones on top
+        placed.add_circle(*scale.place(point), _radius(point))
+        lines.append(_circle(point, *scale.place(point), colour))
+    for point, colour in sorted(coloured, key=lambda pair: -pair[0].flops_per_s):
+        lines += _label(point, *scale.place(point), colour, placed)
     return "\n".join([*lines, "</g>", "</svg>", ""])
 
 
@@ -87,7 +89,7 @@ class _Scale:
         """Show all points, and the ridge of the roof with some room around it."""
         ridge = roof.peak / roof.bandwidth
         xs = [ridge / 30, ridge * 10, *(point.intensity for point in points)]
-        ys = [roof.peak / 1000, roof.peak * 1.6, *(point.flops_per_s for point in points)]
+        ys = [roof.peak / 300, roof.peak * 1.6, *(point.flops_per_s for point in points)]
         return cls(
             (math.log10(min(xs)) - 0.2, math.log10(max(xs)) + 0.5),
             (math.log10(min(ys)) - 0.2, math.log10(max(ys)) + 0.1),
@@ -139,16 +141,19 @@ def _radius(point: Point) -> float:
     return 3 + 12 * math.sqrt(point.share)
 
 
-def _point(point: Point, x: float, y: float, colour: str, placed: _Placed) -> Iterator[str]:
-    radius, width = _radius(point), _LETTER * len(point.label)
-    left, middle = placed.find(x, y, radius + 4, point.label)
+def _circle(point: Point, x: float, y: float, colour: str) -> str:
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_radius(point):.1f}" fill="{colour}" '
+        'fill-opacity="0.75" stroke="white"/>'
+    )
+
+
+def _label(point: Point, x: float, y: float, colour: str, placed: _Placed) -> Iterator[str]:
+    width = _LETTER * len(point.label)
+    left, middle = placed.find(x, y, _radius(point) + 4, point.label)
     if middle != y:
         end = left if left > x else left + width
         yield _line(x, y, end, middle, colour, 0.6)
-    yield (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" '
-        'fill-opacity="0.75" stroke="white"/>'
-    )
     box = f'x="{left - 2:.1f}" y="{middle - 5:.1f}" width="{width + 4:.1f}" height="11"'
     yield f'<rect {box} fill="white" fill-opacity="0.7"/>'
     yield _text(left, middle + 4, point.label, size=11)
@@ -175,16 +180,20 @@ def _axes(scale: _Scale) -> Iterator[str]:
     yield _text(20, (_TOP + bottom) / 2, "GFLOP/s", anchor="middle", more=upright)
 
 
-def _roof(scale: _Scale, roof: Roof) -> Iterator[str]:
+def _roof(scale: _Scale, roof: Roof, placed: _Placed) -> Iterator[str]:
     ridge = roof.peak / roof.bandwidth
     first = max(10 ** scale.x[0], 10 ** scale.y[0] / roof.bandwidth)
     start = scale.right(first), scale.down(first * roof.bandwidth)
     corner, end = (scale.right(ridge), scale.down(roof.peak)), _WIDTH - _RIGHT
     path = f"{start[0]:.1f},{start[1]:.1f} {corner[0]:.1f},{corner[1]:.1f} {end},{corner[1]:.1f}"
     yield f'<polyline points="{path}" fill="none" stroke="#333333" stroke-width="2"/>'
-    angle = math.degrees(math.atan2(corner[1] - start[1], corner[0] - start[0]))
-    x, y = start[0] + (corner[0] - start[0]) / 4, start[1] + (corner[1] - start[1]) / 4
-    turned = f'transform="rotate({angle:.1f} {x:.1f} {y:.1f})"'
+    angle = math.atan2(corner[1] - start[1], corner[0] - start[0])
+    x, y = (start[0] + 2 * corner[0]) / 3, (start[1] + 2 * corner[1]) / 3
+    half = len(roof.bandwidth_name) // 2
+    for letter in range(-half, half + 1):
+        along = letter * _LETTER
+        placed.add_circle(x + along * math.cos(angle), y + along * math.sin(angle) - 12, 8)
+    turned = f'transform="rotate({math.degrees(angle):.1f} {x:.1f} {y:.1f})"'
     yield _text(x, y - 8, roof.bandwidth_name, anchor="middle", more=turned)
     yield _text(end, corner[1] - 8, roof.peak_name, anchor="end")
 
