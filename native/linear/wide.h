@@ -146,8 +146,8 @@ TS_INLINE void add_wide_sub(const WideBlock<NumSubs>& block, const PanelBlock& p
   }
 }
 
-/// The packed blocks that come next, of three groups `group_bytes` apart; none if there are no bytes
-/// of them for each block.
+/// The packed blocks that come next, of three groups `group_bytes` apart; none if there are no
+/// bytes of them for each block.
 struct NextBlocks {
   const uint8_t* data;
   int64_t group_bytes;
@@ -162,8 +162,8 @@ struct NextBlocks {
   }
 };
 
-/// Adds unpacked blocks of three groups to the sums of rows [row, row + 4) of a panel. Meanwhile the
-/// next ones are fetched into the second-level cache.
+/// Adds unpacked blocks of three groups to the sums of rows [row, row + 4) of a panel. Meanwhile
+/// the next ones are fetched into the second-level cache.
 template <int NumSubs, bool HasMinimum>
 void multiply_wide(const WideBlock<NumSubs>* blocks, const PanelBlock* panel, int row,
                    int64_t num_blocks, const NextBlocks& next,
