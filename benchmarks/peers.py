@@ -111,7 +111,8 @@ def _record(run: Run, name: str, row: Row) -> Record:
     peers = "" if given.peers == ["llama.cpp"] else f" --peers {' '.join(given.peers)}"
     level = f" --level {given.level}" if given.level else ""
     level += f" --llama-level {given.llama_level}" if given.llama_level != "native" else ""
-    options = f"--models {model} --only {name}{level}{peers}"
+    threads = f" --threads {given.threads}" if given.threads != 2 else ""
+    options = f"--models {model} --only {name}{level}{threads}{peers}"
     return Record(
         row=name,
         name=row.work.name,
