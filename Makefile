@@ -21,17 +21,20 @@ FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
 CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
+ARM := build/aarch64
+ARM_TESTS ?= tests/native tests/backends/cpu
+ARM_CPU ?= max
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report microbench correctness clean
+.PHONY: help setup build pull run test test-models test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT)"
 
 setup: $(STAMP) ## Make the virtual environment with Twostroke and the tools to work on it.
@@ -76,6 +79,19 @@ test-models: pull ## Run the tests that need the three larger models (1.9 GB, fe
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)
 	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
+
+test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
+	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
+	  -DCMAKE_TOOLCHAIN_FILE=$(abspath native/aarch64.cmake) \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	@$(BIN)/cmake --build $(ARM)/native
+	@QEMU_CPU=$(ARM_CPU) TWOSTROKE_NATIVE_DIR=$(abspath $(ARM)/native) $(ARM)/python -m pytest $(PYTEST_ARGS) $(ARM_TESTS)
+
+# Debian's packages for its own release, and wheels for the same Python.
+$(ARM)/python: tools/emulated_python.sh $(CORE_REQUIREMENTS)
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null \
+	  || { echo "This needs: apt-get install g++-aarch64-linux-gnu qemu-user-static"; exit 1; }
+	@tools/emulated_python.sh $(ARM) $(BIN)/pip $$(cat $(CORE_REQUIREMENTS)) pytest hypothesis
 
 fuzz: ## Feed a million damaged model files to the readers, guided by coverage (FUZZ_ARGS="--cases 20000").
 	@$(MAKE) --no-print-directory $(FUZZ_STAMP)

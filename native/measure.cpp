@@ -138,6 +138,27 @@ float run_chains(int64_t rounds) {
   return static_cast<float>(_mm256_extract_epi32(a, 0));
 }
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr const char* kPeakKind = "int8 dot products";
+constexpr double kOpsARound = kChains * 2.0 * 16;
+constexpr int64_t kRoundsRun = kRounds;
+
+float run_chains(int64_t rounds) {
+  int32x4_t sums[kChains];
+  for (int32x4_t& sum : sums) sum = vdupq_n_s32(0);
+  int8x16_t a = vdupq_n_s8(1);
+  const int8x16_t b = vdupq_n_s8(2);
+  for (int64_t i = 0; i < rounds; ++i) {
+    asm volatile("" : "+w"(a));  // or the compiler would add all rounds at once
+    TS_UNROLL
+    for (int k = 0; k < kChains; ++k) sums[k] = vdotq_s32(sums[k], a, b);
+  }
+  int32x4_t total = vdupq_n_s32(0);
+  for (const int32x4_t& sum : sums) total = vaddq_s32(total, sum);
+  return static_cast<float>(vaddvq_s32(total));
+}
+
 #else
 
 constexpr const char* kPeakKind = "float32 multiply and add";

@@ -28,17 +28,44 @@ void relax() {
 #endif
 }
 
+#if defined(__x86_64__)
+
+using Mode = unsigned;
+constexpr Mode kDefaultMode = 0x1f80;
+Mode float_mode() { return _mm_getcsr(); }
+void set_float_mode(Mode mode) { _mm_setcsr(mode); }
+
+#elif defined(__aarch64__)
+
+using Mode = uint64_t;
+constexpr Mode kDefaultMode = 0;
+Mode float_mode() {
+  Mode mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+void set_float_mode(Mode mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+
+#else
+
+using Mode = int;
+constexpr Mode kDefaultMode = 0;
+Mode float_mode() { return kDefaultMode; }
+void set_float_mode(Mode) {}
+
+#endif
+
 /// Sets the default rounding and denormal modes for as long as it lives: a step's bits must not
 /// depend on what another library did to the calling thread.
 class FloatMode {
  public:
-#if defined(__x86_64__)
-  FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-  ~FloatMode() { _mm_setcsr(saved_); }
+  FloatMode() : saved_(float_mode()) { set_float_mode(kDefaultMode); }
+  ~FloatMode() { set_float_mode(saved_); }
+  FloatMode(const FloatMode&) = delete;
+  FloatMode& operator=(const FloatMode&) = delete;
 
  private:
-  unsigned saved_;
-#endif
+  const Mode saved_;
 };
 
 }  // namespace

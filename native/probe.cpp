@@ -3,6 +3,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
@@ -13,6 +15,7 @@ namespace {
 constexpr int32_t kAvx2 = 1;
 constexpr int32_t kAvx512 = 2;
 constexpr int32_t kAmx = 4;
+constexpr int32_t kNeonDotprod = 8;
 
 #if defined(__x86_64__)
 
@@ -58,6 +61,15 @@ int32_t probe() {
   return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0);
 }
 
+#elif defined(__aarch64__) && defined(__linux__)
+
+/// Of AT_HWCAP: what the system's <asm/hwcap.h> calls HWCAP_ATOMICS, _ASIMDRDM and _ASIMDDP. The
+/// compiler may use the first two, which belong to Armv8.2-A, wherever it likes.
+int32_t probe() {
+  constexpr unsigned long kNeeded = 1UL << 8 | 1UL << 12 | 1UL << 20;
+  return (getauxval(AT_HWCAP) & kNeeded) == kNeeded ? kNeonDotprod : 0;
+}
+
 #else
 
 int32_t probe() { return 0; }
@@ -66,5 +78,6 @@ int32_t probe() { return 0; }
 
 }  // namespace
 
-/// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked).
+/// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked),
+/// 8 NEON with dot products.
 TS_EXPORT int32_t ts_probe() { return probe(); }

@@ -15,6 +15,9 @@ constexpr int kTileVectors = 4;
 #elif TS_LEVEL == 1
 constexpr int kTileQueries = 3;
 constexpr int kTileVectors = 2;
+#elif defined(__aarch64__)
+constexpr int kTileQueries = 6;
+constexpr int kTileVectors = 1;
 #else
 constexpr int kTileQueries = 2;
 constexpr int kTileVectors = 1;

@@ -5,6 +5,10 @@
 
 #include "linear/lanes.h"
 
+#if defined(__aarch64__)
+#include "kernels/lane_math_neon.h"
+#endif
+
 namespace ts {
 
 constexpr int kLanes = 16;
@@ -140,7 +144,7 @@ inline Lanes load_bytes(const int8_t* p) {
 inline __m256 upper_half(Lanes a) { return a.v[1]; }
 inline __m256 lower_half(Lanes a) { return a.v[0]; }
 
-#else
+#elif !defined(__aarch64__)
 
 inline Lanes subtract(Lanes a, Lanes b) {
   for (int i = 0; i < kLanes; ++i) a.v[i] -= b.v[i];
@@ -239,7 +243,7 @@ inline float largest_across(Lanes a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-#else
+#elif !defined(__aarch64__)
 
 inline float sum_across(Lanes a) {
   for (int width = kLanes / 2; width > 0; width /= 2) {

@@ -6,14 +6,7 @@
 
 namespace ts {
 
-const char* level_name() {
-#ifdef TS_EMULATE_TILES
-  return "amx_emulated";
-#else
-  constexpr const char* names[] = {"portable", "avx2", "avx512", "amx"};
-  return names[TS_LEVEL];
-#endif
-}
+const char* level_name() { return TS_LEVEL_NAME; }
 
 }  // namespace ts
 

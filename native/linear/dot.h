@@ -5,6 +5,8 @@
 //   store_activations(q, row): lays 32 quantized numbers into a row's 64 bytes,
 //   Codes<T>, load_codes<T>(quants): a block's codes, as far as it pays to unpack them for all
 //   rows, dot_sub<T, R>(codes, block, row, sub, sums): sub-block `sub` x rows [row, row + R).
+// NEON goes by four outputs instead: PartCodes<T>, load_part<T>(quants, sub) and
+//   dot_row<T>(codes, row, sub, start).
 #pragma once
 
 #include <cstdint>
@@ -37,6 +39,8 @@ constexpr int shift_of(int power) { return power <= 1 ? 0 : 1 + shift_of(power /
 #include "linear/dot_avx512.h"
 #elif TS_LEVEL == 1 || defined(__SSE2__)
 #include "linear/dot_pairs.h"
+#elif defined(__aarch64__)
+#include "linear/dot_neon.h"
 #else
 #include "linear/dot_plain.h"
 #endif

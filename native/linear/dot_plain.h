@@ -1,4 +1,4 @@
-// Dot products in plain C++, for processors other than x86-64.
+// Dot products in plain C++, for processors other than x86-64 and AArch64.
 //
 // A row's 64 bytes are 32 x int16, in order.
 #pragma once

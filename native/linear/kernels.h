@@ -17,6 +17,9 @@ constexpr int64_t kPrefetchBytes = 2560;
 template <WeightType T>
 constexpr int max_kernel_rows() {
   if (TS_LEVEL >= 2) return 8;
+#if defined(__aarch64__)
+  return is_block_format(T) ? 8 : 2;
+#endif
   if (is_block_format(T)) return 4;
   return TS_LEVEL == 1 ? 2 : 1;
 }
@@ -28,6 +31,8 @@ inline void prefetch(const uint8_t* p) {
     __builtin_prefetch(p + kPrefetchBytes + offset);
   }
 }
+
+#if !defined(__aarch64__)
 
 /// Block formats. `panel` holds 8 rows; rows [row, row + R) of them are computed.
 template <WeightType T, int R>
@@ -67,6 +72,8 @@ void multiply_blocks(const uint8_t* group, const PanelBlock* panel, int row, int
   TS_UNROLL
   for (int r = 0; r < R; ++r) out[r] = sums[r];
 }
+
+#endif
 
 /// Loads the weights of two inputs.
 template <WeightType T>

@@ -12,15 +12,16 @@
 #if TS_LEVEL >= 1 || defined(__SSE2__)
 #include <immintrin.h>
 #endif
-#if TS_LEVEL == 0
-#include <cmath>
-#endif
 
 // Unrolls a loop of constant length wholly, so that arrays of lanes live in registers.
 #if defined(__clang__)
 #define TS_UNROLL _Pragma("clang loop unroll(full)")
 #else
 #define TS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+#if defined(__aarch64__)
+#include "linear/lanes_neon.h"
 #endif
 
 namespace ts {
@@ -130,7 +131,7 @@ inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
   }
 }
 
-#else
+#elif !defined(__aarch64__)
 
 struct Integers {
   int32_t v[kGroupSize];
@@ -153,21 +154,9 @@ inline Lanes load_lanes(const float* p) {
 inline void store_lanes(float* p, const Lanes& a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Lanes add(const Lanes& a, const Lanes& b) { return {a.v + b.v}; }
 inline Lanes multiply(const Lanes& a, const Lanes& b) { return {a.v * b.v}; }
-/// One rounding where the processor has it (AArch64); two on x86 without FMA, where std::fma
-/// would be a call per lane.
+/// Two roundings, unlike the other levels: without FMA, std::fma would be a call per lane.
 inline Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
-#if defined(__FMA__) || defined(__aarch64__)
-  float values[3][kGroupSize];
-  store_lanes(values[0], a);
-  store_lanes(values[1], b);
-  store_lanes(values[2], c);
-  for (int i = 0; i < kGroupSize; ++i) {
-    values[2][i] = std::fma(values[0][i], values[1][i], values[2][i]);
-  }
-  return load_lanes(values[2]);
-#else
   return {a.v * b.v + c.v};
-#endif
 }
 inline Lanes to_lanes(const Integers& a) {
   Lanes result;

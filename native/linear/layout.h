@@ -21,7 +21,7 @@
 #include "linear/linear.h"
 
 #ifndef TS_LEVEL
-#error "TS_LEVEL must be 0 (portable), 1 (AVX2), 2 (AVX-512 with VNNI) or 3 (AMX)"
+#error "TS_LEVEL must be 1 (AVX2), 2 (AVX-512 with VNNI), 3 (AMX) or 0 (what the flags allow)"
 #endif
 
 // For parts of kernels: a call between them would move all lanes to memory and back.

@@ -97,7 +97,7 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
 /// may be used; other levels have nothing to ask for and return true.
 bool request_tiles();
 
-/// "portable", "avx2", "avx512", "amx" or "amx_emulated".
+/// "portable", "avx2", "avx512", "amx", "amx_emulated" or "neon_dotprod".
 const char* level_name();
 
 }  // namespace ts

@@ -9,6 +9,10 @@
 #include "linear/tiles.h"
 #include "linear/wide.h"
 
+#if defined(__aarch64__)
+#include "linear/blocks_neon.h"
+#endif
+
 namespace ts {
 namespace {
 

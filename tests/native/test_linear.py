@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-
 import numpy as np
 import pytest
 
 from support.block_formats import set_halves
-from support.native import NEEDS
+from support.native import IS_ARM, NEEDS, VECTOR_LEVELS
 from support.native_linear import (
     BF16,
     BLOCK_TYPES,
@@ -39,7 +37,6 @@ from support.native_linear import (
     whole_blocks,
 )
 
-VECTOR_LEVELS = ("avx2", "avx512")
 # (outputs, inputs), widened to whole blocks, and rows
 SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
 CASES = [*zip(SHAPES, (1, 2, 3, 8, 21), strict=True), ((100, 96), 37), ((50, 160), 70)]
@@ -72,7 +69,7 @@ def test_generated_rows_equal_the_twin_bit_for_bit(
     rng = np.random.default_rng(num_rows)
     matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
     x = random_rows(num_rows, matrix.exact.shape[1], rng)
-    fused = lib.name != "portable" or platform.machine() == "aarch64"
+    fused = lib.name != "portable" or IS_ARM
     twin = multiply_blocks if kind in BLOCK_TYPES else multiply_floats
     actual = lib.multiply(matrix, x)
     assert same_bits(actual, twin(matrix, x, fused))
@@ -205,7 +202,7 @@ def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, 
     matrix = block_matrix(kind, source)
     x = np.ones((40, matrix.exact.shape[1]), np.float32)
     x *= rng.choice(np.array([-3, 3], np.float32), (40, 1))
-    fused = lib.name != "portable" or platform.machine() == "aarch64"
+    fused = lib.name != "portable" or IS_ARM
     assert same_bits(lib.multiply(matrix, x), multiply_blocks(matrix, x, fused))
 
 

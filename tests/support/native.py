@@ -16,13 +16,18 @@ import pytest
 from twostroke.core import env
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {
-    "portable": set(),
+IS_ARM = platform.machine() == "aarch64"
+_X86_NEEDS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
     "amx_emulated": {"avx512_vnni", "avx512_bf16"},
     "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
 }
+_ARM_NEEDS = {"neon_dotprod": {"atomics", "asimdrdm", "asimddp"}}
+_ARM_BITS = {"atomics": 8, "asimdrdm": 12, "asimddp": 20}  # of AT_HWCAP, in Linux
+# The levels of this kind of processor; those that round alike, the best of them last.
+NEEDS: dict[str, set[str]] = {"portable": set(), **(_ARM_NEEDS if IS_ARM else _X86_NEEDS)}
+VECTOR_LEVELS = ("portable", "neon_dotprod") if IS_ARM else ("avx2", "avx512")
 
 
 @cache
@@ -45,6 +50,9 @@ def native_dir() -> Path:
 @cache
 def processor_flags() -> frozenset[str]:
     """The instruction sets that the system reports for this processor."""
+    if IS_ARM:  # an emulator's /proc/cpuinfo is that of its host
+        word = ctypes.CDLL(None).getauxval(ctypes.c_ulong(16))
+        return frozenset(name for name, bit in _ARM_BITS.items() if word >> bit & 1)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,8 +63,9 @@ def processor_flags() -> frozenset[str]:
 @cache
 def load_level(level: str) -> ctypes.CDLL:
     """One level's library; skips the test where the machine cannot run it."""
-    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    if level != "portable" and not (is_x86 and processor_flags() >= NEEDS[level]):
+    if level not in NEEDS and level in _X86_NEEDS | _ARM_NEEDS:
+        pytest.skip(f"no processor of this kind has {level}")
+    if not processor_flags() >= NEEDS[level]:
         pytest.skip(f"this processor lacks {level}")
     path = native_dir() / f"libtwostroke_{level}.so"
     if not path.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -14,15 +15,18 @@ from twostroke.core.errors import BackendError, nearest
 
 _INTERFACE_VERSION = 7  # as in native/c_interface.cpp
 
-# Best first; each with its bit in `ts_probe` and what it needs of the processor.
-_LEVELS = {
+_IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
+_PORTABLE = {"portable": (0, "nothing")}
+_ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
+_X86_LEVELS = {
     "amx": (4, "AMX tiles (int8, bf16) with AVX-512"),
     "avx512": (2, "AVX-512 F, BW, DQ, VL and VNNI"),
     "avx2": (1, "AVX2, FMA and F16C"),
-    "portable": (0, "nothing"),
 }
+# Best first; each with its bit in `ts_probe` and what it needs of the processor.
+_LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | _PORTABLE
 # Chosen only by name: the AMX level on emulated tiles, for tests on machines without them.
-_EMULATED = {"amx_emulated": (2, "AVX-512 F, BW, DQ, VL and VNNI")}
+_EMULATED = {} if _IS_ARM else {"amx_emulated": _X86_LEVELS["avx512"]}
 
 _SIGNATURES = {
     "ts_interface_version": (c_int32, ()),
