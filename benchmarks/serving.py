@@ -137,7 +137,7 @@ def _start(
     options = (
         *("-m", str(resolve(given.model)), "-np", str(given.clients)),
         *("-c", str(cells * given.clients), "-t", str(given.threads), "-tb", str(given.threads)),
-        *("--alias", _MODEL_NAME, "--cache-ram", "0"),
+        *("--alias", _MODEL_NAME, "--cache-ram", "0", "-fit", "off"),
     )
     for flash in ("off", "on"):
         name = f"{_LLAMA}-{flash}"

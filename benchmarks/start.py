@@ -116,7 +116,7 @@ def _ours(model: str, prompt: str, num_tokens: int, threads: int) -> list[str]:
 
 
 def _llama(program: Path, path: Path, prompt: str, num_tokens: int, threads: int) -> list[str]:
-    sizes = ("-c", str(_CONTEXT), "-t", str(threads), "-tb", str(threads))
+    sizes = ("-c", str(_CONTEXT), "-t", str(threads), "-tb", str(threads), "-fit", "off")
     manners = ("-no-cnv", "--no-display-prompt", "--no-warmup", "--simple-io", "--no-perf")
     wanted = ("--ignore-eos", "-n", str(num_tokens), "--temp", "0")
     return [str(program), "-m", str(path), *sizes, *manners, *wanted, "-p", prompt]
