@@ -202,7 +202,7 @@ void multiply_groups(const Product& product, int64_t num_rows, int64_t group_beg
     const int64_t step =
         std::max(kPanelRows, kCachedRowBytes / row_bytes / kPanelRows * kPanelRows);
     const int64_t num_wide_rows =
-        num_rows >= kFewestWideRows ? num_rows / kWideRows * kWideRows : 0;
+        num_rows >= fewest_wide_rows<T>() ? num_rows / kWideRows * kWideRows : 0;
     for (; row < num_wide_rows; row += step) {
       const int64_t end = std::min(row + step, num_wide_rows);
       const int64_t rest = multiply_unpacked<T>(product, row, end, group_begin, group_end);

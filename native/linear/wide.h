@@ -24,7 +24,12 @@ namespace ts {
 constexpr int64_t kWideBlocks = 16;
 constexpr int kWideGroups = 3;
 constexpr int kWideRows = 4;
-constexpr int64_t kFewestWideRows = 32;  // fewer do not repay the unpacking (measured)
+
+/// Fewer rows do not repay the unpacking, of which whole bytes need least (measured).
+template <WeightType T>
+constexpr int64_t fewest_wide_rows() {
+  return block_format(T).num_bits() == 8 ? 32 : 16;
+}
 
 /// What the kernel needs to know of a format: a format without minimums has signed weights.
 template <WeightType T>
