@@ -39,7 +39,12 @@ from support.native_linear import (
 
 # (outputs, inputs), widened to whole blocks, and rows
 SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
-CASES = [*zip(SHAPES, (1, 2, 3, 8, 21), strict=True), ((100, 96), 37), ((50, 160), 70)]
+CASES = [
+    *zip(SHAPES, (1, 2, 3, 8, 21), strict=True),
+    ((100, 96), 37),
+    ((50, 160), 70),
+    ((100, 1280), 18),  # more inputs than many rows meet at a time
+]
 
 
 @pytest.fixture(params=list(NEEDS))
