@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("model", help="a folder with bf16 safetensors")
     parser.add_argument("--threads", type=int, required=True)
     given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # else it leaves torch one thread
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_GB)
     cores = sorted(os.sched_getaffinity(0))[: given.threads]
