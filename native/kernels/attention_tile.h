@@ -16,7 +16,7 @@ constexpr int kTileVectors = 4;
 constexpr int kTileQueries = 3;
 constexpr int kTileVectors = 2;
 #elif defined(__aarch64__)
-constexpr int kTileQueries = 6;
+constexpr int kTileQueries = 5;
 constexpr int kTileVectors = 1;
 #else
 constexpr int kTileQueries = 2;
