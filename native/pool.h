@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -13,20 +14,20 @@
 
 namespace ts {
 
-/// A number that threads wait on: they spin for some 60 microseconds, then sleep. Two cores must
-/// not be starved by spinning while others have work (KERNELS.md, traps).
+/// A number that threads wait on: they spin briefly, then sleep. Two cores must not be starved by
+/// spinning while others have work.
 class Signal {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
 
-  /// Returns once the value is no longer `old`; sleeps at once unless it `may_spin`.
-  void wait_beyond(uint32_t old, bool may_spin);
+  /// Returns once the value is no longer `old`; sleeps once it has spun for so long.
+  void wait_beyond(uint32_t old, std::chrono::microseconds spin_for);
 
   /// Sets the value and wakes who sleeps.
   void set(uint32_t value);
 
  private:
-  bool spin(uint32_t old) const;
+  bool spin(uint32_t old, std::chrono::microseconds spin_for) const;
 
   alignas(64) std::atomic<uint32_t> value_{0};
   std::atomic<int32_t> num_sleepers_{0};
