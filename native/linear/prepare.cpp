@@ -64,13 +64,14 @@ void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepa
 /// 32 inputs of one row; what is rounded away goes to `low` if there is one.
 void prepare_tile_line(const float* x, int64_t count, uint8_t* high, uint8_t* low) {
   uint16_t line[kBlockSize] = {};
+  for (int64_t i = 0; i < count; ++i) line[i] = bfloat16_from_float(x[i]);
+  std::memcpy(high, line, sizeof line);
+  if (low == nullptr) return;
   uint16_t rest[kBlockSize] = {};
   for (int64_t i = 0; i < count; ++i) {
-    line[i] = bfloat16_from_float(x[i]);
     rest[i] = bfloat16_from_float(x[i] - float_from_bfloat16(line[i]));
   }
-  std::memcpy(high, line, sizeof line);
-  if (low != nullptr) std::memcpy(low, rest, sizeof rest);
+  std::memcpy(low, rest, sizeof rest);
 }
 
 void prepare_tiles(const float* x, int64_t num_inputs, int64_t row, bool is_split, void* prepared) {

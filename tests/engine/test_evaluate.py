@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pytest
 
 from support.tiny import Tiny, write_tiny_gguf
@@ -45,6 +46,16 @@ def test_a_full_disk_is_said_with_what_is_needed(
     pieces = pieces_of(held_out_text(), [tiny], 100, 100)
     with pytest.raises(TwostrokeError, match=r"needs? \d+ MB in .* set TMPDIR"):
         list(compare_subjects(subject(tiny), [subject(tiny)], pieces, silent))
+
+
+def test_logits_that_are_no_numbers_are_said_and_not_compared(tiny: str, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    content = Path(tiny).read_bytes()
+    damaged.write_bytes(content[:-256] + np.full(64, np.inf, np.float32).tobytes())
+    pieces = pieces_of(held_out_text(), [tiny], 20, 20)
+    for right, other in ((str(damaged), tiny), (tiny, str(damaged))):
+        with pytest.raises(TwostrokeError, match="no finite numbers"):
+            list(compare_subjects(subject(right), [subject(other)], pieces, silent))
 
 
 def test_a_reader_beside_itself_differs_in_nothing(tiny: str) -> None:

@@ -37,6 +37,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
+def test_a_model_may_be_given_by_a_path_and_by_nothing_else(path: Path) -> None:
+    with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
+        assert llm.generate("hello", GREEDY)[0][0].usage.completion_tokens == 8
+    for wrong in (None, 5, b"smollm2"):
+        with pytest.raises(UsageError, match="by a name or a path"):
+            LLM(wrong)  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param == "cpu":

@@ -278,6 +278,10 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
         (b'{"model": {"vocab": {"a": "x"}, "merges": []}}', "damaged|cannot"),
         (b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}', "damaged"),
         (
+            b'{"model": {"vocab": {}, "merges": []}, "added_tokens": [{"id": -1, "content": "x"}]}',
+            "an id below 0",
+        ),
+        (
             b'{"model": {"vocab": {}, "merges": []}, "pre_tokenizer": {"type": "X"}}',
             "cannot be used",
         ),

@@ -143,7 +143,7 @@ def _read_right(
     try:
         logits: list[Array] = []
         for piece in pieces:
-            scored = backend.score(piece)
+            scored = _finite(backend.score(piece), subject)
             offset = file.seek(0, 2)
             try:
                 scored.tofile(file)
@@ -153,6 +153,15 @@ def _read_right(
         return _Answers(logits, _hidden(backend, program, pieces[0], generated=False))
     finally:
         backend.close()
+
+
+def _finite(logits: Array, subject: Subject) -> Array:
+    if np.isfinite(logits).all():
+        return logits
+    raise TwostrokeError(
+        f"{subject.model}: there are logits that are no finite numbers, read with "
+        f"{subject.compute.backend}: there is nothing to compare. Its weights may be damaged."
+    )
 
 
 def _no_room(pieces: Sequence[list[int]], vocab_size: int) -> TwostrokeError:
@@ -177,7 +186,7 @@ def _read_other(
             divergence, seconds = Divergence(), 0.0
             for answer, piece in zip(right.logits, pieces, strict=True):
                 started = time.perf_counter()
-                scored = backend.score(piece, generated=generated)
+                scored = _finite(backend.score(piece, generated=generated), subject)
                 seconds += time.perf_counter() - started
                 width = min(answer.shape[1], scored.shape[1])  # tables may be padded differently
                 divergence.add(answer[:, :width], scored[:, :width], piece)

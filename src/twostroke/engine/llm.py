@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.errors import OverloadedError, UsageError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     Message = Mapping[str, object]
     Text = str | Sequence[int]
+    Model = str | PathLike[str]
 
 _WRITER, _SPEAKER = Caller(prompt_field="prompt"), Caller(prompt_field="messages")
 
@@ -33,7 +35,7 @@ class LLM:
     ...     llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))
     """
 
-    def __init__(self, model: str, options: EngineOptions | None = None) -> None:
+    def __init__(self, model: Model, options: EngineOptions | None = None) -> None:
         """Load `model`: a path, a short name or hf:owner/repo; fetched first if not here yet.
 
         Raises:
@@ -127,7 +129,7 @@ class AsyncLLM:
         self.engine = engine
 
     @classmethod
-    async def load(cls, model: str, options: EngineOptions | None = None) -> AsyncLLM:
+    async def load(cls, model: Model, options: EngineOptions | None = None) -> AsyncLLM:
         """Load `model` without blocking the event loop."""
         from asyncio import to_thread  # those who block do without it
 
@@ -177,9 +179,12 @@ class AsyncLLM:
             generation.cancel()
 
 
-def _fetch_and_build(model: str, options: EngineOptions | None) -> Engine:
-    pull(model)
-    return build(model, options)
+def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
+    name = fspath(model) if isinstance(model, PathLike) else model
+    if not isinstance(name, str):
+        raise UsageError(f"A model is given by a name or a path, not by {model!r}.")
+    pull(name)
+    return build(name, options)
 
 
 def _queued(

@@ -52,7 +52,7 @@ def from_tokenizer_json(path: Path) -> Tokenizer:
         return _build(description, model, config, folder)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ModelFormatError(
-            f"{file.name} is damaged ({type(error).__name__}: {error})."
+            f"{file.name} is damaged: its parts are not what they must be ({error})."
         ) from error
 
 
@@ -72,6 +72,8 @@ def _build(
         for entry in description.get("added_tokens") or ()
     )
     named = _named_texts(config, _read(folder / "special_tokens_map.json"))
+    if any(token.id < 0 for token in added):
+        raise ModelFormatError("tokenizer.json has an added token with an id below 0.")
     by_text = {token.text: token.id for token in added}
     byte_level = '"ByteLevel"' in json.dumps(
         [description.get("pre_tokenizer"), description.get("decoder")]

@@ -17,6 +17,7 @@ WHITE_SPACE = (
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
 )
+_SPACES = re.compile(f"[{re.escape(WHITE_SPACE)}]*")
 # A letter, mark, digit or joining sign (Unicode TR 18, annex C).
 _OF_A_WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")
 
@@ -60,9 +61,8 @@ class Splitter:
     def split(self, text: str, *, parse_special: bool) -> Iterator[str | AddedToken]:
         """Yield plain stretches of `text` as strings and the tokens between them, in order."""
         done = 0
-        for start, end, token in (
-            self._matches(text) if self._can_find(parse_special=parse_special) else ()
-        ):
+        matches = self._matches(text) if self._can_find(parse_special=parse_special) else iter(())
+        for start, end, token in matches:
             if token.special and not parse_special:
                 continue
             if token.single_word and not _alone(text, start, end):
@@ -72,8 +72,8 @@ class Splitter:
                 left = done + len(text[done:start].rstrip(WHITE_SPACE))
                 if left >= end:  # the token before it has swallowed it
                     continue
-            if token.rstrip:
-                right = len(text) - len(text[end:].lstrip(WHITE_SPACE))
+            if token.rstrip and (spaces := _SPACES.match(text, end)):
+                right = spaces.end()
             if left > done:
                 yield text[done:left]
             yield token

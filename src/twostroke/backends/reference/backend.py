@@ -96,9 +96,10 @@ class ReferenceBackend:
         """Return the values that are `kept` and those that nothing reads, the logits among them."""
         last_use = {name: op for op in self._program.ops for name in op.inputs}
         values: dict[str, NDArray[np.float32]] = {}
-        for op in self._program.ops:
-            values[op.output] = apply(op, values, state)
-            for name in op.inputs:
-                if last_use[name] is op and name not in kept:
-                    del values[name]
+        with np.errstate(all="ignore"):  # what is not finite shows in the logits
+            for op in self._program.ops:
+                values[op.output] = apply(op, values, state)
+                for name in op.inputs:
+                    if last_use[name] is op and name not in kept:
+                        del values[name]
         return values
