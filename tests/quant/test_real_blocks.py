@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from twostroke.core.errors import ModelNotFoundError
-from twostroke.weights import resolve
 from twostroke.weights.gguf import read_gguf
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from twostroke.quant import QuantTensor
 
 gguf = pytest.importorskip("gguf", reason="the gguf package (test extra) is the second opinion")
@@ -23,11 +24,7 @@ FORMATS_IN = {
 }
 
 
-def tensors_by_format(name: str) -> dict[str, list[QuantTensor]]:
-    try:
-        path = resolve(name)
-    except ModelNotFoundError as error:
-        pytest.skip(f"needs the real model: {error}")
+def tensors_by_format(path: Path) -> dict[str, list[QuantTensor]]:
     file = read_gguf(path)
     assert not file.unsupported
     found: dict[str, list[QuantTensor]] = {}
@@ -38,8 +35,10 @@ def tensors_by_format(name: str) -> dict[str, list[QuantTensor]]:
 
 @pytest.mark.models
 @pytest.mark.parametrize("name", FORMATS_IN)
-def test_real_blocks_are_dequantized_as_by_the_reference_bit_for_bit(name: str) -> None:
-    found = tensors_by_format(name)
+def test_real_blocks_are_dequantized_as_by_the_reference_bit_for_bit(
+    real_model: Callable[[str], Path], name: str
+) -> None:
+    found = tensors_by_format(real_model(name))
     assert found.keys() == FORMATS_IN[name]
     for kind, tensors in found.items():
         for tensor in tensors[:: max(1, len(tensors) // 12)]:
@@ -51,8 +50,10 @@ def test_real_blocks_are_dequantized_as_by_the_reference_bit_for_bit(name: str) 
 
 @pytest.mark.models
 @pytest.mark.parametrize("name", FORMATS_IN)
-def test_real_blocks_quantized_again_change_little(name: str) -> None:
-    for kind, tensors in tensors_by_format(name).items():
+def test_real_blocks_quantized_again_change_little(
+    real_model: Callable[[str], Path], name: str
+) -> None:
+    for kind, tensors in tensors_by_format(real_model(name)).items():
         values = tensors[0].dequantize(slice(0, 64))
         fmt = tensors[0].format
         again = fmt.dequantize(fmt.quantize(values))

