@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from quiet import Watch, process_s
 
@@ -105,13 +105,18 @@ class Worker:
         return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def serve(handlers: Mapping[str, Handler]) -> None:
-    """Answer questions from standard input until it closes: the worker's end.
+def claim_output() -> TextIO:
+    """Return standard output for answers alone: what libraries print goes to standard error.
 
-    What libraries print on standard output goes to standard error instead.
+    A worker's first act, before it loads a model.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    return answers
+
+
+def serve(handlers: Mapping[str, Handler], answers: TextIO) -> None:
+    """Answer questions from standard input on `answers` until it closes: the worker's end."""
     for line in sys.stdin:
         fields = json.loads(line)
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 
-from pipe import serve
+from pipe import claim_output, serve
 from workload import Timing
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
+    given, answers = parser.parse_args(), claim_output()
     llama = Llama(given.model, given.threads)
     serve({
         "about": llama.about, "run": llama.run, "score": llama.score, "forget": llama.forget
-    })  # fmt: skip
+    }, answers)  # fmt: skip
 
 
 @dataclass(frozen=True)

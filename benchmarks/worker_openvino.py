@@ -15,7 +15,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from pipe import serve
+from pipe import claim_output, serve
 from workload import Timing
 
 _CACHE_GB = 4
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
+    given, answers = parser.parse_args(), claim_output()
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
     scheduler.max_num_seqs = _MAX_STREAMS
@@ -43,7 +43,7 @@ def main() -> None:
         return _run(pipeline, ids, prompts, num_tokens).as_json()
 
     about = {"version": version("openvino-genai")}
-    serve({"about": lambda: about, "run": run, "forget": dict})
+    serve({"about": lambda: about, "run": run, "forget": dict}, answers)
 
 
 def _run(

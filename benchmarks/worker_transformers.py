@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pipe import serve
+from pipe import claim_output, serve
 from workload import Timing
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder with safetensors")
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
+    given, answers = parser.parse_args(), claim_output()
     torch.set_num_threads(given.threads)
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
@@ -38,7 +38,9 @@ def main() -> None:
         np.save(path, logits)
         return {}
 
-    serve({"about": lambda: {"version": version}, "run": run, "score": score, "forget": dict})
+    serve(
+        {"about": lambda: {"version": version}, "run": run, "score": score, "forget": dict}, answers
+    )
 
 
 def _run(model: Any, prompts: list[list[int]], num_tokens: int) -> Timing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from closed_loop import Loop
 from ours import run_job, run_loop
-from pipe import serve
+from pipe import claim_output, serve
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.engine.build import build
 from twostroke.engine.hardware import machine
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--level")
     parser.add_argument("--kv-memory", type=int, help="bytes")
-    given = parser.parse_args()
+    given, answers = parser.parse_args(), claim_output()
     compute = ComputeOptions(given.backend, given.threads, given.level)
     options = EngineOptions(compute, CacheOptions(memory_bytes=given.kv_memory))
     with build(given.model, options) as engine:
@@ -48,7 +48,7 @@ def main() -> None:
 
         serve({
             "about": about, "run": run, "loop": loop, "limits": limits, "forget": dict
-        })  # fmt: skip
+        }, answers)  # fmt: skip
 
 
 if __name__ == "__main__":

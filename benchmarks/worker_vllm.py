@@ -12,7 +12,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from pipe import serve
+from pipe import claim_output, serve
 from workload import Timing
 
 _KV_GB = 4
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder with bf16 safetensors")
     parser.add_argument("--threads", type=int, required=True)
-    given = parser.parse_args()
+    given, answers = parser.parse_args(), claim_output()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)  # else it leaves torch one thread
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_GB)
@@ -43,7 +43,7 @@ def main() -> None:
         return _run(engine, ids, prompts, num_tokens).as_json()
 
     about = {"version": f"{version('vllm-cpu')}, bf16"}
-    serve({"about": lambda: about, "run": run, "forget": dict})
+    serve({"about": lambda: about, "run": run, "forget": dict}, answers)
 
 
 def _run(

@@ -2,6 +2,7 @@
 #include "executor/products.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "kernels/rows.h"
 #include "linear/layout.h"
@@ -131,6 +132,17 @@ Prepared prepare(Worker& worker, const Input& input) {
   return prepared;
 }
 
+/// Slots in each of the parts that many rows' outputs are cut into: groups that go together stay
+/// together where there are parts enough.
+int64_t slots_of_chunk(const Worker& worker, int64_t slot_groups, int64_t num_slots,
+                       int64_t num_panels) {
+  const int64_t chunks = kChunksPerThread * worker.num_threads;
+  const int64_t unit = std::lcm(kGroupsTogether, slot_groups) / slot_groups;
+  const int64_t size = round_up(round_up(num_slots, chunks) / chunks, unit);
+  const bool is_enough = num_panels * (round_up(num_slots, size) / size) >= 2 * worker.num_threads;
+  return is_enough ? size : round_up(num_slots, chunks) / chunks;
+}
+
 /// Calls `body(panel, slot_begin, slot_end)` for this thread's share of (rows x output slots).
 template <class Body>
 void share_products(Worker& worker, const Input& input, int64_t num_slots, Body body) {
@@ -150,10 +162,11 @@ void share_products(Worker& worker, const Input& input, int64_t num_slots, Body 
     for (int64_t i = 0; i < num_panels && begin < end; ++i) body(panel_at(i), begin, end);
     return;
   }
-  const int64_t chunks = std::min(num_slots, kChunksPerThread * worker.num_threads);
+  const int64_t size = slots_of_chunk(worker, input.facts.slot_groups, num_slots, num_panels);
+  const int64_t chunks = round_up(num_slots, size) / size;
   worker.share_out(num_panels * chunks, [&](int64_t ticket) {
-    const int64_t chunk = ticket % chunks;
-    body(panel_at(ticket / chunks), num_slots * chunk / chunks, num_slots * (chunk + 1) / chunks);
+    const int64_t begin = ticket % chunks * size;
+    body(panel_at(ticket / chunks), begin, std::min(begin + size, num_slots));
   });
 }
 
@@ -220,7 +233,8 @@ void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, floa
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
                     int64_t group_begin, int64_t group_end, float* out, int64_t stride) {
   const int64_t num_rows = gate.num_rows;
-  const int64_t step = std::max<int64_t>(1, kGatedFloats / (num_rows * kGroupSize));
+  const int64_t most = kGatedFloats / (num_rows * kGroupSize);
+  const int64_t step = std::max<int64_t>(1, most / kGroupsTogether * kGroupsTogether);
   for (int64_t begin = group_begin; begin < group_end; begin += step) {
     const int64_t end = std::min(begin + step, group_end);
     const int64_t first = begin * kGroupSize;

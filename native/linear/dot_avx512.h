@@ -13,10 +13,13 @@
 namespace ts {
 
 inline void store_activations(const int32_t* q, uint8_t* row) {
-  for (int i = 0; i < kBlockSize; ++i) {
-    const int32_t high = (q[i] + 64) >> 7;
-    row[i] = static_cast<uint8_t>(high);
-    row[kBlockSize + i] = static_cast<uint8_t>(q[i] - high * 128);
+  TS_UNROLL
+  for (int i = 0; i < kBlockSize; i += kGroupSize) {
+    const __m512i values = _mm512_loadu_si512(q + i);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
+    const __m512i low = _mm512_sub_epi32(values, _mm512_slli_epi32(high, 7));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + kBlockSize + i), _mm512_cvtepi32_epi8(low));
   }
 }
 

@@ -50,6 +50,15 @@ enum class RowKind : int32_t {
 /// Outputs come in groups of this many; the last group is padded with zeros.
 constexpr int64_t kGroupSize = 16;
 
+/// Many rows are multiplied fastest with a multiple of this many groups at once.
+#if TS_LEVEL == 3
+constexpr int64_t kGroupsTogether = 2;  // a tile each, side by side
+#elif TS_LEVEL == 2
+constexpr int64_t kGroupsTogether = 3;  // linear/wide.h
+#else
+constexpr int64_t kGroupsTogether = 1;
+#endif
+
 /// A packed matrix (num_outputs, num_inputs). `data` is aligned to 64 bytes and not owned.
 struct PackedWeight {
   WeightType type;

@@ -105,8 +105,8 @@ void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
 /// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
 constexpr int64_t kCachedRowBytes = 1024 * 1024;
 
-/// Three groups against rows [row_begin, row_end), a few blocks of inputs at a time.
-template <WeightType T>
+/// G groups against rows [row_begin, row_end), a few blocks of inputs at a time.
+template <WeightType T, int G>
 class WideProduct {
  public:
   WideProduct(const Product& product, int64_t row_begin, int64_t row_end)
@@ -118,18 +118,21 @@ class WideProduct {
     sums_ = reinterpret_cast<Sums*>(sums.reserve(num_fours() * static_cast<int64_t>(sizeof(Sums))));
   }
 
-  /// Groups [group, group + 3); `more` says that as many follow.
+  /// Groups [group, group + G); `more` says that as many follow.
   void multiply(int64_t group, bool more) {
     const int64_t num_inputs = product_.weight.num_inputs;
     const int64_t num_blocks = product_.num_blocks();
     const int64_t size = group_bytes(T, num_inputs);
     const uint8_t* packed = product_.weight.data + group * size;
-    for (int64_t four = 0; four < num_fours(); ++four) sums_[four] = {};
-    for (int64_t begin = 0; begin < num_blocks; begin += kWideBlocks) {
-      const int64_t end = std::min(begin + kWideBlocks, num_blocks);
-      unpack_wide<T>(packed, num_inputs, begin, end, blocks_);
+    // Chunks of nearly the same size: reading and writing the sums would cost a small one too much.
+    const int64_t num_chunks = round_up(num_blocks, kWideBlocks) / kWideBlocks;
+    const int64_t step = round_up(round_up(num_blocks, num_chunks) / num_chunks,
+                                  kFormat.blocks_per_unit());
+    for (int64_t begin = 0; begin < num_blocks; begin += step) {
+      const int64_t end = std::min(begin + step, num_blocks);
+      unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
       NextBlocks next = {packed + end * kFormat.block_bytes(), size, kFormat.block_bytes()};
-      if (end == num_blocks) next.data = packed + kWideGroups * size;
+      if (end == num_blocks) next.data = packed + G * size;
       if (end == num_blocks && !more) next.block_bytes = 0;
       add(begin, end, next);
     }
@@ -138,11 +141,11 @@ class WideProduct {
 
  private:
   using Shape = WideShape<T>;
-  using Block = WideBlock<Shape::num_subs>;
+  using Block = WideBlock<Shape::num_subs, G>;
   static constexpr BlockFormat kFormat = block_format(T);
 
   struct Sums {
-    Lanes lanes[kWideRows][kWideGroups];
+    Lanes lanes[kWideRows][G];
   };
 
   int64_t num_fours() const { return (row_end_ - row_begin_) / kWideRows; }
@@ -152,8 +155,9 @@ class WideProduct {
     for (int64_t four = 0; four < num_fours(); ++four) {
       const int64_t row = row_begin_ + four * kWideRows;
       const PanelBlock* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
-      multiply_wide<Shape::num_subs, Shape::has_minimum>(
-          blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, sums_[four].lanes);
+      multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
+          blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
+          sums_[four].lanes);
       next.block_bytes = 0;  // they are fetched once
     }
   }
@@ -161,7 +165,7 @@ class WideProduct {
   void store(int64_t group, int64_t four) {
     for (int r = 0; r < kWideRows; ++r) {
       float* out = product_.out + (row_begin_ + four * kWideRows + r) * product_.out_stride;
-      for (int g = 0; g < kWideGroups; ++g) {
+      for (int g = 0; g < G; ++g) {
         const int64_t first = (group + g) * kGroupSize;
         store_group(sums_[four].lanes[r][g], out + first, product_.weight.num_outputs - first,
                     product_.accumulate);
@@ -176,16 +180,20 @@ class WideProduct {
   Sums* sums_;
 };
 
-/// Rows in fours and groups in threes; returns the first group that was left out.
+/// Rows in fours, groups in threes and twos.
 template <WeightType T>
-int64_t multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
-                          int64_t group_begin, int64_t group_end) {
-  WideProduct<T> wide(product, row_begin, row_end);
+void multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
+                       int64_t group_begin, int64_t group_end) {
+  WideProduct<T, 3> threes(product, row_begin, row_end);
   int64_t group = group_begin;
-  for (; group + kWideGroups <= group_end; group += kWideGroups) {
-    wide.multiply(group, group + 2 * kWideGroups <= group_end);
+  for (; wide_groups(group_end - group) == 3; group += 3) {
+    threes.multiply(group, group + 6 <= group_end);
   }
-  return group;
+  WideProduct<T, 2> twos(product, row_begin, row_end);
+  for (; wide_groups(group_end - group) == 2; group += 2) {
+    twos.multiply(group, group + 4 <= group_end);
+  }
+  multiply_packed<T>(product, row_begin, row_end, group, group_end);
 }
 
 #endif
@@ -205,8 +213,7 @@ void multiply_groups(const Product& product, int64_t num_rows, int64_t group_beg
         num_rows >= fewest_wide_rows<T>() ? num_rows / kWideRows * kWideRows : 0;
     for (; row < num_wide_rows; row += step) {
       const int64_t end = std::min(row + step, num_wide_rows);
-      const int64_t rest = multiply_unpacked<T>(product, row, end, group_begin, group_end);
-      multiply_packed<T>(product, row, end, rest, group_end);
+      multiply_unpacked<T>(product, row, end, group_begin, group_end);
     }
     row = num_wide_rows;
   }

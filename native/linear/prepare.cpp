@@ -3,6 +3,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "kernels/lane_math.h"
 #include "linear/dot.h"
 #include "linear/layout.h"
 #include "linear/linear.h"
@@ -13,32 +14,44 @@ namespace {
 
 constexpr float kMaxQuant = 16256.0F;  // 127 * 128: the high plane stays within [-127, 127]
 
+/// The largest magnitude of 32 numbers as its bits: as integers, magnitudes keep their order and NaN
+/// comes last.
+int32_t largest_bits(const float* x) {
+  int32_t largest = 0;
+  for (int i = 0; i < kBlockSize; ++i) {
+    largest = std::max(largest, static_cast<int32_t>(bits_from_float(x[i]) & 0x7fffffffU));
+  }
+  return largest;
+}
+
 /// Quantizes 32 numbers of one row; 1 / scale stays finite because tiny blocks count as zero.
 void prepare_block(const float* x, PanelBlock* block, int64_t row) {
-  uint32_t largest = 0;  // as integers, magnitudes keep their order and NaN comes last
-  for (int i = 0; i < kBlockSize; ++i) {
-    largest = std::max(largest, bits_from_float(x[i]) & 0x7fffffffU);
-  }
-  const float amax = float_from_bits(largest);
-  const bool usable = amax >= 0x1p-100f && largest < 0x7f800000U;
+  const int32_t largest = largest_bits(x);
+  const float amax = float_from_bits(static_cast<uint32_t>(largest));
+  const bool is_finite = largest < 0x7f800000;
+  const bool usable = amax >= 0x1p-100f && is_finite;
   const float scale = usable ? amax / kMaxQuant : 0.0F;
   const float inverse = usable ? 1.0F / scale : 0.0F;
-  int32_t q[kBlockSize];
-  int32_t sums[2] = {0, 0};  // of the two halves
+  // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
+  constexpr float magic = 12582912.0F;
+  alignas(64) float shifted[kBlockSize];
+  alignas(64) int32_t q[kBlockSize];
+  for (int i = 0; i < kBlockSize; ++i) shifted[i] = (usable ? x[i] : 0.0F) * inverse + magic;
   for (int i = 0; i < kBlockSize; ++i) {
-    // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
-    const float rounded = x[i] * inverse + 12582912.0F;
-    q[i] = usable ? static_cast<int32_t>(bits_from_float(rounded)) - 0x4b400000 : 0;
-    sums[i * 2 / kBlockSize] += q[i];
+    q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
   }
   store_activations(q, block->rows[row]);
-  block->scale[row] = largest < 0x7f800000U ? scale : float_from_bits(0x7fc00000U);
-  const int32_t parts[3] = {sums[0] + sums[1], sums[0], sums[1]};
+  block->scale[row] = is_finite ? scale : float_from_bits(0x7fc00000U);
+  // Integers below 2^24: exact in float32, in any order.
+  const Lanes minus_magic = broadcast(-magic);
+  const float first = sum_across(add(load_lanes(shifted), minus_magic));
+  const float second = sum_across(add(load_lanes(shifted + kGroupSize), minus_magic));
+  const float sums[3] = {first + second, first, second};
   for (int part = 0; part < 3; ++part) {
-    block->scaled_sum[part][row] = block->scale[row] * static_cast<float>(parts[part]);
-    block->minus_sum[part][row] = -parts[part];
+    block->scaled_sum[part][row] = block->scale[row] * sums[part];
+    block->minus_sum[part][row] = -static_cast<int32_t>(sums[part]);
   }
-  block->minus_eight_sum[row] = -8 * parts[0];
+  block->minus_eight_sum[row] = 8 * block->minus_sum[0][row];
 }
 
 void prepare_blocks(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
