@@ -31,7 +31,7 @@ struct ThreadMemory {
   Block gated;
   ExpertGroups experts;
   AttentionScratch attention;
-  Scratch sampler;
+  SamplerScratch sampler;
   std::vector<double> waiting_s;  // for each operation, since times were last taken
 };
 

@@ -81,6 +81,23 @@ void soften(const AttentionRows& rows, const PieceScales& scales, const Range& s
   *sum = sum_across(total);
 }
 
+/// The same where every key of the piece is seen and its scores are what they were computed as.
+void soften_whole(float* scores, float* peak, float* sum) {
+  Lanes values[kBlocksPerPiece];
+  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) values[b] = load_lanes(scores + b * kLanes);
+  Lanes largest = broadcast(kMinusInfinity);
+  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) largest = larger(largest, values[b]);
+  *peak = largest_across(largest);
+  const Lanes most = broadcast(*peak);
+  Lanes total = zero_lanes();
+  TS_UNROLL for (int b = 0; b < kBlocksPerPiece; ++b) {
+    const Lanes share = exp2(subtract(values[b], most));
+    total = add(total, share);
+    store_lanes(scores + b * kLanes, share);
+  }
+  *sum = sum_across(total);
+}
+
 /// Computes the shares of `num_queries` (at most kTileQueries) queries from index `first`; each
 /// sees a key of the piece.
 template <class T>
@@ -99,9 +116,15 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
                          kPieceTokens);
       });
     }
+    const bool is_plain = !piece.scales.are_there && rows.soft_cap == 0;
     for (int i = 0; i < Q; ++i) {
-      soften(rows, piece.scales, seen_by(rows, piece.begin, first + i), blocks,
-             scores + i * kPieceTokens, &share.peak[i], &share.sum[i]);
+      const Range seen = seen_by(rows, piece.begin, first + i);
+      float* row = scores + i * kPieceTokens;
+      if (is_plain && seen.begin == 0 && seen.end == kPieceTokens) {
+        soften_whole(row, &share.peak[i], &share.sum[i]);
+      } else {
+        soften(rows, piece.scales, seen, blocks, row, &share.peak[i], &share.sum[i]);
+      }
     }
     for (int64_t d = 0; d < head_dim; d += kTileVectors * kLanes) {
       with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
@@ -170,7 +193,7 @@ void start_merging(const AttentionRows& rows, int64_t head_dim, AttentionScratch
 
 void write_rows(const AttentionRows& rows, int64_t head_dim, const AttentionScratch& scratch) {
   for (int64_t query = 0; query < rows.num_queries(); ++query) {
-    const Lanes factor = broadcast(1.0F / scratch.sum[static_cast<size_t>(query)]);
+    const Lanes factor = broadcast(1.0F / scratch.sum.data()[query]);
     const float* source = scratch.out.data() + query * head_dim;
     float* out = rows.out + query / rows.group * rows.out_stride + query % rows.group * head_dim;
     for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -255,17 +278,12 @@ void for_shares(const AttentionRows& rows, const LayerPages& pages, int64_t begi
 }  // namespace
 
 void AttentionScratch::fit(int64_t num_queries, int64_t head_dim) {
-  const auto values = static_cast<size_t>(num_queries * head_dim);
-  const auto piece = static_cast<size_t>(kPieceTokens * head_dim);
-  const auto grow = [](std::vector<float>& memory, size_t size) {
-    if (memory.size() < size) memory.resize(size);
-  };
-  grow(q, values);
-  grow(out, values);
-  grow(peak, static_cast<size_t>(num_queries));
-  grow(sum, static_cast<size_t>(num_queries));
-  grow(keys, piece);
-  grow(this->values, piece);
+  q.fit(num_queries * head_dim);
+  out.fit(num_queries * head_dim);
+  peak.fit(num_queries);
+  sum.fit(num_queries);
+  keys.fit(kPieceTokens * head_dim);
+  values.fit(kPieceTokens * head_dim);
 }
 
 void attend(const AttentionRows& rows, const LayerPages& pages, AttentionScratch& scratch) {

@@ -10,9 +10,9 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "kernels/kv.h"
+#include "linear/scratch.h"
 
 namespace ts {
 
@@ -63,16 +63,26 @@ struct AttentionRows {
   }
 };
 
+/// Floats on lines of the cache: a vector's would lie across them, and each load read two.
+class Floats {
+ public:
+  void fit(int64_t count) { memory_.reserve(count * static_cast<int64_t>(sizeof(float))); }
+  float* data() const { return reinterpret_cast<float*>(memory_.data()); }
+
+ private:
+  Scratch memory_;
+};
+
 /// One thread's working memory.
 struct AttentionScratch {
   void fit(int64_t num_queries, int64_t head_dim);
 
-  std::vector<float> q;       // (queries, head_dim), scaled
-  std::vector<float> out;     // (queries, head_dim), not yet divided by the sums
-  std::vector<float> peak;    // (queries)
-  std::vector<float> sum;     // (queries)
-  std::vector<float> keys;    // a piece in float32
-  std::vector<float> values;  // likewise
+  Floats q;       // (queries, head_dim), scaled
+  Floats out;     // (queries, head_dim), not yet divided by the sums
+  Floats peak;    // (queries)
+  Floats sum;     // (queries)
+  Floats keys;    // a piece in float32
+  Floats values;  // likewise
 };
 
 /// Where the shares of pieces wait to be merged when several tasks cover a context.

@@ -1,4 +1,4 @@
-// What the kernels need of sixteen lanes beyond products: order, sums across, exponentials.
+// What the kernels need of sixteen lanes beyond products: order, parts of them, exponentials.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,10 @@ inline Lanes divide(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 /// The smaller of each lane; `b` where either is NaN.
 inline Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline __mmask16 first_mask(int count) { return static_cast<__mmask16>((1U << count) - 1); }
 /// `a` in the first `count` lanes, `b` in the others.
 inline Lanes choose_first(int count, Lanes a, Lanes b) {
-  return {_mm512_mask_mov_ps(b.v, static_cast<__mmask16>((1U << count) - 1), a.v)};
+  return {_mm512_mask_mov_ps(b.v, first_mask(count), a.v)};
 }
 /// `a` where it is not below `limit` (so also where it is NaN), 0 elsewhere; tested on `x`.
 inline Lanes zero_below(Lanes a, Lanes x, float limit) {
@@ -59,8 +60,6 @@ inline Lanes load_bytes(const int8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
 }
-inline __m256 upper_half(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
-inline __m256 lower_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
 
 #elif TS_LEVEL == 1
 
@@ -141,8 +140,6 @@ inline Lanes load_bytes(const int8_t* p) {
   }
   return result;
 }
-inline __m256 upper_half(Lanes a) { return a.v[1]; }
-inline __m256 lower_half(Lanes a) { return a.v[0]; }
 
 #elif !defined(__aarch64__)
 
@@ -215,6 +212,18 @@ inline Lanes load_bytes(const int8_t* p) {
 
 #endif
 
+#if TS_LEVEL >= 2
+
+/// The first `count` numbers, zeros behind them.
+inline Lanes load_first(const float* p, int count) {
+  return {_mm512_maskz_loadu_ps(first_mask(count), p)};
+}
+inline void store_first(float* p, Lanes a, int count) {
+  _mm512_mask_storeu_ps(p, first_mask(count), a.v);
+}
+
+#else
+
 inline Lanes load_first(const float* p, int count) {
   float lanes[kLanes] = {};
   std::memcpy(lanes, p, sizeof(float) * static_cast<size_t>(count));
@@ -227,14 +236,9 @@ inline void store_first(float* p, Lanes a, int count) {
   std::memcpy(p, lanes, sizeof(float) * static_cast<size_t>(count));
 }
 
-#if TS_LEVEL >= 1
+#endif
 
-inline float sum_across(Lanes a) {
-  const __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
+#if TS_LEVEL >= 1
 
 inline float largest_across(Lanes a) {
   const __m256 eight = _mm256_max_ps(lower_half(a), upper_half(a));
@@ -244,13 +248,6 @@ inline float largest_across(Lanes a) {
 }
 
 #elif !defined(__aarch64__)
-
-inline float sum_across(Lanes a) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
-  }
-  return a.v[0];
-}
 
 inline float largest_across(Lanes a) {
   float largest = a.v[0];

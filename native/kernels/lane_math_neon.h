@@ -66,13 +66,6 @@ inline Lanes load_bfloat16s(const uint16_t* p) {
       [&](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
 
-/// The order of the sums is that of every level: lanes 8 apart, then 4, 2 and 1.
-inline float sum_across(const Lanes& a) {
-  const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
-  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
-  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
-}
-
 inline float largest_across(const Lanes& a) {
   const float32x4_t four = larger(larger(a.v[0], a.v[2]), larger(a.v[1], a.v[3]));
   const float32x4_t two = larger(four, vextq_f32(four, four, 2));

@@ -67,6 +67,9 @@ inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
   odd->v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536)));
 }
 
+inline __m256 upper_half(Lanes a) { return _mm512_extractf32x8_ps(a.v, 1); }
+inline __m256 lower_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
+
 #elif TS_LEVEL == 1
 
 struct Integers {
@@ -130,6 +133,9 @@ inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
     odd->v[half] = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
   }
 }
+
+inline __m256 upper_half(Lanes a) { return a.v[1]; }
+inline __m256 lower_half(Lanes a) { return a.v[0]; }
 
 #elif !defined(__aarch64__)
 
@@ -195,6 +201,26 @@ inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
     even->v[i] = float_from_bits(pairs[i] << 16);
     odd->v[i] = float_from_bits(pairs[i] & 0xffff0000U);
   }
+}
+
+/// The order of the sums is that of every level: lanes 8 apart, then 4, 2 and 1.
+inline float sum_across(Lanes a) {
+  for (int width = kGroupSize / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  }
+  return a.v[0];
+}
+
+#endif
+
+#if TS_LEVEL >= 1
+
+/// The order of the sums is that of every level: lanes 8 apart, then 4, 2 and 1.
+inline float sum_across(Lanes a) {
+  const __m256 eight = _mm256_add_ps(lower_half(a), upper_half(a));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 #endif

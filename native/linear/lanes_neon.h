@@ -85,4 +85,11 @@ inline void load_bfloat16_pairs(const uint8_t* p, Lanes* even, Lanes* odd) {
   }
 }
 
+/// The order of the sums is that of every level: lanes 8 apart, then 4, 2 and 1.
+inline float sum_across(const Lanes& a) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+
 }  // namespace ts

@@ -126,8 +126,8 @@ class WideProduct {
     const uint8_t* packed = product_.weight.data + group * size;
     // Chunks of nearly the same size: reading and writing the sums would cost a small one too much.
     const int64_t num_chunks = round_up(num_blocks, kWideBlocks) / kWideBlocks;
-    const int64_t step = round_up(round_up(num_blocks, num_chunks) / num_chunks,
-                                  kFormat.blocks_per_unit());
+    const int64_t step =
+        round_up(round_up(num_blocks, num_chunks) / num_chunks, kFormat.blocks_per_unit());
     for (int64_t begin = 0; begin < num_blocks; begin += step) {
       const int64_t end = std::min(begin + step, num_blocks);
       unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);

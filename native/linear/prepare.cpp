@@ -3,8 +3,8 @@
 #include <cstring>
 #include <iterator>
 
-#include "kernels/lane_math.h"
 #include "linear/dot.h"
+#include "linear/lanes.h"
 #include "linear/layout.h"
 #include "linear/linear.h"
 #include "linear/number.h"
@@ -14,8 +14,8 @@ namespace {
 
 constexpr float kMaxQuant = 16256.0F;  // 127 * 128: the high plane stays within [-127, 127]
 
-/// The largest magnitude of 32 numbers as its bits: as integers, magnitudes keep their order and NaN
-/// comes last.
+/// The largest magnitude of 32 numbers as its bits: as integers, magnitudes keep their order and
+/// NaN comes last.
 int32_t largest_bits(const float* x) {
   int32_t largest = 0;
   for (int i = 0; i < kBlockSize; ++i) {

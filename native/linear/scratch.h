@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
+#include <utility>
 
 namespace ts {
 
@@ -14,7 +15,10 @@ class Scratch {
   ~Scratch() { release(); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
+  Scratch(Scratch&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), capacity_(std::exchange(other.capacity_, 0)) {}
 
+  /// At least so many bytes; what was in them before is lost if it grows.
   uint8_t* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       release();
@@ -23,6 +27,8 @@ class Scratch {
     }
     return data_;
   }
+
+  uint8_t* data() const { return data_; }
 
  private:
   static constexpr std::align_val_t kAlignment{64};

@@ -26,7 +26,9 @@ constexpr int kWideRows = 4;
 
 /// How many of the groups that are left go together: threes, then twos, never one alone unless it
 /// is the only one.
-constexpr int wide_groups(int64_t left) { return left >= 3 && left != 4 ? 3 : static_cast<int>(left < 2 ? left : 2); }
+constexpr int wide_groups(int64_t left) {
+  return left >= 3 && left != 4 ? 3 : static_cast<int>(left < 2 ? left : 2);
+}
 
 /// Fewer rows do not repay the unpacking, of which whole bytes need least (measured).
 template <WeightType T>
@@ -113,8 +115,8 @@ TS_INLINE void dot_plane(const WideBlock<NumSubs, G>& block, int sub, const uint
 
 /// The shift by 7 makes the 128 of signed weights of what the sums start from.
 template <int NumSubs, bool HasMinimum, int G>
-TS_INLINE void dot_wide(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int row, int sub,
-                        __m512i sums[kWideRows][G]) {
+TS_INLINE void dot_wide(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int row,
+                        int sub, __m512i sums[kWideRows][G]) {
   const uint8_t* bytes = row_bytes(panel, row);
   const int32_t* minus_sum = panel.minus_sum[sum_index(NumSubs, sub)] + row;
   TS_UNROLL
@@ -171,8 +173,8 @@ struct NextBlocks {
   }
 };
 
-/// Adds unpacked blocks of G groups to the sums of rows [row, row + 4) of a panel, or writes them if
-/// these are the first blocks. Meanwhile the next ones are fetched into the second-level cache.
+/// Adds unpacked blocks of G groups to the sums of rows [row, row + 4) of a panel, or writes them
+/// if these are the first blocks. Meanwhile the next ones are fetched into the second-level cache.
 template <int NumSubs, bool HasMinimum, int G>
 void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock* panel, int row,
                    int64_t num_blocks, const NextBlocks& next, bool is_first,

@@ -43,7 +43,7 @@ TS_EXPORT int64_t ts_sample_row_offset(int32_t index) {
 // `logits` is (num_rows, vocab_size), as it was on return.
 TS_EXPORT void ts_sample_test(const SampleRow* rows, float* logits, int64_t num_rows,
                               int64_t vocab_size, ts::SampleResult* results) {
-  ts::Scratch scratch;
+  ts::SamplerScratch scratch;
   for (int64_t i = 0; i < num_rows; ++i)
     ts::sample_row(rows[i], logits + i * vocab_size, vocab_size, scratch, results + i);
 }

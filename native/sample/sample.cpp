@@ -16,7 +16,7 @@ using namespace sampling;
 
 namespace {
 
-using Candidate = Scratch::Candidate;
+using Candidate = SamplerScratch::Candidate;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNoLimit = std::numeric_limits<float>::quiet_NaN();  // no logit is >= NaN
@@ -39,13 +39,13 @@ bool before(const Candidate& a, const Candidate& b) {
 
 bool inside(int32_t id, int64_t vocab_size) { return id >= 0 && id < vocab_size; }
 
-void save(int64_t id, const float* logits, Scratch& scratch) {
+void save(int64_t id, const float* logits, SamplerScratch& scratch) {
   scratch.saved.push_back({id, logits[id]});
 }
 
 // In each step the arithmetic is float32's; the product of a count and a penalty is exact in
 // double, so that fusing it into the subtraction would change nothing.
-void penalize(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& scratch) {
+void penalize(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch) {
   const bool repeats = row.repetition_penalty != 1.0f;
   if (!repeats && row.frequency_penalty == 0.0f && row.presence_penalty == 0.0f) return;
   const int64_t first = repeats ? 0 : row.num_prompt;
@@ -78,7 +78,7 @@ void penalize(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& 
   }
 }
 
-void adjust(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& scratch) {
+void adjust(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch) {
   scratch.saved.clear();
   for (int32_t i = 0; i < row.num_bias; ++i) {
     const int32_t id = row.bias_ids[i];
@@ -95,13 +95,13 @@ void adjust(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& sc
   }
 }
 
-void put_back(float* logits, Scratch& scratch) {
+void put_back(float* logits, SamplerScratch& scratch) {
   for (auto last = scratch.saved.rbegin(); last != scratch.saved.rend(); ++last)
     logits[last->id] = last->logit;
 }
 
 // The place of the largest logit, the lowest among equals; -1 if all are minus infinity or NaN.
-int64_t likeliest(const float* logits, int64_t count, Scratch& scratch) {
+int64_t likeliest(const float* logits, int64_t count, SamplerScratch& scratch) {
   const int64_t block = find_peaks(logits, count, scratch.peaks.data());
   if (block < 0) return -1;
   const float top = scratch.peaks[block];
@@ -111,7 +111,8 @@ int64_t likeliest(const float* logits, int64_t count, Scratch& scratch) {
 }
 
 // Collect the tokens from `threshold` up to, not including, `limit`, in the order of places.
-void gather(const Field& field, float threshold, float limit, bool weighted, Scratch& scratch) {
+void gather(const Field& field, float threshold, float limit, bool weighted,
+            SamplerScratch& scratch) {
   scratch.candidates.clear();
   for (int64_t block = 0; block < num_blocks(field.count); ++block) {
     if (!(scratch.peaks[block] >= threshold)) continue;
@@ -126,7 +127,7 @@ void gather(const Field& field, float threshold, float limit, bool weighted, Scr
 }
 
 // Keep candidates that come before or are `last`; they become a field of their own.
-Field keep_until(const Field& field, const Candidate& last, float top, Scratch& scratch) {
+Field keep_until(const Field& field, const Candidate& last, float top, SamplerScratch& scratch) {
   int64_t count = 0;
   for (const Candidate& candidate : scratch.candidates) {
     if (before(last, candidate)) continue;
@@ -138,7 +139,7 @@ Field keep_until(const Field& field, const Candidate& last, float top, Scratch& 
 }
 
 // A logit of plus infinity leaves all others no chance; those that have it are equals.
-Field only_infinite(const Field& field, Scratch& scratch) {
+Field only_infinite(const Field& field, SamplerScratch& scratch) {
   gather(field, kInfinity, kNoLimit, false, scratch);
   const Field kept = keep_until(field, scratch.candidates.back(), 0.0f, scratch);
   find_peaks(kept.logits, kept.count, scratch.peaks.data());
@@ -147,7 +148,7 @@ Field only_infinite(const Field& field, Scratch& scratch) {
 
 // A logit that at least `rank` tokens reach, as high as the block peaks can tell: the rank-th
 // largest peak has the peaks above it as witnesses.
-float reached_by(const Field& field, int64_t rank, Scratch& scratch) {
+float reached_by(const Field& field, int64_t rank, SamplerScratch& scratch) {
   const int64_t blocks = num_blocks(field.count);
   if (rank > blocks) return -kInfinity;
   const auto first = scratch.ordered_peaks.begin();
@@ -157,7 +158,7 @@ float reached_by(const Field& field, int64_t rank, Scratch& scratch) {
 }
 
 // The `rank` likeliest tokens above minus infinity, as candidates in no order.
-void gather_likeliest(const Field& field, int64_t rank, Scratch& scratch) {
+void gather_likeliest(const Field& field, int64_t rank, SamplerScratch& scratch) {
   gather(field, std::max(reached_by(field, rank, scratch), std::numeric_limits<float>::lowest()),
          kNoLimit, false, scratch);
   auto& found = scratch.candidates;
@@ -166,7 +167,7 @@ void gather_likeliest(const Field& field, int64_t rank, Scratch& scratch) {
   found.resize(rank);
 }
 
-Field keep_top_k(const Field& field, int64_t top_k, Scratch& scratch) {
+Field keep_top_k(const Field& field, int64_t top_k, SamplerScratch& scratch) {
   gather_likeliest(field, top_k, scratch);
   const auto& found = scratch.candidates;
   const Candidate last = *std::max_element(found.begin(), found.end(), before);
@@ -202,7 +203,8 @@ Candidate reaching(uint64_t mass, std::vector<Candidate>& candidates) {
 
 // Find the shortest run of likeliest tokens that weighs at least `top_p` of `total`, and leave
 // only them in `scratch.masses`. Returns the smallest logit that stays.
-float keep_top_p(const Field& field, double top_p, float scale, uint64_t total, Scratch& scratch) {
+float keep_top_p(const Field& field, double top_p, float scale, uint64_t total,
+                 SamplerScratch& scratch) {
   const double share = std::max(1.0, std::ceil(top_p * static_cast<double>(total)));
   const uint64_t mass = std::min(static_cast<uint64_t>(share), total);
   float* weights = scratch.weights.data();
@@ -229,7 +231,8 @@ float keep_top_p(const Field& field, double top_p, float scale, uint64_t total, 
 }
 
 // The place at which the running sum of weights passes `target`, in the order of places.
-int64_t place_at(const Field& field, uint64_t target, float threshold, const Scratch& scratch) {
+int64_t place_at(const Field& field, uint64_t target, float threshold,
+                 const SamplerScratch& scratch) {
   int64_t block = 0;
   while (target >= scratch.masses[block]) target -= scratch.masses[block++];
   int64_t place = block * kBlock;
@@ -241,7 +244,8 @@ int64_t place_at(const Field& field, uint64_t target, float threshold, const Scr
   }
 }
 
-int32_t drawn(const SampleRow& row, const float* logits, int64_t vocab_size, Scratch& scratch) {
+int32_t drawn(const SampleRow& row, const float* logits, int64_t vocab_size,
+              SamplerScratch& scratch) {
   const int64_t block = find_peaks(logits, vocab_size, scratch.peaks.data());
   if (block < 0) return kNoToken;
   Field field{logits, nullptr, vocab_size, scratch.peaks[block]};
@@ -265,7 +269,7 @@ int32_t drawn(const SampleRow& row, const float* logits, int64_t vocab_size, Scr
 }
 
 // Log-softmax of the unmodified row: of `result->token` and of the likeliest.
-void report(int32_t num_logprobs, const float* logits, int64_t vocab_size, Scratch& scratch,
+void report(int32_t num_logprobs, const float* logits, int64_t vocab_size, SamplerScratch& scratch,
             SampleResult* result) {
   const int64_t block = find_peaks(logits, vocab_size, scratch.peaks.data());
   assert(block >= 0);  // no adjustment lifts minus infinity or NaN
@@ -296,7 +300,7 @@ void report(int32_t num_logprobs, const float* logits, int64_t vocab_size, Scrat
 
 }  // namespace
 
-void Scratch::fit(int64_t vocab_size) {
+void SamplerScratch::fit(int64_t vocab_size) {
   if (static_cast<int64_t>(seen.size()) >= vocab_size) return;
   const int64_t blocks = num_blocks(vocab_size);
   peaks.resize(blocks);
@@ -310,7 +314,7 @@ void Scratch::fit(int64_t vocab_size) {
   kept_ids.resize(vocab_size);
 }
 
-void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& scratch,
+void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch,
                 SampleResult* result) {
   scratch.fit(vocab_size);
   *result = SampleResult{};

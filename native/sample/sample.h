@@ -44,7 +44,7 @@ struct SampleResult {
 };
 
 // Working memory of one thread: grows to the largest vocabulary seen, then no more.
-class Scratch {
+class SamplerScratch {
  public:
   void fit(int64_t vocab_size);
 
@@ -74,7 +74,7 @@ class Scratch {
 // Draw a token from `logits` (vocab_size floats). Bias, penalties and bars are applied in place
 // and undone: on return `logits` holds what it held. Reads nothing but its arguments: the token
 // depends neither on the batch nor on the thread nor on the instruction set.
-void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, Scratch& scratch,
+void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch,
                 SampleResult* result);
 
 }  // namespace ts
