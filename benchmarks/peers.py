@@ -17,7 +17,13 @@ import numpy as np
 
 from goals import SMOLLM2, rows_of
 from interleaved import Row, measure
-from quality import Quality, engine_quality, reference_logits
+from quality import (
+    Quality,
+    answered_prompts,
+    answers_quality,
+    engine_quality,
+    reference_logits,
+)
 from records import Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from sides import OURS, Side, add_arguments, start
@@ -28,7 +34,10 @@ from twostroke.weights import load
 from workload import WORKS
 
 if TYPE_CHECKING:
+    from quality import Logits
     from twostroke.weights import LoadedModel
+
+_ASKED_TOGETHER = 32  # prompts
 
 
 def main() -> None:
@@ -154,7 +163,9 @@ def _quality(
     right = reference_logits(loaded, parts)
     compute = ComputeOptions(given.backend, given.threads, given.level)
     lines = engine_quality(loaded, right, parts, compute)
-    for side in sides:
+    for side in sides[1:]:
+        if not side.scores:
+            lines += _answers_quality(side, right, parts)
         for way, options in side.ways.items() if side.scores else ():
             paths = [folder / f"{i}.npy" for i in range(len(parts))]
             for part, path in zip(parts, paths, strict=True):
@@ -167,6 +178,19 @@ def _quality(
             comparison = compare(list(zip(right, others, parts, strict=True)))
             lines.append(Quality(f"{side.name}, {way}", asdict(comparison)))
     return lines
+
+
+def _answers_quality(side: Side, right: Logits, parts: list[list[int]]) -> list[Quality]:
+    """Compare what an engine without logits answers; nothing if it cannot."""
+    answers: list[int] = []
+    prompts = answered_prompts(parts)
+    for i in range(0, len(prompts), _ASKED_TOGETHER):
+        some = prompts[i : i + _ASKED_TOGETHER]
+        timing = None if side.failure else side.ask("run", prompts=some, num_tokens=1, kept=0)
+        if timing is None:
+            return []
+        answers += timing["first_tokens"]
+    return [answers_quality(side.name, right, parts, answers)]
 
 
 def _text(

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     Logits = list[NDArray[np.float32]]
 
 
+_ANSWERED = 128  # tokens of a piece whose successors are asked, one by one
+
+
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A line of the table: who, and the fields of a `Comparison`."""
+    """A line of the table: who, and the fields of a `Comparison`, those that are known."""
 
     name: str
     comparison: dict[str, Any]
@@ -44,6 +47,8 @@ class Quality:
     def cells(self) -> tuple[str, ...]:
         """Return the table's line."""
         it = self.comparison
+        if "mean_kl" not in it:
+            return (self.name, "–", "–", f"{it['top1_agreement']:.2%}", "–", "–")
         change = it["perplexity"] / it["right_perplexity"] - 1
         return (
             self.name,
@@ -78,6 +83,21 @@ def engine_quality(
         lines.append(Quality(line, asdict(compare(list(zip(right, scores, parts, strict=True))))))
     backend.close()
     return lines
+
+
+def answered_prompts(parts: list[list[int]]) -> list[list[int]]:
+    """Return beginnings of the pieces, for engines that give no logits: what they answer counts."""
+    return [part[:end] for part in parts for end in range(1, min(len(part), _ANSWERED) + 1, 2)]
+
+
+def answers_quality(
+    name: str, right: Logits, parts: list[list[int]], answers: list[int]
+) -> Quality:
+    """Compare greedy first tokens behind `answered_prompts` with the reference's likeliest."""
+    ends = [(i, len(p)) for i, part in enumerate(parts) for p in answered_prompts([part])]
+    likeliest = [int(right[i][end - 1].argmax()) for i, end in ends]
+    same = sum(ours == theirs for ours, theirs in zip(likeliest, answers, strict=True))
+    return Quality(f"{name} ({len(ends)} answers)", {"top1_agreement": same / len(ends)})
 
 
 def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
