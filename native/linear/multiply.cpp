@@ -115,7 +115,7 @@ class WideProduct {
     static thread_local Scratch sums;
     const auto block_bytes = static_cast<int64_t>(sizeof(Block));
     blocks_ = reinterpret_cast<Block*>(blocks.reserve(kWideBlocks * block_bytes));
-    sums_ = reinterpret_cast<Sums*>(sums.reserve(num_fours() * static_cast<int64_t>(sizeof(Sums))));
+    sums_ = reinterpret_cast<Sums*>(sums.reserve(num_parts() * static_cast<int64_t>(sizeof(Sums))));
   }
 
   /// Groups [group, group + G); `more` says that as many follow.
@@ -136,7 +136,7 @@ class WideProduct {
       if (end == num_blocks && !more) next.block_bytes = 0;
       add(begin, end, next);
     }
-    for (int64_t four = 0; four < num_fours(); ++four) store(group, four);
+    for (int64_t part = 0; part < num_parts(); ++part) store(group, part);
   }
 
  private:
@@ -148,26 +148,26 @@ class WideProduct {
     Lanes lanes[kWideRows][G];
   };
 
-  int64_t num_fours() const { return (row_end_ - row_begin_) / kWideRows; }
+  int64_t num_parts() const { return (row_end_ - row_begin_) / kWideRows; }
 
   void add(int64_t begin, int64_t end, NextBlocks next) {
     const auto* panels = reinterpret_cast<const PanelBlock*>(product_.prepared);
-    for (int64_t four = 0; four < num_fours(); ++four) {
-      const int64_t row = row_begin_ + four * kWideRows;
+    for (int64_t part = 0; part < num_parts(); ++part) {
+      const int64_t row = row_begin_ + part * kWideRows;
       const PanelBlock* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
       multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
           blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
-          sums_[four].lanes);
+          sums_[part].lanes);
       next.block_bytes = 0;  // they are fetched once
     }
   }
 
-  void store(int64_t group, int64_t four) {
+  void store(int64_t group, int64_t part) {
     for (int r = 0; r < kWideRows; ++r) {
-      float* out = product_.out + (row_begin_ + four * kWideRows + r) * product_.out_stride;
+      float* out = product_.out + (row_begin_ + part * kWideRows + r) * product_.out_stride;
       for (int g = 0; g < G; ++g) {
         const int64_t first = (group + g) * kGroupSize;
-        store_group(sums_[four].lanes[r][g], out + first, product_.weight.num_outputs - first,
+        store_group(sums_[part].lanes[r][g], out + first, product_.weight.num_outputs - first,
                     product_.accumulate);
       }
     }
@@ -180,10 +180,13 @@ class WideProduct {
   Sums* sums_;
 };
 
-/// Rows in fours, groups in threes and twos.
+/// Rows in fours (on AMX in eights), groups in threes and twos.
 template <WeightType T>
 void multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
                        int64_t group_begin, int64_t group_end) {
+#if TS_LEVEL == 3
+  const TileSession session(byte_tiles(WideShape<T>::num_subs));
+#endif
   WideProduct<T, 3> threes(product, row_begin, row_end);
   int64_t group = group_begin;
   for (; wide_groups(group_end - group) == 3; group += 3) {

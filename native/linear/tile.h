@@ -39,7 +39,8 @@ inline TileConfig full_tiles() {
 
 struct TileRegisters {
   bool configured = false;
-  alignas(64) uint8_t tiles[8][1024];
+  TileConfig config;
+  alignas(64) uint8_t tiles[8][1024];  // rows 64 bytes apart
 };
 
 /// One set a thread, like the real ones.
@@ -55,18 +56,32 @@ inline uint8_t* emulated_tile(int tile) {
   return registers.tiles[tile];
 }
 
+inline int tile_rows(int tile) { return tile_registers().config.num_rows[tile]; }
+inline int tile_row_bytes(int tile) { return tile_registers().config.row_bytes[tile]; }
+
 inline void emulated_load(int tile, const void* source, int64_t stride) {
   uint8_t* destination = emulated_tile(tile);
-  for (int row = 0; row < 16; ++row) {
-    std::memcpy(destination + 64 * row, static_cast<const uint8_t*>(source) + row * stride, 64);
+  std::memset(destination, 0, 1024);
+  for (int row = 0; row < tile_rows(tile); ++row) {
+    std::memcpy(destination + 64 * row, static_cast<const uint8_t*>(source) + row * stride,
+                static_cast<size_t>(tile_row_bytes(tile)));
   }
 }
 
 inline void emulated_store(int tile, void* destination, int64_t stride) {
   const uint8_t* source = emulated_tile(tile);
-  for (int row = 0; row < 16; ++row) {
-    std::memcpy(static_cast<uint8_t*>(destination) + row * stride, source + 64 * row, 64);
+  for (int row = 0; row < tile_rows(tile); ++row) {
+    std::memcpy(static_cast<uint8_t*>(destination) + row * stride, source + 64 * row,
+                static_cast<size_t>(tile_row_bytes(tile)));
   }
+}
+
+/// Shapes that do not fit each other fault.
+inline void check_shapes(int tile_c, int tile_a, int tile_b) {
+  const bool fits = tile_rows(tile_c) == tile_rows(tile_a) &&
+                    tile_row_bytes(tile_c) == tile_row_bytes(tile_b) &&
+                    tile_row_bytes(tile_a) == 4 * tile_rows(tile_b);
+  if (!fits) __builtin_trap();
 }
 
 /// Denormals count as zero, going in and coming out.
@@ -78,6 +93,7 @@ inline float flush(float value) {
 /// TDPBF16PS as Intel's manual defines it: even and odd products are summed apart by fused
 /// multiply-adds over the tile's depth, their sum is added to the destination.
 inline void emulated_dot(int tile_c, int tile_a, int tile_b) {
+  check_shapes(tile_c, tile_a, tile_b);
   float c[16][16];
   uint16_t a[16][32];
   uint16_t b[16][32];
@@ -102,12 +118,35 @@ inline void emulated_dot(int tile_c, int tile_a, int tile_b) {
   std::memcpy(emulated_tile(tile_c), c, sizeof c);
 }
 
+/// TDPBSUD: signed bytes x unsigned bytes; what a shape leaves of a tile is zero.
+inline void emulated_dot_bytes(int tile_c, int tile_a, int tile_b) {
+  check_shapes(tile_c, tile_a, tile_b);
+  int32_t c[16][16];
+  int8_t a[16][64];
+  uint8_t b[16][64];
+  std::memcpy(c, emulated_tile(tile_c), sizeof c);
+  std::memcpy(a, emulated_tile(tile_a), sizeof a);
+  std::memcpy(b, emulated_tile(tile_b), sizeof b);
+  for (int row = 0; row < tile_rows(tile_c); ++row) {
+    for (int quad = 0; quad < tile_rows(tile_b); ++quad) {
+      for (int n = 0; n < 16; ++n) {
+        for (int i = 0; i < 4; ++i) c[row][n] += a[row][4 * quad + i] * b[quad][4 * n + i];
+      }
+    }
+  }
+  std::memcpy(emulated_tile(tile_c), c, sizeof c);
+}
+
 #define TS_TILE_ZERO(tile) std::memset(emulated_tile(tile), 0, 1024)
 #define TS_TILE_LOAD(tile, source, stride) emulated_load(tile, source, stride)
 #define TS_TILE_STORE(tile, destination, stride) emulated_store(tile, destination, stride)
 #define TS_TILE_DOT(c, a, b) emulated_dot(c, a, b)
+#define TS_TILE_DOT_BYTES(c, a, b) emulated_dot_bytes(c, a, b)
 
-inline void load_tile_config(const TileConfig&) { tile_registers().configured = true; }
+inline void load_tile_config(const TileConfig& config) {
+  tile_registers().configured = true;
+  tile_registers().config = config;
+}
 inline void release_tiles() { tile_registers().configured = false; }
 
 #else
@@ -116,6 +155,7 @@ inline void release_tiles() { tile_registers().configured = false; }
 #define TS_TILE_LOAD(tile, source, stride) _tile_loadd(tile, source, stride)
 #define TS_TILE_STORE(tile, destination, stride) _tile_stored(tile, destination, stride)
 #define TS_TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TS_TILE_DOT_BYTES(c, a, b) _tile_dpbsud(c, a, b)
 
 inline void load_tile_config(const TileConfig& config) {
   // GCC 12 believes that LDTILECFG reads 8 bytes and may drop the stores of the other 56.
@@ -129,7 +169,7 @@ inline void release_tiles() { _tile_release(); }
 /// The calling thread's tiles, configured for as long as this lives.
 class TileSession {
  public:
-  TileSession() { load_tile_config(full_tiles()); }
+  explicit TileSession(const TileConfig& config) { load_tile_config(config); }
   ~TileSession() { release_tiles(); }
   TileSession(const TileSession&) = delete;
   TileSession& operator=(const TileSession&) = delete;

@@ -170,7 +170,7 @@ void multiply_tiles(const TileProduct& product, int64_t group_begin, int64_t gro
   // Nothing is taken away of bfloat16.
   const int64_t num_terms = product.is_split && product.weight.type != WeightType::BF16 ? 2 : 1;
   uint8_t* tiles = buffer.reserve(2 * num_terms * num_tiles * kTileBytes);
-  const TileSession session;
+  const TileSession session(full_tiles());
   for (int64_t group = group_begin; group < group_end; group += 2) {
     const int64_t num_panel_groups = std::min(int64_t{2}, group_end - group);
     const int64_t term_bytes = num_panel_groups * kTileBytes;

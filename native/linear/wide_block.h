@@ -1,0 +1,77 @@
+// Groups of outputs unpacked for many rows: bytes in VNNI order, scales in float32.
+#pragma once
+
+#include "linear/layout.h"
+
+#if TS_LEVEL >= 2
+
+#include <cstdint>
+
+#include "linear/dot.h"
+#include "linear/lanes.h"
+#include "linear/scales.h"
+
+namespace ts {
+
+/// Blocks that are unpacked at a time: of three groups, some 30 KB, which stay in the first-level
+/// cache while all rows pass by. A multiple of every format's unit.
+constexpr int64_t kWideBlocks = 16;
+constexpr int kWideRows = TS_LEVEL == 3 ? int{kPanelRows} : 4;
+
+/// What the kernel needs to know of a format: a format without minimums has signed weights.
+template <WeightType T>
+struct WideShape {
+  static constexpr int num_subs = block_format(T).num_subs;
+  static constexpr bool has_minimum = block_format(T).has_minimum;
+  static_assert(has_minimum == (block_format(T).offset == 0));
+};
+
+/// One 32-block of G groups, as the kernel reads it: bytes in VNNI order, 128 added to signed ones;
+/// float32 scales; minimums where the format has them.
+template <int NumSubs, int G>
+struct alignas(64) WideBlock {
+  uint8_t quads[kQuads][G][64];
+  float scale[NumSubs][G][kGroupSize];
+  float minimum[NumSubs][G][kGroupSize];
+};
+
+/// Unpacks one block of a group into its column of a wide one.
+template <WeightType T, int G>
+TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const ScaleReader<T>& reader,
+                                 int g, WideBlock<WideShape<T>::num_subs, G>* block) {
+  constexpr BlockFormat format = block_format(T);
+  constexpr int to_bytes = format.has_minimum ? 0 : 128 - format.offset;
+  const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
+  TS_UNROLL
+  for (int i = 0; i < kQuads; ++i) {
+    const __m512i bytes = _mm512_add_epi8(codes.quads[i], _mm512_set1_epi8(to_bytes));
+    _mm512_store_si512(block->quads[i][g], bytes);
+  }
+  TS_UNROLL
+  for (int sub = 0; sub < format.num_subs; ++sub) {
+    Lanes scale;
+    Lanes minimum;
+    reader.read(sub, &scale, &minimum);
+    store_lanes(block->scale[sub][g], scale);
+    if constexpr (format.has_minimum) store_lanes(block->minimum[sub][g], minimum);
+  }
+}
+
+/// Unpacks blocks [begin, end) of G groups that follow each other.
+template <WeightType T, int G>
+void unpack_wide(const uint8_t* groups, int64_t num_inputs, int64_t begin, int64_t end,
+                 WideBlock<WideShape<T>::num_subs, G>* blocks) {
+  const int64_t size = group_bytes(T, num_inputs);
+  ScaleReader<T> readers[G];
+  for (int64_t index = begin; index < end; ++index) {
+    for (int g = 0; g < G; ++g) {
+      const uint8_t* group = groups + g * size;
+      readers[g].enter(group, index);
+      unpack_wide_block<T, G>(group, index, readers[g], g, blocks + (index - begin));
+    }
+  }
+}
+
+}  // namespace ts
+
+#endif
