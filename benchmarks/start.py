@@ -7,6 +7,7 @@ the model's file in the page cache. Memory is that of an answer that fills a con
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import tempfile
 import threading
@@ -134,7 +135,11 @@ def _live(command: Sequence[str], log: Path, every_s: float) -> tuple[Life, bool
     with log.open("wb") as errors:
         began = time.monotonic()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=_environment(),
         )
     limit = threading.Timer(_LIMIT_S, process.kill)
     limit.start()
@@ -156,6 +161,11 @@ def _live(command: Sequence[str], log: Path, every_s: float) -> tuple[Life, bool
         said = log.read_text(errors="replace")[-600:]
         raise SystemExit(f"{command[0]} ended with code {process.returncode}: {said}")
     return Life(firsts[0], resident, anonymous), share <= MAX_SHARE
+
+
+def _environment() -> dict[str, str]:
+    """Return our own, but that bytecode is kept: an installed package comes with its own."""
+    return {key: os.environ[key] for key in os.environ if key != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _drain(process: subprocess.Popen[bytes], began: float, firsts: list[float]) -> None:

@@ -55,7 +55,7 @@ def test_parts_are_read_as_one_model(tmp_path: Path, num_parts: int) -> None:
     assert model.tensors.keys() == whole.tensors.keys()
     for name, tensor in model.tensors.items():
         assert np.array_equal(tensor.data, whole.tensors[name].data)
-        model.release(tensor)
+        model.release([tensor])
         assert np.array_equal(tensor.data, whole.tensors[name].data)
 
 

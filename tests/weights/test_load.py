@@ -105,7 +105,7 @@ def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
     tensor = model.tensors["blk.0.ffn_up.weight"]
     assert tensor.format is FORMATS[fmt]
     before = tensor.dequantize()
-    model.release(tensor)
+    model.release([tensor])
     assert np.array_equal(tensor.dequantize(), before)
 
 

@@ -25,10 +25,10 @@ from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf, from_tokenizer_json
-from twostroke.weights import GgufTokenizer, LoadedModel, load
+from twostroke.weights import GgufTokenizer, LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from twostroke.program import Program
     from twostroke.quant import QuantTensor
     from twostroke.tokenize import Tokenizer
-    from twostroke.weights.mapping import MappedFile
 
     Progress = Callable[[int, int], None]
 
@@ -108,11 +107,11 @@ def build(
     card = _card(loaded, program, size)
     if accept is not None:
         accept(card)
-    tensors, release = loaded.tensors, partial(_release, loaded.mappings)
+    tensors, give_back = loaded.tensors, partial(release_tensors, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
     limits = _limits(options.compute, size_of_weights)
-    backend = _build_backend(tensors, program, options.compute, size, release, progress)
+    backend = _build_backend(tensors, program, options.compute, size, give_back, progress)
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
         loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
@@ -174,7 +173,7 @@ def _build_backend(
     program: Program,
     compute: ComputeOptions,
     size: CacheSize,
-    release: Callable[[QuantTensor], None],
+    release: Callable[[Sequence[QuantTensor]], None],
     progress: Progress | None,
 ) -> Backend:
     if compute.backend == "reference":
@@ -224,11 +223,6 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
 def auto_kv_format(compute: ComputeOptions) -> str:
     """Return how the backend stores keys and values where nothing is asked for."""
     return "f32" if compute.backend in _FLOAT32_BACKENDS else DEFAULT_FORMAT
-
-
-def _release(mappings: tuple[MappedFile, ...], tensor: QuantTensor) -> None:
-    """Give back the file's memory under a tensor; keeps nothing else of the loaded model alive."""
-    any(mapping.release(tensor.data) for mapping in mappings)
 
 
 def _build_scheduler(

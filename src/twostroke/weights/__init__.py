@@ -16,7 +16,7 @@ from twostroke.weights.inventory import (
     verify,
 )
 from twostroke.weights.load import load_path
-from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
+from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel, release_tensors
 from twostroke.weights.progress import Progress, Watcher
 from twostroke.weights.sources import load, pull, resolve
 
@@ -38,6 +38,7 @@ __all__ = [
     "load",
     "load_path",
     "pull",
+    "release_tensors",
     "remove",
     "resolve",
     "unused",

@@ -10,6 +10,7 @@ import numpy as np
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from twostroke.quant import Bytes
@@ -61,16 +62,30 @@ class MappedFile:
         """Return `num_bytes` bytes from `start` as a read-only uint8 view."""
         return self._array[start : start + num_bytes]
 
-    def release(self, view: Bytes) -> bool:
-        """Give back the memory pages under `view`; they are read again when next touched.
+    def release(self, views: Iterable[Bytes]) -> None:
+        """Give back the memory pages under `views`; they are read again when next touched.
 
-        Returns False, and does nothing, for bytes that do not lie in this file.
+        Views of other memory are left alone. Neighbours go in one call of the system, of which
+        each interrupts all threads.
         """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin = end = 0
+        for first, last in sorted(filter(None, map(self._pages_under, views))):
+            if first > end:
+                self._drop(begin, end)
+                begin = first
+            end = max(end, last)
+        self._drop(begin, end)
+
+    def _pages_under(self, view: Bytes) -> tuple[int, int] | None:
+        """Return where the pages under a view begin and end in the file; None if it is not here."""
         start = view.ctypes.data - self._array.ctypes.data
-        if not 0 <= start <= start + view.nbytes <= self.size:
-            return False
+        if not view.nbytes or not 0 <= start <= start + view.nbytes <= self.size:
+            return None
         first = start - start % _FAULT_BYTES
-        end = min(self.size, -(-(start + view.nbytes) // _FAULT_BYTES) * _FAULT_BYTES)
-        if view.nbytes and hasattr(mmap, "MADV_DONTNEED"):
-            self._mmap.madvise(mmap.MADV_DONTNEED, first, end - first)
-        return True
+        return first, min(self.size, -(-(start + view.nbytes) // _FAULT_BYTES) * _FAULT_BYTES)
+
+    def _drop(self, begin: int, end: int) -> None:
+        if end > begin:
+            self._mmap.madvise(mmap.MADV_DONTNEED, begin, end - begin)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from twostroke.models import ModelSpec
@@ -54,8 +54,16 @@ class LoadedModel:
         """Bytes of the weight files."""
         return sum(mapping.size for mapping in self.mappings)
 
-    def release(self, tensor: QuantTensor) -> None:
-        """Give back the memory of a tensor that was repacked; reading it again still works."""
-        for mapping in self.mappings:
-            if mapping.release(tensor.data):
-                return
+    def release(self, tensors: Iterable[QuantTensor]) -> None:
+        """Give back the memory of tensors that were repacked; reading them again still works."""
+        release_tensors(self.mappings, tensors)
+
+
+def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTensor]) -> None:
+    """Give back the memory of tensors, in whichever of the files they lie.
+
+    For those who would not keep a whole `LoadedModel` alive for this.
+    """
+    views = [tensor.data for tensor in tensors]
+    for mapping in mappings:
+        mapping.release(views)

@@ -46,13 +46,13 @@ class CpuBackend:
         *,
         level: str | None = None,
         kv_format: str = DEFAULT_FORMAT,
-        release: Callable[[QuantTensor], None] | None = None,
+        release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
         `level` None means the best one, `kv_format` is a name in `cache.FORMATS`.
-        `release(tensor)` is called for each tensor that will not be read again, `progress(done,
+        `release(tensors)` is called with tensors that will not be read again, `progress(done,
         total)` with bytes of weights as they are packed.
 
         Raises:
@@ -176,7 +176,7 @@ class CpuBackend:
         self,
         tensors: Mapping[str, QuantTensor],
         pages: PlanPages,
-        release: Callable[[QuantTensor], None] | None,
+        release: Callable[[Sequence[QuantTensor]], None] | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         assert self._pool is not None

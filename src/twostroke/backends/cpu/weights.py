@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
 
     Progress = Callable[[int, int], None]
-    Release = Callable[[QuantTensor], None]
+    Release = Callable[[Sequence[QuantTensor]], None]
 
 _LINE = 64  # bytes; packed matrices start on one
+_RELEASED_TOGETHER = 16 << 20  # bytes
 
 
 class PackedWeights:
@@ -74,11 +75,12 @@ class PackedWeights:
     def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
         """Pack all matrices with the pool's threads.
 
-        `release(tensor)` is called when a tensor will not be read again, `progress(done, total)`
-        with bytes of tensors after each of them.
+        `release(tensors)` is called with tensors that will not be read again, `progress(done,
+        total)` with bytes of tensors after each of them.
         """
         total = sum(tensor.num_bytes for tensor in self._tensors.values())
-        done = 0
+        done = released = 0
+        packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self._records.values(), strict=True):
             source: NDArray[np.uint8] = np.ascontiguousarray(tensor.data)
             self._library.ts_pack(
@@ -89,9 +91,11 @@ class PackedWeights:
                 source.ctypes.data,
                 record.data,
             )
-            if release is not None:
-                release(tensor)
+            packed.append(tensor)
             done += tensor.num_bytes
+            if release is not None and (done - released >= _RELEASED_TOGETHER or done == total):
+                release(packed)
+                packed, released = [], done
             if progress is not None:
                 progress(done, total)
         self._tensors = {}
