@@ -64,7 +64,8 @@ class RowTable:
     """The rows of all requests that a backend knows.
 
     A request's parameters are written once, when it is first met. A step costs one gather of
-    rows, plus the tokens that are new to the history of a request with penalties.
+    rows, unless it is for the same requests as the one before, plus the tokens that are new to the
+    history of a request with penalties.
     """
 
     def __init__(self) -> None:
@@ -76,25 +77,23 @@ class RowTable:
         # What `num_barred` is while fewer than `min_tokens` tokens are out.
         self._min_tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._num_ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._last: list[Request] = []  # and their rows and places
+        self._rows: Rows = np.zeros(0, dtype=ROW)
+        self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def rows(self, requests: Sequence[Request]) -> Rows:
-        """Return a fresh array (len(requests),) of `ROW`, ready for each request's next token.
+    def rows(self, requests: list[Request]) -> Rows:
+        """Return an array (len(requests),) of `ROW`, ready for each request's next token.
 
-        What its pointers refer to lives until the request is forgotten or its next call here.
+        It is good until the next call, and so is what its pointers refer to, unless the request is
+        forgotten before.
         """
-        known = self._places
-        found = list(map(known.get, requests))
-        if None in found:
-            found = [known[r] if r in known else self._add(r) for r in requests]
-        if self._histories:
-            for request in requests:
-                self._extend(request)
-        places = np.array(found, dtype=np.intp)
-        rows = self._table.view(_WHOLE_ROW)[places].view(ROW)
-        num_tokens = np.array([len(r.tokens) for r in requests], dtype=np.int64)
+        if self._histories or requests != self._last:
+            self._gather(requests)
+        rows, places = self._rows, self._last_places
+        num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
         counters = num_tokens - rows["num_prompt"]
         rows["num_tokens"] = num_tokens
         rows["counter"] = counters
@@ -102,9 +101,22 @@ class RowTable:
         rows["num_barred"] = np.where(early, self._num_ends[places], 0)
         return rows
 
+    def _gather(self, requests: list[Request]) -> None:
+        known = self._places
+        found = list(map(known.get, requests))
+        if None in found:
+            found = [known[r] if r in known else self._add(r) for r in requests]
+        if self._histories:
+            for request in requests:
+                self._extend(request)
+        self._last = requests
+        self._last_places = np.array(found, dtype=np.intp)
+        self._rows = self._table.view(_WHOLE_ROW)[self._last_places].view(ROW)
+
     def forget(self, request: Request) -> None:
         """Drop a request's row; one that is not there is no error."""
         if request in self._places:
+            self._last = []
             self._free.append(self._places.pop(request))
             del self._arrays[request]
             self._histories.pop(request, None)

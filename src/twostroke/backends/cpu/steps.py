@@ -42,26 +42,28 @@ class StepArrays:
         requests = [part.request for part in parts]
         starts = [part.start for part in parts]
         counts = [part.count for part in parts]
-        if sum(counts) == len(parts):
+        samples = [part.samples for part in parts]
+        num_rows = sum(counts)
+        if num_rows == len(parts):
             tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
         else:
             tokens = [t for part in parts for t in _tokens(part)]
-        self._reserve(len(tokens), len(parts))
-        self._tokens[: len(tokens)] = tokens
+        self._reserve(num_rows, len(parts))
+        self._tokens[:num_rows] = tokens
         slices = self._slices[: len(parts)]
-        slices[:, 1], slices[:, 2] = counts, starts
+        slices[:, 1] = 1 if num_rows == len(parts) else counts
+        slices[:, 2] = starts
         slices[:, 3] = self.tables.places(requests)
-        ends = np.cumsum(slices[:, 1])
+        ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
-        sampled = [i for i, part in enumerate(parts) if part.samples]
-        self._sampled[: len(sampled)] = ends[sampled] - 1
-        if len(sampled) < len(parts):
-            requests = [requests[i] for i in sampled]
+        if not all(samples):
+            requests, ends = [part.request for part in parts if part.samples], ends[samples]
+        self._sampled[: len(requests)] = ends - 1
         self._samples = self._sampling.rows(requests)
         record = self.record
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
-        record.num_rows, record.num_slices = len(tokens), len(parts)
-        record.num_sampled = len(sampled)
+        record.num_rows, record.num_slices = num_rows, len(parts)
+        record.num_sampled = len(requests)
         record.num_generated = sum(counts[: len(generated)])
         record.samples = self._samples.ctypes.data
         return requests
@@ -136,34 +138,42 @@ class PageTables:
         self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
+        self._last: tuple[list[Request], list[int]] = ([], [])  # with their preemptions
+        self._last_num_pages: list[int] = []
+        self._last_rows = np.zeros(0, np.int32)
 
-    def places(self, requests: Sequence[Request]) -> list[int]:
+    def places(self, requests: list[Request]) -> NDArray[np.int32]:
         """Return the rows of requests, brought up to date."""
-        rows = []
-        for request in requests:
-            entry = self._entries.get(request)
-            if (
-                entry is None
-                or entry.num_pages != len(request.pages[0])
-                or entry.num_preemptions != request.num_preemptions
-            ):
-                entry = self._update(request)
-            rows.append(entry.row)
-        return rows
+        num_pages = [len(request.pages[0]) for request in requests]
+        now = (requests, [request.num_preemptions for request in requests])
+        if now == self._last:  # most steps are like the one before, but for a few new pages
+            for request, new, old in zip(requests, num_pages, self._last_num_pages, strict=True):
+                if new != old:
+                    self._update(request)
+        else:
+            rows = [self._update(request).row for request in requests]
+            self._last, self._last_rows = now, np.array(rows, np.int32)
+        self._last_num_pages = num_pages
+        return self._last_rows
 
     def forget(self, request: Request) -> None:
         """Free a request's row; one that is not there is no error."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry.row)
+            self._last = ([], [])
 
     def _update(self, request: Request) -> _Entry:
-        """Copy the pages that are new, or all of them where a preemption took the others."""
+        """Copy the pages that are new, if any, or all where a preemption took the others."""
         entry = self._entries.get(request) or self._add(request)
         num_pages = len(request.pages[0])
         if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
             entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
-        for part, pages in zip(self.array[entry.row], request.pages, strict=True):
-            part[entry.num_pages : num_pages] = pages[entry.num_pages :]
+        if num_pages == entry.num_pages + 1:  # a slice would cost ten times as much
+            for group, pages in enumerate(request.pages):
+                self.array[entry.row, group, entry.num_pages] = pages[entry.num_pages]
+        else:
+            for part, pages in zip(self.array[entry.row], request.pages, strict=True):
+                part[entry.num_pages : num_pages] = pages[entry.num_pages :]
         entry.num_pages = num_pages
         return entry
 
