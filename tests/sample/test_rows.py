@@ -110,3 +110,19 @@ def test_results_become_tokens_and_logprobs():
     tokens, logprobs = read_results(results, requests)
     assert tokens == [4, 5, -1]
     assert logprobs == [None, TokenLogprobs(-0.5, (5, 8), (-0.5, -2.0)), None]
+
+
+def test_rows_follow_requests_that_come_go_and_grow():
+    rng, table = np.random.default_rng(7), RowTable()
+    alive = []
+    for step in range(200):
+        if rng.random() < 0.2:
+            alive.append(make_request(SamplingParams(min_tokens=3), seed=step, end_ids=[9]))
+        if alive and rng.random() < 0.1:
+            table.forget(alive.pop(int(rng.integers(len(alive)))))
+        rows = table.rows(list(alive))
+        fresh = RowTable().rows(list(alive))
+        for name in ("seed", "counter", "num_tokens", "num_barred", "num_prompt"):
+            assert rows[name].tolist() == fresh[name].tolist()
+        for request in alive:
+            request.tokens.append(step)

@@ -77,7 +77,7 @@ class RowTable:
         # What `num_barred` is while fewer than `min_tokens` tokens are out.
         self._min_tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._num_ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-        self._last: list[Request] = []  # and their rows and places
+        self._last: list[Request] | None = None  # and their rows and places
         self._rows: Rows = np.zeros(0, dtype=ROW)
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
@@ -116,7 +116,7 @@ class RowTable:
     def forget(self, request: Request) -> None:
         """Drop a request's row; one that is not there is no error."""
         if request in self._places:
-            self._last = []
+            self._last = None
             self._free.append(self._places.pop(request))
             del self._arrays[request]
             self._histories.pop(request, None)

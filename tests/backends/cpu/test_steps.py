@@ -84,3 +84,27 @@ def test_flattening_many_requests_takes_well_under_a_millisecond():
         times.append(time.perf_counter() - started)
     assert min(times) < 1e-3
     assert np.all(steps._sampled[:256] == np.arange(256))
+
+
+def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
+    rng, tables = np.random.default_rng(8), PageTables(2, 64)
+    alive, page = [], 0
+    for _ in range(300):
+        if rng.random() < 0.2:
+            alive.append(make_request(5, [page], [page + 1]))
+            page += 2
+        if alive and rng.random() < 0.1:
+            tables.forget(alive.pop(int(rng.integers(len(alive)))))
+        for request in alive:
+            if rng.random() < 0.1:
+                request.pages = [[page], [page + 1]]
+                request.num_preemptions += 1
+                page += 2
+            num_new = int(rng.choice([0, 0, 0, 1, 2]))
+            for pages in request.pages:
+                pages.extend(range(page, page + num_new))
+            page += num_new
+        rows = tables.places(list(alive))
+        for row, request in zip(rows, alive, strict=True):
+            for part, pages in zip(tables.array[row], request.pages, strict=True):
+                assert part[: len(pages)].tolist() == pages

@@ -138,7 +138,7 @@ class PageTables:
         self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
-        self._last: tuple[list[Request], list[int]] = ([], [])  # with their preemptions
+        self._last: tuple[list[Request], list[int]] | None = None  # with their preemptions
         self._last_num_pages: list[int] = []
         self._last_rows = np.zeros(0, np.int32)
 
@@ -160,7 +160,7 @@ class PageTables:
         """Free a request's row; one that is not there is no error."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry.row)
-            self._last = ([], [])
+            self._last = None
 
     def _update(self, request: Request) -> _Entry:
         """Copy the pages that are new, if any, or all where a preemption took the others."""
