@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import closed_loop
-from pipe import serve
+from pipe import claim_output, serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -23,7 +23,7 @@ _LIMIT_S = 600.0
 
 def main() -> None:
     """Answer questions of the parent."""
-    serve({"loop": loop})
+    serve({"loop": loop}, claim_output())
 
 
 def loop(

@@ -77,14 +77,14 @@ class RowTable:
         # What `num_barred` is while fewer than `min_tokens` tokens are out.
         self._min_tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._num_ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
-        self._last: list[Request] | None = None  # and their rows and places
+        self._last: Sequence[Request] | None = None  # and their rows and places
         self._rows: Rows = np.zeros(0, dtype=ROW)
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def rows(self, requests: list[Request]) -> Rows:
+    def rows(self, requests: Sequence[Request]) -> Rows:
         """Return an array (len(requests),) of `ROW`, ready for each request's next token.
 
         It is good until the next call, and so is what its pointers refer to, unless the request is
@@ -101,7 +101,7 @@ class RowTable:
         rows["num_barred"] = np.where(early, self._num_ends[places], 0)
         return rows
 
-    def _gather(self, requests: list[Request]) -> None:
+    def _gather(self, requests: Sequence[Request]) -> None:
         known = self._places
         found = list(map(known.get, requests))
         if None in found:
