@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 3  # a run that others disturbed is repeated, and the least disturbed one counts,
 _PATIENCE_S = 20.0  # but no longer than this
+_TRIALS = 2  # rounds after which a way that
+_BEHIND = 0.85  # of its engine's best rate or less is left out
 
 
 @dataclass
@@ -47,6 +49,14 @@ class Row:
         ways = {way: rates for (name, way), rates in self.rates.items() if name == engine}
         best = max(ways.items(), key=lambda item: Spread.of(item[1]).median, default=("", []))
         return best[0], best[1]
+
+    def is_behind(self, engine: str, way: str) -> bool:
+        """Whether another way of the engine has proved to be clearly faster."""
+        rates = self.rates.get((engine, way), [])
+        best = self.best(engine)[1]
+        return len(rates) >= _TRIALS and (
+            Spread.of(rates).median <= _BEHIND * Spread.of(best).median
+        )
 
     def entries(self) -> list[Entry]:
         """Return the runs as a record keeps them."""
@@ -91,6 +101,8 @@ def measure(work: Work, sides: list[Side], prompts: FreshPrompts, rounds: int) -
                 reason = side.failure or _reason(side, work)
                 if reason:
                     row.failures[side.name] = reason
+                elif row.is_behind(side.name, way):
+                    continue
                 elif (ran := _run(side, work, job, options)) and number:
                     row.add(side, way, *ran)
     for side in sides:
