@@ -216,20 +216,31 @@ class ThreadPool:
 
     def __init__(self, num_threads: int) -> None:
         """Start the threads."""
-        folder = Path(llama_cpp.__file__).parent / "lib"
-        base, cpu = (ctypes.CDLL(str(folder / f"libggml-{part}.so")) for part in ("base", "cpu"))
+        base, cpu, llama = map(_loaded, ("libggml-base", "libggml-cpu", "libllama"))
         base.ggml_threadpool_params_default.restype = _ThreadPoolParams
         cpu.ggml_threadpool_new.argtypes = [ctypes.POINTER(_ThreadPoolParams)]
         cpu.ggml_threadpool_new.restype = ctypes.c_void_p
         params = base.ggml_threadpool_params_default(ctypes.c_int(num_threads))
         assert params.n_threads == num_threads, "another layout of ggml_threadpool_params"
         self._pool = cpu.ggml_threadpool_new(ctypes.byref(params))
-        self._attach = ctypes.CDLL(str(folder / "libllama.so")).llama_attach_threadpool
+        self._attach = llama.llama_attach_threadpool
         self._attach.argtypes = [ctypes.c_void_p] * 3
 
     def attach(self, context: Any) -> None:
         """Let a context use it for prompts and for single tokens."""
         self._attach(context, self._pool, self._pool)
+
+
+def _loaded(name: str) -> ctypes.CDLL:
+    """Return the library that llama-cpp-python has loaded, not another copy of it.
+
+    A wheel has each library under three names, and three names are three files. The threads of a
+    copy's pool do not know the layout into which the loaded one has packed the weights.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if f"/{name}.so" in line}
+    (path,) = paths
+    return ctypes.CDLL(path)
 
 
 class _ThreadPoolParams(ctypes.Structure):
