@@ -109,7 +109,9 @@ def _record_parts(record: Record) -> Iterator[str]:
         is_best = record.best(entry.engine) == entry
         name = f"{entry.engine}, {entry.way}" if entry.way else entry.engine
         shown = f"{ratio:.2f}" if ratio and is_best else ""
-        lines.append((name, Spread.of(entry.runs).text(digits), shown))
+        most = max(len(other.runs) for other in record.entries)
+        left_out = f", left out after {len(entry.runs)} rounds" if len(entry.runs) < most else ""
+        lines.append((name, Spread.of(entry.runs).text(digits) + left_out, shown))
     lines += [(engine, f"could not run it: {why}", "") for engine, why in record.failures.items()]
     yield table((f"{record.unit}", "median (lowest to highest)", "ratio"), lines) + "\n"
     yield from _others(record.others)

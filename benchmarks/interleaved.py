@@ -73,10 +73,12 @@ class Row:
     @property
     def same_first_tokens(self) -> float:
         """The share of prompts that all answered with the same first token."""
-        counted = [tokens for tokens in self.first_tokens.values() if tokens]
+        known = [tokens for tokens in self.first_tokens.values() if tokens]
+        longest = max(map(len, known), default=0)
+        counted = [tokens for tokens in known if len(tokens) == longest]  # no way that was left out
         # An engine that keeps one context for all streams is asked about the first stream alone.
         step = self.work.num_streams if self.work.kept_length else 1
-        every = list(zip(*(tokens[::step] for tokens in counted), strict=False))
+        every = list(zip(*(tokens[::step] for tokens in counted), strict=True))
         return sum(len(set(tokens)) == 1 for tokens in every) / len(every) if every else 0.0
 
     def as_json(self) -> dict[str, Any]:

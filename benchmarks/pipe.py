@@ -108,7 +108,7 @@ class Worker:
 def claim_output() -> TextIO:
     """Return standard output for answers alone: what libraries print goes to standard error.
 
-    A worker's first act, before it loads a model.
+    A worker calls it before it loads a model.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

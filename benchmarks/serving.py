@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 _OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
 _READY_WITHIN_S = 120.0
+_TRIALS = 2  # rounds after which a way with
 _BEHIND = 0.85  # of the best rate of its server's ways, or less: left out
 _MODEL_NAME = "bench"
 
@@ -117,8 +118,8 @@ class Target:
 
 
 def _is_behind(target: Target, targets: list[Target]) -> bool:
-    """Whether another way of the same server has proved to be clearly faster in the first round."""
-    if not target.runs:
+    """Whether another way of the same server has proved to be clearly faster in two rounds."""
+    if len(target.runs) < _TRIALS:
         return False
     rates = [Spread.of(t.values("tokens_per_s")).median for t in targets if t.name == target.name]
     return Spread.of(target.values("tokens_per_s")).median <= _BEHIND * max(rates)

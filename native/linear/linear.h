@@ -50,7 +50,7 @@ enum class RowKind : int32_t {
 /// Outputs come in groups of this many; the last group is padded with zeros.
 constexpr int64_t kGroupSize = 16;
 
-/// Many rows are multiplied fastest with a multiple of this many groups at once.
+/// Many prompt rows are multiplied fastest with a multiple of this many groups at once.
 #if TS_LEVEL == 3
 constexpr int64_t kGroupsTogether = 2;  // a tile each, side by side
 #elif TS_LEVEL == 2

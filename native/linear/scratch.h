@@ -1,4 +1,4 @@
-// A buffer that a thread keeps for itself between calls.
+// A buffer that is kept from call to call.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace ts {
 
-/// Aligned to 64 bytes; grows, and lives as long as its thread.
+/// Aligned to 64 bytes; grows, and never shrinks.
 class Scratch {
  public:
   Scratch() = default;

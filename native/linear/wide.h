@@ -47,7 +47,7 @@ struct NextBlocks {
   }
 };
 
-/// Adds unpacked blocks of G groups to the sums of rows [row, row + 4) of a panel, or writes them
+/// Adds unpacked blocks of G groups to the sums of a panel's rows from `row` on, or writes them
 /// if these are the first blocks. Meanwhile the next ones are fetched into the second-level cache.
 template <int NumSubs, bool HasMinimum, int G>
 void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock* panel, int row,

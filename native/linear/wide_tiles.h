@@ -68,14 +68,14 @@ TS_INLINE Lanes join_planes(const PlaneSums& sums, int row, int32_t minus_sum) {
 template <int NumSubs, bool HasMinimum, int G>
 TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int,
                             int sub, Lanes sums[kWideRows][G]) {
-  constexpr int first_quad = kQuads / NumSubs;
+  constexpr int quads_per_sub = kQuads / NumSubs;
   const uint8_t* planes = panel.rows[0] + sub * kBlockSize / NumSubs;
   PlaneSums dots[G];
   TS_TILE_LOAD(4, planes, 64);
   TS_TILE_LOAD(5, planes + kBlockSize, 64);
-  dot_tiles<false>(block.quads[sub * first_quad][0], G * 64, &dots[0]);
-  if constexpr (G > 1) dot_tiles<true>(block.quads[sub * first_quad][1], G * 64, &dots[1]);
-  if constexpr (G > 2) dot_tiles<false>(block.quads[sub * first_quad][2], G * 64, &dots[2]);
+  dot_tiles<false>(block.quads[sub * quads_per_sub][0], G * 64, &dots[0]);
+  if constexpr (G > 1) dot_tiles<true>(block.quads[sub * quads_per_sub][1], G * 64, &dots[1]);
+  if constexpr (G > 2) dot_tiles<false>(block.quads[sub * quads_per_sub][2], G * 64, &dots[2]);
   const int part = sum_index(NumSubs, sub);
   TS_UNROLL
   for (int g = 0; g < G; ++g) {

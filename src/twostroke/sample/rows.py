@@ -64,8 +64,8 @@ class RowTable:
     """The rows of all requests that a backend knows.
 
     A request's parameters are written once, when it is first met. A step costs one gather of
-    rows, unless it is for the same requests as the one before, plus the tokens that are new to the
-    history of a request with penalties.
+    rows, unless it is for the same requests as the one before and none has penalties, plus the
+    tokens that are new to the history of a request with penalties.
     """
 
     def __init__(self) -> None:

@@ -168,6 +168,8 @@ class PageTables:
         num_pages = len(request.pages[0])
         if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
             entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
+        if num_pages == entry.num_pages:
+            return entry
         if num_pages == entry.num_pages + 1:  # a slice would cost ten times as much
             for group, pages in enumerate(request.pages):
                 self.array[entry.row, group, entry.num_pages] = pages[entry.num_pages]
