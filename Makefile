@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report microbench correctness clean
+.PHONY: help setup build pull run test test-models test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -119,6 +119,9 @@ correctness: pull ## Compare every instruction-set level of this machine with th
 
 bench: pull ## Measure speed, policies, start, memory and sizes (BENCH_ARGS="--help" lists parts and rows).
 	@$(BIN)/python benchmarks/speed.py $(BENCH_ARGS)
+
+bench-speculation: pull ## Measure what guessing ahead brings, on kinds of text and under load (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/speculation.py $(BENCH_ARGS)
 
 bench-overhead: pull ## Measure what a step costs besides its kernels, up to 256 streams (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/overhead.py $(BENCH_ARGS)

@@ -19,9 +19,9 @@ from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.cache import PagePool, PrefixIndex
-from twostroke.core.config import BatchOptions
+from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.core.step import StepResult
-from twostroke.engine.build import build
+from twostroke.engine.build import build, build_speculator
 from twostroke.engine.client import Client
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
@@ -84,7 +84,8 @@ def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
     config = SchedulerConfig(context_length=card.context_length, max_running=num_streams)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
-    loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
+    speculator = build_speculator(SpeculationOptions(), card.cost.per_step(), None)
+    loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     try:
         prompts = [[1 + n % 250, *range(2, _PROMPT + 1)] for n in range(num_streams)]
         before_s = time.process_time()

@@ -8,7 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.core.config import POLICIES, BatchOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    POLICIES,
+    BatchOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 
@@ -69,7 +75,9 @@ def compare_policies(
     results = []
     for policy in POLICIES:
         batch = BatchOptions(policy=policy, batch_size=batch_size)
-        with build(model, EngineOptions(compute, batch=batch)) as engine:
+        with build(
+            model, EngineOptions(compute, batch=batch, speculation=SpeculationOptions("off"))
+        ) as engine:
             results.append(_replay(engine.client, policy, trace))
     return results
 

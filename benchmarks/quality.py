@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from twostroke.backends.compare import compare
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.machine import memory_available
-from twostroke.engine.build import build_backend
+from twostroke.engine.parts import build_backend
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 

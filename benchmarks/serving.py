@@ -138,7 +138,18 @@ def _start(
     bare.ask("about")
     yield Target(_BARE, "", bare, bare.pid, None)
     code = "from twostroke.cli import main; main()"
-    ours = (sys.executable, "-c", code, "serve", given.model, "--name", _MODEL_NAME, *threads)
+    ours = (
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        given.model,
+        "--name",
+        _MODEL_NAME,
+        "--speculate",
+        "off",
+        *threads,
+    )
     server = _Server(_OURS, ours, folder, stack)
     yield Target(_OURS, "", clients, server.pid, server.port)
     if given.without_llama:

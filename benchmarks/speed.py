@@ -15,7 +15,7 @@ from policies import Served, compare_policies, poisson_trace
 from quiet import MAX_SHARE, Watch
 from report import Spread, caption, machine_facts, note, save, table
 from texts import FreshPrompts, heldout_tokens
-from twostroke.core.config import ComputeOptions, EngineOptions
+from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
 from twostroke.engine.hardware import machine
 from twostroke.weights import load
@@ -118,7 +118,9 @@ _HEADER = (
 def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     compute = ComputeOptions(given.backend, given.threads, given.level)
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
-    with build(given.model, EngineOptions(compute)) as engine:
+    with build(
+        given.model, EngineOptions(compute, speculation=SpeculationOptions("off"))
+    ) as engine:
         limits = _limits(engine)
         works = [WORKS[name] for name in given.only]
         rows = _measure_rows(engine, works, limits, prompts, given.rounds)

@@ -23,7 +23,7 @@ from quiet import MAX_SHARE, Watch
 from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from twostroke.core.machine import num_cores
-from twostroke.engine.build import build_tokenizer
+from twostroke.engine.parts import build_tokenizer
 from twostroke.weights import load, resolve
 
 if TYPE_CHECKING:

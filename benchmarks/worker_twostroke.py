@@ -9,7 +9,12 @@ from typing import Any
 from closed_loop import Loop
 from ours import run_job, run_loop
 from pipe import claim_output, serve
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
 from twostroke.engine.build import build
 from twostroke.engine.hardware import machine
 
@@ -24,7 +29,12 @@ def main() -> None:
     parser.add_argument("--kv-memory", type=int, help="bytes")
     given, answers = parser.parse_args(), claim_output()
     compute = ComputeOptions(given.backend, given.threads, given.level)
-    options = EngineOptions(compute, CacheOptions(memory_bytes=given.kv_memory))
+    # Engines are compared at computing the same: guesses ahead have a benchmark of their own.
+    options = EngineOptions(
+        compute,
+        CacheOptions(memory_bytes=given.kv_memory),
+        speculation=SpeculationOptions("off"),
+    )
     with build(given.model, options) as engine:
         client, facts = engine.client, engine.facts
 

@@ -10,7 +10,13 @@ import pytest
 from twostroke.cli import generate, serve
 from twostroke.cli.help import ByteSize, OneOf
 from twostroke.cli.options import engine_options, sampling_params
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
 from twostroke.core.errors import UsageError
 from twostroke.core.sampling import SamplingParams
 
@@ -35,12 +41,14 @@ def test_engine_options_reach_their_fields() -> None:
     line = (
         "--backend cpu --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
         "--page-size 32 --kv-format int8 --no-prefix-cache --strict-prefix --policy dynamic "
-        "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9"
+        "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9 "
+        "--speculate draft --draft small --drafts 4"
     )
     assert engine_options(given(serve.command, *line.split())) == EngineOptions(
         ComputeOptions("cpu", 3, "avx2"),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
+        SpeculationOptions("draft", "small", 4),
     )
 
 
@@ -104,6 +112,15 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ("--max-wait -1", "--max-wait must be at least 0, not -1.0."),
         ("--max-wait nan", "--max-wait must be at least 0, not nan."),
         ("--max-waiting 0", "--max-waiting must be at least 1, not 0."),
+        ("--drafts 0", "--drafts must be from 1 to 24, not 0."),
+        (
+            "--speculate draft",
+            "--speculate can be draft only with a draft model: add --draft MODEL.",
+        ),
+        (
+            "--speculate ngram --draft small",
+            "--draft is of no use where --speculate is ngram: leave one of them out.",
+        ),
     ],
 )
 def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:

@@ -11,6 +11,7 @@ from support.native import native_dir
 from support.servers import wait_for
 from support.tiny import write_base_gguf, write_tiny_folder, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
+from twostroke.backends.cpu import CpuBackend
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import (
     ContextLengthError,
@@ -224,14 +225,14 @@ def test_building_reports_progress_and_fails_clean(
     def fail(*arguments: object) -> None:
         raise UsageError("no scheduler today.")
 
-    real_close = build_module.CpuBackend.close
+    real_close = CpuBackend.close
 
     def close(self: Any) -> None:
         closed.append(True)
         real_close(self)
 
     monkeypatch.setattr(build_module, "_build_scheduler", fail)
-    monkeypatch.setattr(build_module.CpuBackend, "close", close)
+    monkeypatch.setattr(CpuBackend, "close", close)
     with pytest.raises(UsageError, match="no scheduler"):
         build(str(path), EngineOptions(cache=SMALL), lambda done, total: seen.append((done, total)))
     assert closed == [True]

@@ -140,9 +140,34 @@ def assert_same_tokens(
     expected, _ = run_schedule(pair.plain, alone, [fresh(r) for r in requests], CONTEXT)
     for setting in settings:
         shuffled = [fresh(r) for r in chance.sample(requests, len(requests))]
-        answers, _ = run_schedule(pair.shared, setting, shuffled, CONTEXT)
+        answers, _ = run_schedule(pair.shared, setting, shuffled, CONTEXT, expected)
         for request in requests:
             assert answers[request.id] == expected[request.id], setting
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
+    chance = random.Random(seed)
+    requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
+    crowded = Setting(
+        num_pages=40,
+        token_budget=200,
+        max_running=16,
+        prefix_cache=True,
+        policy=Continuous(),
+        guesses=seed,
+    )
+    expected, _ = run_schedule(
+        tiny.plain, crowded.alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
+    )
+    again = [fresh(r) for r in requests]
+    answers, num_preemptions = run_schedule(tiny.shared, crowded, again, CONTEXT, expected)
+    assert num_preemptions > 0
+    num_drafted, num_accepted = (
+        sum(getattr(r, name) for r in again) for name in ("num_drafted", "num_accepted")
+    )
+    assert 0.2 * num_drafted < num_accepted < 0.8 * num_drafted
+    assert answers == expected
 
 
 def test_a_small_pool_preempts_and_a_shared_prefix_hits(tiny: Pair) -> None:

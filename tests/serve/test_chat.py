@@ -38,6 +38,10 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
             "completion_tokens": 2,
             "total_tokens": 20,
             "prompt_tokens_details": {},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         },
     }
 

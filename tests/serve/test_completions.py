@@ -25,7 +25,14 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
         "object": "text_completion",
         "model": "tiny",
         "choices": [choice],
-        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}},
+        "usage": {
+            **usage,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        },
     }
 
 
@@ -39,7 +46,8 @@ def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None
     )
     usage = (
         '{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
-        '"prompt_tokens_details":{"cached_tokens":0}}'
+        '"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":'
+        '{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}'
     )
     expected = (
         f'{start}{{"index":0,"text":"hello","logprobs":null,"finish_reason":null}}],'

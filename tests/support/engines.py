@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
-from twostroke.core.config import BatchOptions
+from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.core.step import StepResult
+from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
@@ -57,6 +58,7 @@ def tiny_client(
     tiny: Tiny | None = None,
     num_pages: int = 256,
     batch: BatchOptions | None = None,
+    speculation: SpeculationOptions | None = None,
     **limits: int,
 ) -> Iterator[tuple[Client, Backend]]:
     """Yield a client of a running engine, and its backend; `limits` are `SchedulerConfig`'s."""
@@ -83,7 +85,8 @@ def tiny_client(
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
-    loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
+    speculator = build_speculator(speculation or SpeculationOptions(), card.cost.per_step(), None)
+    loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     try:
         yield Client(card, loop), backend
     finally:

@@ -51,29 +51,36 @@ class FakeModel:
         written: set[int] = set()
         for piece in reversed(plan.slices):
             self._write(piece, written)
-        tokens = [self._draw(piece) for piece in plan.slices if piece.samples]
+        tokens = [
+            self._draw(piece, num_drafts)
+            for piece in plan.slices
+            for num_drafts in range(piece.num_drawn)
+        ]
         return StepResult(tokens, [None] * len(tokens))
 
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
         assert piece.count > 0, "an empty slice"
         assert piece.start == request.num_computed, "a slice that does not continue"
-        for at in range(piece.start, piece.start + piece.count):
+        tokens = [*request.tokens[: piece.start + piece.count], *piece.drafts]
+        for at in range(piece.start, len(tokens)):
             seen = [
                 [self._slots[slot] for slot in self._slots_of(request, group, first, at)]
                 for group, first in enumerate(_first_read(self.windows, at))
             ]
             is_output = self.two_arithmetics and at >= request.num_prompt
-            for group, number in enumerate(_numbers(request, request.tokens[at], is_output, seen)):
+            for group, number in enumerate(_numbers(request, tokens[at], is_output, seen)):
                 (slot,) = self._slots_of(request, group, at, at + 1)
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
                 self._slots[slot] = number
 
-    def _draw(self, piece: Slice) -> int:
+    def _draw(self, piece: Slice, num_drafts: int) -> int:
+        """Draw the token behind the newest one and some of the drafts."""
         request = piece.request
         end = piece.start + piece.count
         assert end == len(request.tokens), "a token is drawn from the middle of a request"
+        end += num_drafts
         seen = [
             self._slots[slot]
             for group, first in enumerate(_first_seen(self.windows, end - 1))

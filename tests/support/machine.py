@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from support.fake_model import FakeModel, expected_output
+from support.fake_model import VOCAB_SIZE, FakeModel, expected_output
+from support.guesses import add_guesses
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.core.errors import OverloadedError
@@ -132,6 +133,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counted("plan")
 
     @precondition(lambda self: self.flight is not None)
+    @rule(seed=_SEEDS)
+    def guess(self, seed: int) -> None:
+        """Put drafts into the step in flight, unless it has some already."""
+        assert self.flight is not None
+        if any(piece.drafts for piece in self.flight.slices):
+            return
+        outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
+        for piece in self.flight.slices:
+            outputs.setdefault(piece.request.id, [])  # it has ended meanwhile
+        rng = random.Random(seed)
+        self.counts["drafts"] += add_guesses(rng, self.flight, self.scheduler, outputs, VOCAB_SIZE)
+        assert self.flight.num_rows <= self.scheduler.config.token_budget
+        self.counted("guess")
+
+    @precondition(lambda self: self.flight is not None)
     @rule()
     def land(self) -> None:
         """Run and commit the step in flight."""
@@ -143,17 +159,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         deltas = self.scheduler.commit(plan, result)
         self.flight = None
         for delta in deltas:
+            self.counts["right drafts"] += len(delta.tokens) - 1
             self.check_output(delta.request)
         self.counted("commit")
 
-    @rule(count=st.integers(1, 25), dt_s=st.sampled_from((0.0, 0.1, 2.0)))
-    def steps(self, count: int, dt_s: float) -> None:
+    @rule(
+        count=st.integers(1, 25),
+        dt_s=st.sampled_from((0.0, 0.1, 2.0)),
+        guesses=st.none() | _SEEDS,
+    )
+    def steps(self, count: int, dt_s: float, guesses: int | None = None) -> None:
         for _ in range(count):
             self.now_s += dt_s
             if self.flight is None:
                 self.plan()
             if self.flight is None:
                 return
+            if guesses is not None:
+                self.guess(guesses + self.counts["operations"])
             self.land()
 
     @rule()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from support.guesses import add_guesses
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.schedule import Continuous, Dynamic, Policy, Scheduler, SchedulerConfig, Static
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from twostroke.backends import Backend
     from twostroke.core.step import TokenLogprobs
@@ -29,6 +30,7 @@ class Setting:
     max_running: int
     prefix_cache: bool
     policy: Policy
+    guesses: int | None = None  # the seed of random drafts, if there are to be some
 
     @classmethod
     def chosen_by(cls, chance: random.Random, fewest_pages: int, most_pages: int) -> Setting:
@@ -46,6 +48,7 @@ class Setting:
             max_running=max_running,
             prefix_cache=chance.random() < 0.7,
             policy=chance.choice(policies),
+            guesses=chance.choice((None, chance.getrandbits(32))),
         )
 
     def alone(self, num_pages: int) -> Setting:
@@ -57,6 +60,7 @@ class Setting:
             max_running=1,
             prefix_cache=False,
             policy=Continuous(),
+            guesses=None,
         )
 
 
@@ -107,9 +111,16 @@ def fresh(request: Request) -> Request:
 
 
 def run_schedule(
-    backend: Backend, setting: Setting, requests: Sequence[Request], context_length: int
+    backend: Backend,
+    setting: Setting,
+    requests: Sequence[Request],
+    context_length: int,
+    known: Mapping[str, Answer] | None = None,
 ) -> tuple[dict[str, Answer], int]:
-    """Run requests to their end; return their tokens and log-probabilities, and preemptions."""
+    """Run requests to their end; return their tokens and log-probabilities, and preemptions.
+
+    Drafts, where the setting wants them, are made from the `known` answers.
+    """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
     strict = not backend.facts.one_arithmetic
     index = PrefixIndex(pool, reuse_generated=not strict) if setting.prefix_cache else None
@@ -117,6 +128,8 @@ def run_schedule(
         context_length, max_running=setting.max_running, token_budget=setting.token_budget
     )
     scheduler = Scheduler(config, pool, index, setting.policy)
+    chance = random.Random(setting.guesses)
+    outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
     for request in requests:
         scheduler.add(request)
@@ -126,6 +139,8 @@ def run_schedule(
         if plan is None:
             scheduler.flush()
             continue
+        if setting.guesses is not None and known is not None:
+            add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
         for delta in scheduler.commit(plan, backend.run(plan)):
             logprobs[delta.request.id] += delta.logprobs
     scheduler.check()

@@ -37,13 +37,12 @@ def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ..
     spans: list[Span] = []
     sampled: list[int] = []
     for part in slices:
-        end = part.start + part.count
-        rows = slice(len(tokens), len(tokens) + part.count)
-        tokens += part.request.tokens[part.start : end]
-        positions += range(part.start, end)
+        rows = slice(len(tokens), len(tokens) + part.num_rows)
+        tokens += part.request.tokens[part.start : part.start + part.count]
+        tokens += part.drafts
+        positions += range(part.start, part.start + part.num_rows)
         spans.append(Span(rows, part.start, np.array(part.request.pages, np.int64)))
-        if part.samples:
-            sampled.append(rows.stop - 1)
+        sampled += range(rows.stop - part.num_drawn, rows.stop)
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
 
 

@@ -11,7 +11,13 @@ import click
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import SectionedCommand
-from twostroke.cli.options import compute_options, engine_options, sampling_options, sampling_params
+from twostroke.cli.options import (
+    compute_options,
+    engine_options,
+    sampling_options,
+    sampling_params,
+    speculation_options,
+)
 from twostroke.cli.terminal import no_echo, on_interrupt, printable
 from twostroke.core.errors import (
     ContextLengthError,
@@ -48,6 +54,7 @@ _HELP: Final = {
 @click.option("--system", help="A system message.")
 @sampling_options
 @compute_options
+@speculation_options
 def command(**given: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 

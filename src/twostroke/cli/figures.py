@@ -70,6 +70,9 @@ def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), wid
     parts = figures.parts()
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
+    if usage.accepted_tokens or usage.rejected_tokens:
+        tried = usage.accepted_tokens + usage.rejected_tokens
+        parts.append(f"{usage.accepted_tokens} of {tried} guessed tokens right")
     parts += notes
     lines = [""]
     for part in parts:

@@ -14,11 +14,18 @@ import click
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import SectionedCommand
-from twostroke.cli.options import compute_options, engine_options, sampling_options, sampling_params
+from twostroke.cli.options import (
+    compute_options,
+    engine_options,
+    sampling_options,
+    sampling_params,
+    speculation_options,
+)
 from twostroke.cli.terminal import printable
 from twostroke.core.errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
+    from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
     from twostroke.engine.output import Completion
@@ -33,10 +40,16 @@ if TYPE_CHECKING:
 )
 @click.option("--system", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
+@click.option(
+    "--prediction",
+    type=click.Path(path_type=Path),
+    help="A file that the answer will be like, such as the code to be edited: it comes faster.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @sampling_options
 @compute_options
+@speculation_options
 def command(**given: Any) -> None:
     """Answer one prompt with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
@@ -47,10 +60,15 @@ def command(**given: Any) -> None:
     text = _prompt(given.pop("text"), given.pop("prompt"), given.pop("path"))
     as_json, quiet = given.pop("as_json"), given.pop("quiet")
     system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
+    expected = given.pop("prediction")
+    prediction = "" if expected is None else _decoded(_read(expected), str(expected))
     params, options = sampling_params(given), engine_options(given)
+    from twostroke.engine.prompts import to_hints
+
     with open_engine(model, options, quiet=quiet or as_json) as engine:
         tokens = _encode(engine, text, system, raw=raw)
-        completion = _run(engine, tokens, params, show=not as_json)
+        hints = to_hints(engine.card, "auto", prediction)
+        completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.meter.strokes
     if quiet and not as_json:
         return
@@ -83,7 +101,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(f"The prompt file '{path}' cannot be read: {error.strerror}.") from None
+        raise UsageError(f"The file '{path}' cannot be read: {error.strerror}.") from None
 
 
 def _decoded(data: bytes, source: str) -> str:
@@ -111,14 +129,16 @@ def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list
     return encode_chat(engine.card, [*messages, message])
 
 
-def _run(engine: Engine, tokens: list[int], params: SamplingParams, *, show: bool) -> Completion:
+def _run(
+    engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
+) -> Completion:
     """Compute the answer; with `show`, print it as it comes."""
     from twostroke.engine.output import join
 
     safe = printable if sys.stdout.isatty() else str
     outputs = []
     try:
-        generation = engine.client.generate(tokens, params)
+        generation = engine.client.generate(tokens, params, hints=hints)
     except ContextLengthError:
         raise _too_long(engine, len(tokens), params.max_tokens) from None
     try:

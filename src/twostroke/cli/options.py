@@ -12,10 +12,12 @@ from twostroke.core.config import (
     BACKENDS,
     KV_FORMATS,
     POLICIES,
+    SPECULATE,
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    SpeculationOptions,
 )
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
@@ -39,6 +41,9 @@ _NAMES: Final = {
     "batch_size": "--batch-size",
     "max_wait_s": "--max-wait",
     "max_waiting_requests": "--max-waiting",
+    "drafts": "--drafts",
+    "draft": "--draft",
+    "speculate": "--speculate",
 }
 _BATCH = BatchOptions()
 
@@ -164,6 +169,30 @@ def batch_options(function: F) -> F:
     )
 
 
+def speculation_options(function: F) -> F:
+    """Add the options of `SpeculationOptions`."""
+    return _add(
+        function,
+        "Guessing ahead",
+        (
+            ("--speculate",),
+            {
+                "type": OneOf(SPECULATE),
+                "default": "auto",
+                "help": "Who guesses tokens; answers stay the same.",
+            },
+        ),
+        (
+            ("--draft",),
+            {"help": "A smaller model with the same vocabulary, to guess for this one."},
+        ),
+        (
+            ("--drafts",),
+            {"type": int, "help": "Always guess so many [default: as many as pay]."},
+        ),
+    )
+
+
 def engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `given` and build them."""
     with _named_as_options():
@@ -178,8 +207,11 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             strict_prefix=given.pop("strict_prefix"),
             kv_format=given.pop("kv_format"),
         )
+        speculation = SpeculationOptions(
+            given.pop("speculate"), given.pop("draft"), given.pop("drafts")
+        )
         if "policy" not in given:
-            return EngineOptions(compute, cache)
+            return EngineOptions(compute, cache, speculation=speculation)
         batch = BatchOptions(
             policy=given.pop("policy"),
             max_running=given.pop("max_running"),
@@ -188,7 +220,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             max_wait_s=given.pop("max_wait_s"),
             max_waiting_requests=given.pop("max_waiting"),
         )
-        return EngineOptions(compute, cache, batch)
+        return EngineOptions(compute, cache, batch, speculation)
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:

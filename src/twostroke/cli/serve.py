@@ -9,7 +9,12 @@ import click
 
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.help import SectionedCommand
-from twostroke.cli.options import batch_options, compute_options, engine_options
+from twostroke.cli.options import (
+    batch_options,
+    compute_options,
+    engine_options,
+    speculation_options,
+)
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     help="Seconds that running answers get when the server is stopped.",
 )
 @compute_options
+@speculation_options
 @batch_options
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.

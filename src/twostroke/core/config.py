@@ -11,6 +11,8 @@ BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
+SPECULATE: Final = ("auto", "off", "ngram", "draft")
+MAX_DRAFTS: Final = 24  # behind one request in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,41 @@ class BatchOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How tokens are guessed before they are computed; no answer depends on it, only its time.
+
+    `method` is who guesses: "ngram" looks for the same words earlier in the request, in what its
+    caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`,
+    with the same vocabulary; "auto" is n-gram, and the draft if one is named. `count` None takes as
+    many guesses as pay, a number that many always.
+    """
+
+    method: str = "auto"
+    draft: str | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and numbers out of range."""
+        _one_of("speculate", self.method, SPECULATE)
+        if self.method == "draft" and self.draft is None:
+            raise UsageError("speculate can be draft only with a draft model: add --draft MODEL.")
+        if self.draft is not None and self.method not in {"auto", "draft"}:
+            message = (
+                f"draft is of no use where --speculate is {self.method}: leave one of them out."
+            )
+            raise UsageError(message)
+        if self.count is not None and not 1 <= self.count <= MAX_DRAFTS:
+            raise UsageError(f"drafts must be from 1 to {MAX_DRAFTS}, not {self.count}.")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """All that `engine.build` needs besides the model."""
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not go together."""

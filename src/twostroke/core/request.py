@@ -22,6 +22,21 @@ class FinishReason(Enum):
     ERROR = "error"  # the engine failed under it
 
 
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What may make a request faster and can never change its tokens.
+
+    `speculate` is who guesses its next tokens: a name in `core.config.SPECULATE`. `prediction` is
+    what its caller expects the output to be like, as tokens.
+    """
+
+    speculate: str = "auto"
+    prediction: tuple[int, ...] = ()
+
+
+NO_HINTS = Hints()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence of tokens on its way through the engine.
@@ -38,7 +53,10 @@ class Request:
         pages: one list for each of the model's cache groups, all equally long: entry i is the id
             of the key-value page that holds the group's part of `tokens[i * page_size:]`, or
             `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
+        hints: who may guess its next tokens, and from what.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
+        num_drafted: tokens that were guessed and computed before they were known.
+        num_accepted: how many of these were right.
         salt: separates the prefix cache of one tenant from another's.
         prompt_field: what its caller calls the prompt, "prompt" or "messages": errors name it.
         arrival_s: when it was added, on the engine's monotonic clock.
@@ -55,12 +73,14 @@ class Request:
     tenant: str = ""
     salt: bytes = b""
     prompt_field: str = "prompt"
+    hints: Hints = NO_HINTS
     arrival_s: float = 0.0
     started_s: float = 0.0
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -17,34 +19,49 @@ NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its 
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
 class Slice:
-    """One request's share of a step: compute `request.tokens[start:start + count]`.
+    """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
     The keys and values of these tokens go to the pages in `request.pages`, which
     already reach far enough.
-    `samples` says that the last row is the request's newest token, so that a token is drawn
-    from its logits.
+    `samples` says that the last of the `count` rows is the request's newest token, so that a token
+    is drawn from its logits. If that one is output there may be `drafts`: guesses of what follows.
+    They are rows like the others, and from the logits of each a token is drawn, too, as if the
+    drafts up to it were the request's own.
     """
 
     request: Request
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """How many tokens are computed, drafts among them."""
+        return self.count + len(self.drafts)
+
+    @property
+    def num_drawn(self) -> int:
+        """How many tokens are drawn."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Who computes which of their tokens in this step.
 
-    `preempted` lost their pages to make room and wait again; they are not in `slices`.
+    `preempted` lost their pages to make room and wait again; they are not in `slices`. `budget` is
+    how many rows may be added to it as drafts.
     """
 
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
+    budget: int = 0
 
     @property
     def num_rows(self) -> int:
         """How many tokens the step computes."""
-        return sum(s.count for s in self.slices)
+        return sum(s.num_rows for s in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +75,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the backend drew: one token for each slice that samples, in the plan's order.
+    """What the backend drew: each slice's `num_drawn` tokens, in the plan's order.
 
     A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
     asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
@@ -69,6 +86,22 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     elapsed_s: float = 0.0
     kernel_s: float = 0.0
+
+
+def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many drafts were right.
+
+    `drawn[i]` is the token that follows the request's newest one and the first i drafts. It is
+    what would have been drawn without drafts as long as these are right, whatever the temperature:
+    a draw depends on the logits, the seed and the token's index alone. So the first
+    `num_accepted + 1` of `drawn` are the request's next tokens.
+    """
+    accepted = 0
+    for draft, token in zip(drafts, drawn, strict=False):
+        if draft != token:
+            break
+        accepted += 1
+    return accepted
 
 
 @dataclass(slots=True)  # as Slice

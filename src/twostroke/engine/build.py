@@ -5,43 +5,52 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Self
 
-from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
-from twostroke.backends.reference import ReferenceBackend
-from twostroke.cache import DEFAULT_FORMAT, FORMATS, PagePool, PrefixIndex
+from twostroke.cache import FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
-from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.drafts import Draft
 from twostroke.engine.hardware import Limits
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
+from twostroke.engine.parts import (
+    FLOAT32_BACKENDS,
+    auto_kv_format,
+    build_tokenizer,
+    make_backend,
+    stored_bytes,
+    weight_bytes,
+)
 from twostroke.engine.prompts import Chat
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.tokenize import from_gguf, from_tokenizer_json
-from twostroke.weights import GgufTokenizer, LoadedModel, load, release_tensors
+from twostroke.spec import Always, ContextProposer, Pace, Speculator, WhilePaying
+from twostroke.weights import LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from twostroke.backends import Backend, BackendFacts
-    from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
+    from twostroke.core.config import (
+        BatchOptions,
+        CacheOptions,
+        ComputeOptions,
+        SpeculationOptions,
+    )
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
-    from twostroke.quant import QuantTensor
-    from twostroke.tokenize import Tokenizer
+    from twostroke.program.cost import StepCost
+    from twostroke.spec import DraftModel, Proposer
 
     Progress = Callable[[int, int], None]
 
 
 _MAX_RUNNING = 256
-_FLOAT32_BACKENDS = ("reference", "torch")
 _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
@@ -107,15 +116,21 @@ def build(
     card = _card(loaded, program, size)
     if accept is not None:
         accept(card)
+    draft = Draft.of(options.speculation.draft, card) if options.speculation.draft else None
     tensors, give_back = loaded.tensors, partial(release_tensors, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
     limits = _limits(options.compute, size_of_weights)
-    backend = _build_backend(tensors, program, options.compute, size, give_back, progress)
+    backend = make_backend(tensors, program, options.compute, size, give_back, progress)
+    helper: DraftModel | None = None
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
-        loop = EngineLoop(backend, scheduler, Meter(card.cost.per_step()))
+        helper = draft.build(options, card, backend, limits.hardware()) if draft else None
+        speculator = build_speculator(options.speculation, card.cost.per_step(), limits, helper)
+        loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     except BaseException:
+        if helper is not None:
+            helper.close()
         backend.close()
         raise
     return Engine(Client(card, loop), backend.facts, size.context_length, limits)
@@ -128,101 +143,11 @@ def _limits(compute: ComputeOptions, weight_bytes: int) -> Limits:
     of that size.
     """
     num_threads = resolve_num_threads(compute.num_threads)
-    if compute.backend in _FLOAT32_BACKENDS:
+    if compute.backend in FLOAT32_BACKENDS:
         return Limits("portable", num_threads, weight_bytes)
     limits = Limits(choose_level(compute.level).level, num_threads, weight_bytes)
     limits.hardware()
     return limits
-
-
-def build_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Return the tokenizer that lies beside, or in, a model's weights.
-
-    Raises:
-        ModelFormatError: it cannot be read, or it makes tokens for which the model has no row.
-    """
-    source = loaded.tokenizer_source
-    if isinstance(source, GgufTokenizer):
-        return from_gguf(source.metadata)
-    tokenizer = from_tokenizer_json(source.path)
-    if tokenizer.num_text_ids > loaded.spec.vocab_size:
-        raise ModelFormatError(
-            f"{loaded.name}: its {source.path.name} has {tokenizer.num_text_ids} tokens, its "
-            f"embedding table {loaded.spec.vocab_size} rows: it is the tokenizer of another model."
-        )
-    return tokenizer
-
-
-def build_backend(
-    loaded: LoadedModel, program: Program, compute: ComputeOptions, size: CacheSize
-) -> Backend:
-    """Return a backend alone, for evaluation."""
-    return _build_backend(loaded.tensors, program, compute, size, loaded.release, None)
-
-
-def check_can_run(compute: ComputeOptions) -> None:
-    """Raise BackendError if this backend cannot run here, before anything is read for it."""
-    if compute.backend == "torch":
-        _torch_device(compute)
-    elif compute.backend not in _FLOAT32_BACKENDS:
-        choose_level(compute.level)
-
-
-def _build_backend(
-    tensors: Mapping[str, QuantTensor],
-    program: Program,
-    compute: ComputeOptions,
-    size: CacheSize,
-    release: Callable[[Sequence[QuantTensor]], None],
-    progress: Progress | None,
-) -> Backend:
-    if compute.backend == "reference":
-        return ReferenceBackend(program, tensors, size.num_pages, size.page_size)
-    if compute.backend == "torch":
-        return _torch_backend(tensors, program, compute, size)
-    return CpuBackend(
-        program,
-        tensors,
-        size.num_pages,
-        size.page_size,
-        resolve_num_threads(compute.num_threads),
-        level=compute.level,
-        kv_format=size.kv_format,
-        release=release,
-        progress=progress,
-    )
-
-
-def _torch_backend(
-    tensors: Mapping[str, QuantTensor], program: Program, compute: ComputeOptions, size: CacheSize
-) -> Backend:
-    device = _torch_device(compute)
-    from twostroke.backends.torch import TorchBackend
-
-    return TorchBackend(program, tensors, size.num_pages, size.page_size, device)
-
-
-def _torch_device(compute: ComputeOptions) -> str:
-    try:
-        from twostroke.backends.torch import choose_device
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
-        raise BackendError(message) from None
-    return choose_device(compute.device)
-
-
-def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
-    """Return about how many bytes the weights take here; some backends make them float32."""
-    if compute.backend not in _FLOAT32_BACKENDS:
-        return loaded.file_bytes
-    return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
-
-
-def auto_kv_format(compute: ComputeOptions) -> str:
-    """Return how the backend stores keys and values where nothing is asked for."""
-    return "f32" if compute.backend in _FLOAT32_BACKENDS else DEFAULT_FORMAT
 
 
 def _build_scheduler(
@@ -242,9 +167,25 @@ def _build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch))
 
 
+def build_speculator(
+    options: SpeculationOptions,
+    cost: StepCost,
+    limits: Limits | None,
+    draft: DraftModel | None = None,
+) -> Speculator:
+    """Return who guesses tokens, for steps of this cost on a machine with these limits."""
+    pace = Pace(cost, limits.hardware() if limits else None)
+    proposers: list[Proposer] = []
+    if options.method in {"auto", "ngram"}:
+        proposers.append(ContextProposer())
+    if draft is not None:
+        proposers.append(draft)
+    chooser = WhilePaying(pace) if options.count is None else Always(options.count)
+    return Speculator(proposers, chooser, pace)
+
+
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
     tokenizer = build_tokenizer(loaded)
-    sizes = {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
     has_chat = bool(tokenizer.chat_templates) or set(tokenizer.special_texts()) >= _CHATML
     formats = sorted(
         {tensor.format.name for tensor in loaded.tensors.values() if len(tensor.shape) > 1}
@@ -259,5 +200,5 @@ def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
         licence=loaded.licence,
         tokenizer=tokenizer,
         chat_template=Chat(tokenizer) if has_chat else None,
-        cost=CostModel(program, sizes, FORMATS[size.kv_format]),
+        cost=CostModel(program, stored_bytes(loaded, program), FORMATS[size.kv_format]),
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import FinishReason
+from twostroke.core.step import Delta
 from twostroke.engine.output import Output, Timings, Usage
 from twostroke.tokenize import StreamDecoder
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta
     from twostroke.engine.mail import Mailbox
     from twostroke.tokenize import Tokenizer
 
@@ -24,6 +24,7 @@ class Choice:
     index: int
     decoder: StreamDecoder
     mailbox: Mailbox
+    num_output: int = 0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -48,9 +49,14 @@ class Choice:
         decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
-        text = decoder.feed(shown[0]) if len(shown) == 1 else "".join(map(decoder.feed, shown))
-        if decoder.stop is not None:
-            return self._last(text, delta, FinishReason.STOP, decoder.stop)
+        text = ""
+        for count, token in enumerate(shown, 1):
+            text += decoder.feed(token)
+            if decoder.stop is not None:  # what was drawn behind it is nobody's
+                delta = Delta(delta.request, delta.tokens[:count], delta.logprobs[:count])
+                self.num_output += count
+                return self._last(text, delta, FinishReason.STOP, decoder.stop)
+        self.num_output += len(delta.tokens)
         if reason is None:
             return Output(self.index, text, delta.tokens, delta.logprobs)
         text += decoder.finish()
@@ -77,7 +83,13 @@ class Choice:
             delta.logprobs if delta else (),
             finish_reason=reason,
             stop=stop,
-            usage=Usage(request.num_prompt, request.num_cached, request.num_output),
+            usage=Usage(
+                request.num_prompt,
+                request.num_cached,
+                self.num_output,
+                request.num_accepted,
+                request.num_drafted - request.num_accepted,
+            ),
             timings=Timings(
                 request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
             ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, TwostrokeError
-from twostroke.core.request import Request
+from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
 from twostroke.engine.output import Completion, Output, join
@@ -152,7 +152,11 @@ class Client:
         self.loop = loop
 
     def generate(
-        self, tokens: Sequence[int], params: SamplingParams, caller: Caller = _ANYONE
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        caller: Caller = _ANYONE,
+        hints: Hints = NO_HINTS,
     ) -> Generation:
         """Queue a prompt and return its outputs, to be read from any thread.
 
@@ -162,21 +166,29 @@ class Client:
             EngineStoppedError: the engine no longer runs.
         """
         generation = Generation(self.loop)
-        self._submit(generation, [tokens], params, caller)
+        self._submit(generation, [tokens], params, caller, hints)
         return generation
 
     def generate_async(
-        self, tokens: Sequence[int], params: SamplingParams, caller: Caller = _ANYONE
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        caller: Caller = _ANYONE,
+        hints: Hints = NO_HINTS,
     ) -> AsyncGeneration:
         """Queue a prompt and return its outputs, to be read in the running event loop.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
-        return self.generate_many_async([tokens], params, caller)
+        return self.generate_many_async([tokens], params, caller, hints)
 
     def generate_many_async(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller = _ANYONE
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller = _ANYONE,
+        hints: Hints = NO_HINTS,
     ) -> AsyncGeneration:
         """Queue several prompts, all or none; choice `i` of prompt `p` has index `p * n + i`.
 
@@ -184,7 +196,7 @@ class Client:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
         generation = AsyncGeneration(self.loop)
-        self._submit(generation, prompts, params, caller)
+        self._submit(generation, prompts, params, caller, hints)
         return generation
 
     def _submit(
@@ -193,17 +205,19 @@ class Client:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         caller: Caller,
+        hints: Hints,
     ) -> None:
+        self._check_hints(hints)
         choices: list[Choice] = []
         for tokens in prompts:
-            for request in self._requests(tokens, params, caller):
+            for request in self._requests(tokens, params, caller, hints):
                 generation.request_ids.append(request.id)
                 choice = Choice.of(request, len(choices), self.card.tokenizer, generation.mailbox)
                 choices.append(choice)
         self.loop.submit(choices)
 
     def _requests(
-        self, tokens: Sequence[int], params: SamplingParams, caller: Caller
+        self, tokens: Sequence[int], params: SamplingParams, caller: Caller, hints: Hints
     ) -> Iterator[Request]:
         """Yield one prompt's n requests."""
         self._check(tokens, params)
@@ -223,7 +237,17 @@ class Client:
                 tenant=caller.tenant,
                 salt=caller.tenant.encode(),
                 prompt_field=caller.prompt_field,
+                hints=hints,
             )
+
+    def _check_hints(self, hints: Hints) -> None:
+        methods = self.loop.methods
+        if hints.speculate not in {"auto", "off", *methods}:
+            known = ", ".join(("auto", "off", *methods))
+            message = f"speculate can be {known} here, not '{hints.speculate}'."
+            raise RequestError(message, param="speculate")
+        if any(not 0 <= token < self.card.cost.program.vocab_size for token in hints.prediction):
+            raise RequestError("prediction has unknown token ids.", param="prediction")
 
     def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
         vocab_size = self.card.cost.program.vocab_size

@@ -13,7 +13,7 @@ import numpy as np
 from twostroke.backends.compare import Divergence
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
-from twostroke.engine.build import (
+from twostroke.engine.parts import (
     auto_kv_format,
     build_backend,
     build_tokenizer,

@@ -11,13 +11,14 @@ from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
-from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.engine.prompts import encode_chat, encode_text, to_hints
 from twostroke.weights import pull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from twostroke.core.config import EngineOptions
+    from twostroke.core.request import Hints
     from twostroke.engine.client import AsyncGeneration, Client, Generation
     from twostroke.engine.output import Completion, Output
 
@@ -47,11 +48,16 @@ class LLM:
         self,
         prompts: Text | Sequence[Text],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: str = "auto",
+        prediction: str = "",
     ) -> list[list[Completion]]:
         """Continue each prompt (a text, or token ids); all of them share the engine's batches.
 
         Returns one list a prompt, in order, with its `n` completions. One `params` serves all
-        prompts, or there is one for each.
+        prompts, or there is one for each. `speculate` says who may guess tokens ahead, and
+        `prediction` what the answers will be like, as far as that is known: both change the time
+        that answers take, never the answers.
 
         Raises:
             RequestError: a prompt is empty or can never fit, or the counts differ.
@@ -59,24 +65,43 @@ class LLM:
         many = _as_prompts(prompts)
         each = _as_params(params, len(many))
         tokens = [encode_text(self.engine.card, prompt) for prompt in many]
-        return self._run(tokens, each, _WRITER)
+        return self._run(tokens, each, _WRITER, self._hints(speculate, prediction))
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        speculate: str = "auto",
+        prediction: str = "",
     ) -> list[Completion]:
         """Answer a conversation of messages with `role` and `content`; returns `n` completions.
+
+        `speculate` and `prediction` as in `generate`.
 
         Raises:
             RequestError: the model has no chat template, or a message is not as it should be.
         """
         tokens = encode_chat(self.engine.card, messages)
-        return self._run([tokens], [params or SamplingParams()], _SPEAKER)[0]
+        hints = self._hints(speculate, prediction)
+        return self._run([tokens], [params or SamplingParams()], _SPEAKER, hints)[0]
 
-    def stream(self, prompt: Text, params: SamplingParams | None = None) -> Iterator[Output]:
-        """Continue one prompt and yield its outputs; leaving early cancels what still runs."""
+    def stream(
+        self,
+        prompt: Text,
+        params: SamplingParams | None = None,
+        *,
+        speculate: str = "auto",
+        prediction: str = "",
+    ) -> Iterator[Output]:
+        """Continue one prompt and yield its outputs; leaving early cancels what still runs.
+
+        `speculate` and `prediction` as in `generate`.
+        """
         client = self.engine.client
         tokens = encode_text(self.engine.card, prompt)
-        generation = client.generate(tokens, params or SamplingParams())
+        hints = self._hints(speculate, prediction)
+        generation = client.generate(tokens, params or SamplingParams(), _WRITER, hints)
         client.loop.flush()
         yield from generation
 
@@ -92,12 +117,19 @@ class LLM:
         """Close the model."""
         self.close()
 
+    def _hints(self, speculate: str, prediction: str) -> Hints:
+        return to_hints(self.engine.card, speculate, prediction)
+
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], caller: Caller
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        caller: Caller,
+        hints: Hints,
     ) -> list[list[Completion]]:
         """Answer all prompts, as many at a time as the engine's queue takes."""
         client = self.engine.client
-        submit = partial(_queued, client, caller)
+        submit = partial(_queued, client, caller, hints)
         open_generations: deque[Generation] = deque()
         answers: list[list[Completion]] = []
         try:
@@ -136,19 +168,37 @@ class AsyncLLM:
         return cls(await to_thread(_fetch_and_build, model, options))
 
     async def generate(
-        self, prompt: Text, params: SamplingParams | None = None
+        self,
+        prompt: Text,
+        params: SamplingParams | None = None,
+        *,
+        speculate: str = "auto",
+        prediction: str = "",
     ) -> AsyncIterator[Output]:
-        """Continue a prompt and yield its outputs; leaving early cancels what still runs."""
-        tokens = encode_text(self.engine.card, prompt)
-        async for output in self._outputs(tokens, params, _WRITER):
+        """Continue a prompt and yield its outputs; leaving early cancels what still runs.
+
+        `speculate` and `prediction` as in `LLM.generate`.
+        """
+        card = self.engine.card
+        tokens, hints = encode_text(card, prompt), to_hints(card, speculate, prediction)
+        async for output in self._outputs(tokens, params, _WRITER, hints):
             yield output
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        speculate: str = "auto",
+        prediction: str = "",
     ) -> AsyncIterator[Output]:
-        """Answer a conversation and yield its outputs; leaving early cancels what still runs."""
-        tokens = encode_chat(self.engine.card, messages)
-        async for output in self._outputs(tokens, params, _SPEAKER):
+        """Answer a conversation and yield its outputs; leaving early cancels what still runs.
+
+        `speculate` and `prediction` as in `LLM.generate`.
+        """
+        card = self.engine.card
+        tokens, hints = encode_chat(card, messages), to_hints(card, speculate, prediction)
+        async for output in self._outputs(tokens, params, _SPEAKER, hints):
             yield output
 
     async def close(self) -> None:
@@ -166,10 +216,10 @@ class AsyncLLM:
         await self.close()
 
     async def _outputs(
-        self, tokens: list[int], params: SamplingParams | None, caller: Caller
+        self, tokens: list[int], params: SamplingParams | None, caller: Caller, hints: Hints
     ) -> AsyncIterator[Output]:
         generation: AsyncGeneration = self.engine.client.generate_async(
-            tokens, params or SamplingParams(), caller
+            tokens, params or SamplingParams(), caller, hints
         )
         self.engine.client.loop.flush()
         try:
@@ -190,13 +240,14 @@ def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
 def _queued(
     client: Client,
     caller: Caller,
+    hints: Hints,
     tokens: list[int],
     params: SamplingParams,
     earlier: deque[Generation],
 ) -> Generation | None:
     """Submit a prompt; None if the queue is full of `earlier` ones, which will make room."""
     try:
-        return client.generate(tokens, params, caller)
+        return client.generate(tokens, params, caller, hints)
     except OverloadedError:
         if not earlier:
             raise

@@ -6,24 +6,27 @@ import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
+from twostroke.core.step import NO_TOKEN, StepPlan, StepResult, num_accepted
 from twostroke.engine.mail import post
+from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.backends import Runner
     from twostroke.core.request import Request
-    from twostroke.core.step import Delta
+    from twostroke.core.step import Delta, Slice
     from twostroke.engine.choice import Choice
     from twostroke.engine.mail import Mailbox
     from twostroke.engine.meter import Meter
     from twostroke.engine.output import Output
     from twostroke.schedule import Scheduler, SchedulerStats
+    from twostroke.spec import SpeculationStats, Speculator
 
 _STALLED_AFTER_S = 60.0
 
@@ -54,10 +57,13 @@ class EngineLoop:
     Outputs are posted under the lock: nothing may come to a caller after a choice's last output.
     """
 
-    def __init__(self, backend: Runner, scheduler: Scheduler, meter: Meter) -> None:
+    def __init__(
+        self, backend: Runner, scheduler: Scheduler, speculator: Speculator, meter: Meter
+    ) -> None:
         """Start the thread."""
         self._backend = backend
         self._scheduler = scheduler
+        self._speculator = speculator
         self.meter = meter
         self.counters = Counters()
         self._choices: dict[str, Choice] = {}
@@ -116,6 +122,16 @@ class EngineLoop:
             return self._scheduler.stats()
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """Who can guess tokens here."""
+        return self._speculator.methods
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What guessing has brought so far."""
+        return self._speculator.stats
+
+    @property
     def health(self) -> Health:
         """Whether the engine can answer."""
         began = self._step_began_s
@@ -136,6 +152,7 @@ class EngineLoop:
             self._condition.notify()
         self._thread.join(timeout=_STALLED_AFTER_S)
         if not self._thread.is_alive():
+            self._speculator.close()
             self._backend.close()
 
     def _check_running(self) -> None:
@@ -174,20 +191,29 @@ class EngineLoop:
             if self._stopping:
                 return False
             while self._ended:
-                self._backend.forget(self._ended.pop())
+                ended = self._ended.pop()
+                self._backend.forget(ended)
+                self._speculator.finish(ended)
             plan = self._scheduler.plan()
             if plan is None or not plan.slices:
                 self._condition.wait(timeout=self._scheduler.wait_s)
                 return True
-            self._step_began_s = time.monotonic()
+            began_s = self._step_began_s = time.monotonic()
+        self._speculator.extend(plan, self._make_room)
         result = self._compute(plan)
         self._fail_undrawn(plan, result)
         with self._condition:
             deltas = self._scheduler.commit(plan, result)
-            self.meter.add(plan, result)
+            batch = BatchShape.of(plan)
+            self.meter.add(plan, batch, result)
+            self._speculator.learn(plan, batch, result, time.monotonic() - began_s)
             self._step_began_s = None
             post(self._take(deltas))
         return True
+
+    def _make_room(self, part: Slice, num_drafts: int) -> int:
+        with self._condition:
+            return self._scheduler.make_room(part, num_drafts)
 
     def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
         """Return what a step's tokens mean, and to whom."""
@@ -200,17 +226,17 @@ class EngineLoop:
             output = choice.take(delta, now_s)
             if output.finish_reason is not None:
                 self._end(choice, output.finish_reason)
-                self._count(choice.request)
+                self._count(choice)
             mail.append((choice.mailbox, output))
         return mail
 
-    def _count(self, request: Request) -> None:
-        old = self.counters
+    def _count(self, choice: Choice) -> None:
+        old, request = self.counters, choice.request
         self.counters = Counters(
             old.requests + 1,
             old.prompt_tokens + request.num_prompt,
             old.cached_tokens + request.num_cached,
-            old.completion_tokens + request.num_output,
+            old.completion_tokens + choice.num_output,
         )
 
     def _compute(self, plan: StepPlan) -> StepResult:
@@ -227,15 +253,17 @@ class EngineLoop:
     def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
         part = plan.slices[0]
         self._fail(part.request, f"{type(error).__name__}: {error}")
-        return StepResult([NO_TOKEN] if part.samples else [], [None] if part.samples else [])
+        return StepResult([NO_TOKEN] * part.num_drawn, [None] * part.num_drawn)
 
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
+        """End requests whose next token could not be drawn; behind a wrong draft it is no loss."""
         if NO_TOKEN not in result.tokens:
             return
-        sampling = [part.request for part in plan.slices if part.samples]
-        for request, token in zip(sampling, result.tokens, strict=True):
-            if token == NO_TOKEN:
-                self._fail(request, "its logits leave no token to draw.")
+        tokens = iter(result.tokens)
+        for part in plan.slices:
+            drawn = list(islice(tokens, part.num_drawn))
+            if NO_TOKEN in drawn[: num_accepted(part.drafts, drawn) + 1]:
+                self._fail(part.request, "its logits leave no token to draw.")
 
     def _fail(self, request: Request, why: str) -> None:
         """End one request whose computation failed; the others go on."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.program import BatchShape
-
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.core.step import StepPlan, StepResult
+    from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
 
 
@@ -74,8 +73,8 @@ class Meter:
         self._cost = cost
         self.strokes = Strokes()
 
-    def add(self, plan: StepPlan, result: StepResult) -> None:
-        """Count one step."""
+    def add(self, plan: StepPlan, batch: BatchShape, result: StepResult) -> None:
+        """Count one step, whose shape is `batch`."""
         prompt_rows = sum(
             [
                 min(s.start + s.count, s.request.num_prompt) - s.start
@@ -83,8 +82,6 @@ class Meter:
                 if s.start < s.request.num_prompt
             ]
         )
-        spans = tuple([(s.start, s.count) for s in plan.slices])
-        batch = BatchShape(spans, len(result.tokens))
         cost, rows = self._cost.of(batch), batch.num_rows
         strokes = self.strokes
         is_prefill = 2 * prompt_rows > rows

@@ -12,11 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that a choice took; `cached_tokens` are prompt tokens found in the prefix cache."""
+    """Tokens that a choice took; `cached_tokens` are prompt tokens found in the prefix cache.
+
+    Tokens that were guessed before they were known are accepted, and then part of the completion,
+    or rejected, and then of nothing.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.machine import OthersWatch, memory_available, resolve_num_threads
-from twostroke.engine.build import auto_kv_format
 from twostroke.engine.hardware import machine
 from twostroke.engine.labels import Label, labels
+from twostroke.engine.parts import auto_kv_format
 from twostroke.engine.shapes import SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
+from twostroke.core.request import Hints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,6 +49,11 @@ def encode_text(card: ModelCard, prompt: str | Sequence[int]) -> list[int]:
     except TypeError:
         message = f"A prompt must be a text or a list of token ids, not {prompt!r}."
         raise RequestError(message, param="prompt") from None
+
+
+def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
+    """Return what may make a request faster; `prediction` is the text of the expected answer."""
+    return Hints(speculate, tuple(card.tokenizer.encode(prediction)) if prediction else ())
 
 
 def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:

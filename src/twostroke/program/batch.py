@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.core.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,12 @@ class BatchShape:
     def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
         """One row for each request, each behind `contexts[i]` tokens."""
         return cls(tuple((context, 1) for context in contexts), len(contexts))
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> BatchShape:
+        """The shape of a step, its drafts included."""
+        spans = tuple([(s.start, s.count + len(s.drafts)) for s in plan.slices])
+        return cls(spans, sum([1 + len(s.drafts) for s in plan.slices if s.samples]))
 
     @property
     def num_rows(self) -> int:

@@ -29,12 +29,13 @@ from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.sample.philox import random_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
     from twostroke.core.sampling import SamplingParams
+    from twostroke.core.step import Slice
 
 UNIT = 2**40  # the weight of the likeliest token
 LEAST_LOGPROB = -9999.0  # JSON knows no infinity
@@ -56,27 +57,42 @@ _POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
 _overflow_is_infinite = np.errstate(over="ignore")  # as IEEE arithmetic, and C++, have it
 
 
-def draw(request: Request, logits: NDArray[np.float32]) -> tuple[int, TokenLogprobs | None]:
-    """Draw the request's next token from `logits`, of shape (vocab_size,), left as they are.
+def draw_all(
+    slices: Sequence[Slice], logits: NDArray[np.float32]
+) -> list[tuple[int, TokenLogprobs | None]]:
+    """Draw all tokens of a step from its sampled rows' logits (rows, vocab_size), as `draw`."""
+    behind = [(s.request, s.drafts[:i]) for s in slices for i in range(s.num_drawn)]
+    return [draw(who, row, drafts) for (who, drafts), row in zip(behind, logits, strict=True)]
 
-    Returns the token, or `NO_TOKEN` where nothing may be drawn, and its log-probabilities if the
-    request asked for them (None with `NO_TOKEN`).
+
+def draw(
+    request: Request, logits: NDArray[np.float32], drafts: Sequence[int] = ()
+) -> tuple[int, TokenLogprobs | None]:
+    """Draw the token after a request's newest one, or after `drafts` that follow it.
+
+    `logits`, of shape (vocab_size,), are left as they are. Returns the token, or `NO_TOKEN` where
+    nothing may be drawn, and its log-probabilities if the request asked for them (None with
+    `NO_TOKEN`).
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
-    adjusted = adjust(request, logits)
+    adjusted = adjust(request, logits, drafts)
     if request.params.is_greedy:
         token = _likeliest(adjusted)
     else:
         ids, weight = distribution(request.params, adjusted)
-        token = pick(ids, weight, random_bits(request.seed, request.num_output))
+        token = pick(ids, weight, random_bits(request.seed, request.num_output + len(drafts)))
     if token == NO_TOKEN or request.params.logprobs is None:
         return token, None
     return token, token_logprobs(logits, token, request.params.logprobs)
 
 
 @_overflow_is_infinite
-def adjust(request: Request, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+def adjust(
+    request: Request, logits: NDArray[np.float32], drafts: Sequence[int] = ()
+) -> NDArray[np.float32]:
     """Return a copy of `logits` with bias, penalties and barred end tokens applied.
+
+    The `drafts` count as if they were the end of the request's output.
 
     Repetition looks at prompt and output: positive logits are divided by the penalty, others
     multiplied. Frequency and presence look at the output alone. Float32 after each step.
@@ -87,16 +103,18 @@ def adjust(request: Request, logits: NDArray[np.float32]) -> NDArray[np.float32]
         if token < logits.size:
             logits[token] += np.float32(bias)
     if params.repetition_penalty != 1.0:
-        seen = np.unique(_known(request.tokens, logits.size))
+        seen = np.unique(_known([*request.tokens, *drafts], logits.size))
         penalty = np.float32(max(params.repetition_penalty, LEAST_PENALTY))
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     if params.frequency_penalty or params.presence_penalty:
-        seen, counts = np.unique(_known(request.output, logits.size), return_counts=True)
+        seen, counts = np.unique(
+            _known([*request.output, *drafts], logits.size), return_counts=True
+        )
         rest = logits[seen].astype(np.float64)
         rest -= float(np.float32(params.frequency_penalty)) * counts
         rest -= float(np.float32(params.presence_penalty))
         logits[seen] = rest.astype(np.float32)
-    if request.num_output < params.min_tokens:
+    if request.num_output + len(drafts) < params.min_tokens:
         logits[_known(request.end_ids, logits.size)] = -np.inf
     return logits
 

@@ -80,20 +80,32 @@ class RowTable:
         self._last: Sequence[Request] | None = None  # and their rows and places
         self._rows: Rows = np.zeros(0, dtype=ROW)
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+        self._drafted: Rows = self._rows  # with those of drafts
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def rows(self, requests: Sequence[Request]) -> Rows:
-        """Return an array (len(requests),) of `ROW`, ready for each request's next token.
+    def rows(
+        self, requests: Sequence[Request], drafts: Sequence[tuple[int, ...]] | None = None
+    ) -> Rows:
+        """Return an array of `ROW`, one for each request's next token, in their order.
 
-        It is good until the next call, and so is what its pointers refer to, unless the request is
-        forgotten before.
+        Where `drafts[i]` follow the newest token of `requests[i]`, each of them has a row, too,
+        for the token behind it. The array is good until the next call, and so is what its pointers
+        refer to, unless the request is forgotten before.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
         rows, places = self._rows, self._last_places
         num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
+        if drafts is not None:
+            counts = np.array([1 + len(guesses) for guesses in drafts])
+            firsts = counts.cumsum() - counts
+            num_tokens = (num_tokens - firsts).repeat(counts) + np.arange(counts.sum())
+            if self._histories:
+                self._guess(requests, drafts)
+            places = places.repeat(counts)
+            rows = self._drafted = self._table.view(_WHOLE_ROW)[places].view(ROW)
         counters = num_tokens - rows["num_prompt"]
         rows["num_tokens"] = num_tokens
         rows["counter"] = counters
@@ -162,16 +174,29 @@ class RowTable:
         history, end = self._histories.get(request), len(request.tokens)
         if history is None or history.num_tokens == end:
             return
-        start, old = history.num_tokens, history.tokens
-        if end > old.size:
-            history.tokens = np.zeros(2 * end, dtype=np.int32)
-            history.tokens[:start] = old[:start]
-            self._table["tokens"][self._places[request]] = history.tokens.ctypes.data
+        start = history.num_tokens
+        self._make_room(request, history, end)
         if end == start + 1:
             history.tokens[start] = request.tokens[start]
         else:
             history.tokens[start:end] = request.tokens[start:end]
         history.num_tokens = end
+
+    def _guess(self, requests: Sequence[Request], drafts: Sequence[tuple[int, ...]]) -> None:
+        """Write drafts behind the histories; the next true tokens will overwrite them."""
+        for request, guesses in zip(requests, drafts, strict=True):
+            history = self._histories.get(request)
+            if history is not None and guesses:
+                end = history.num_tokens + len(guesses)
+                self._make_room(request, history, end)
+                history.tokens[history.num_tokens : end] = guesses
+
+    def _make_room(self, request: Request, history: _History, num_tokens: int) -> None:
+        old = history.tokens
+        if num_tokens > old.size:
+            history.tokens = np.zeros(2 * num_tokens, dtype=np.int32)
+            history.tokens[: old.size] = old
+            self._table["tokens"][self._places[request]] = history.tokens.ctypes.data
 
 
 @dataclass(slots=True)
@@ -185,7 +210,7 @@ class _History:
 def read_results(
     results: Rows, requests: Sequence[Request]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return what a `StepResult` holds, from an array of `RESULT` in the requests' order."""
+    """Return what a `StepResult` holds, from an array of `RESULT`, each row for a request."""
     tokens: list[int] = results["token"].tolist()
     if all([request.params.logprobs is None for request in requests]):  # noqa: C419 - twice as quick
         return tokens, [None] * len(tokens)

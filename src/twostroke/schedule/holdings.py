@@ -39,6 +39,10 @@ class Holdings:
             pages.extend(self._pool.allocate(num_places))
         return num_places
 
+    def num_spare(self, num_running: int) -> int:
+        """Return by how many places a list could grow and leave one to each running request."""
+        return max(0, self._pool.num_available // self._num_groups - num_running)
+
     def leave_behind(self, ticket: Ticket) -> None:
         """Give back what no row to come reads, and note when there will be more.
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import time
 from bisect import insort
 from itertools import count as count_up
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta, Slice, StepPlan
+from twostroke.core.step import Delta, Slice, StepPlan, num_accepted
 from twostroke.schedule.config import SchedulerStats
-from twostroke.schedule.draft import Draft
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.line import WaitingLine
 from twostroke.schedule.prefixes import Prefixes
+from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import Request
-    from twostroke.core.step import StepResult
+    from twostroke.core.step import StepResult, TokenLogprobs
     from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.policy import Policy
 
@@ -139,29 +140,49 @@ class Scheduler:
         """
         assert self._flight is None, "the step in flight must be committed first"
         self._waiting.call(len(self._running))
-        draft = Draft(self.config.token_budget)
+        sketch = Sketch(self.config.token_budget)
         page_size = self._pool.page_size
-        slices, owners = draft.slices, draft.owners
+        slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []
         for ticket in self._running:
             request = ticket.request
             start = request.num_computed
             if len(request.tokens) - start != 1:
                 behind.append(ticket)
-            elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, draft):
+            elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, sketch):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
-        draft.budget -= len(slices)
+        sketch.budget -= len(slices)
         for ticket in behind:
-            self._admit(draft, ticket)
-            if ticket.is_running and draft.budget:
-                self._give_slice(ticket, draft)
-        self._admit(draft, None)
+            self._admit(sketch, ticket)
+            if ticket.is_running and sketch.budget:
+                self._give_slice(ticket, sketch)
+        self._admit(sketch, None)
         if not slices:
             assert not self._running, "running requests, and no progress"
             return None
         self._flight = owners
-        return StepPlan(tuple(slices), tuple(draft.preempted))
+        return StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
+
+    def make_room(self, piece: Slice, num_drafts: int) -> int:
+        """Give a slice of the step in flight pages for drafts behind it; return for how many.
+
+        No more than the request can still use. Nobody loses pages for drafts, and those that every
+        running request will need next are left alone.
+        """
+        request, page_size = piece.request, self._pool.page_size
+        ticket = self._tickets.get(request.id)
+        if ticket is None:  # it ended meanwhile
+            return 0
+        end = piece.start + piece.count
+        wanted = min(num_drafts, ticket.max_len - end - 1)
+        room = len(request.pages[0]) * page_size - end
+        if room < wanted:
+            num_places = min(
+                -(-(wanted - room) // page_size), self._holdings.num_spare(len(self._running))
+            )
+            room += page_size * self._holdings.grow(request, num_places)
+        return max(0, min(room, wanted))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
@@ -177,25 +198,31 @@ class Scheduler:
         drawn = zip(result.tokens, result.logprobs, strict=True)
         for ticket, piece in zip(owners, plan.slices, strict=True):
             request = piece.request
-            if piece.samples:
+            computed = piece.start + piece.count
+            if piece.drafts:
+                guessed = list(islice(drawn, piece.num_drawn))
+            elif piece.samples:
                 token, logprob = next(drawn)
             if request.finish_reason is not None:
                 has_ended = True
                 continue
-            computed = piece.start + piece.count
+            if piece.drafts:
+                delta = _accept(ticket, piece, guessed)
+                computed += len(delta.tokens) - 1
+            elif piece.samples:
+                request.tokens.append(token)
+                if token in request.end_ids or len(request.tokens) >= ticket.max_len:
+                    request.finish_reason = _end_reason(ticket, token)
+                delta = Delta(request, (token,), (logprob,))
             request.num_computed = computed
             if computed >= ticket.due_at:
                 self._settle(ticket)
             if not piece.samples:
                 continue
-            request.tokens.append(token)
-            if token in request.end_ids or len(request.tokens) >= ticket.max_len:
-                reason = _end_reason(ticket, token)
-                if reason is not None:
-                    request.finish_reason = reason
-                    del self._tickets[request.id]
-                    has_ended = True
-            deltas.append(Delta(request, (token,), (logprob,)))
+            if request.finish_reason is not None:
+                del self._tickets[request.id]
+                has_ended = True
+            deltas.append(delta)
         assert next(drawn, None) is None, "more tokens than slices that sample"
         if has_ended or len(owners) < len(self._running):
             self._sweep()
@@ -232,14 +259,14 @@ class Scheduler:
         if not self._running:
             assert self._prefixes.num_claims == 0, "a claim outlived its owner"
 
-    def _give_slice(self, ticket: Ticket, draft: Draft) -> None:
+    def _give_slice(self, ticket: Ticket, sketch: Sketch) -> None:
         request = ticket.request
-        wanted = min(len(request.tokens) - request.num_computed, draft.budget)
-        count = self._make_room(ticket, wanted, draft)
+        wanted = min(len(request.tokens) - request.num_computed, sketch.budget)
+        count = self._make_room(ticket, wanted, sketch)
         if count:
-            draft.add(ticket, count)
+            sketch.add(ticket, count)
 
-    def _make_room(self, ticket: Ticket, wanted: int, draft: Draft) -> int:
+    def _make_room(self, ticket: Ticket, wanted: int, sketch: Sketch) -> int:
         """Give a running request pages for up to `wanted` more tokens; return for how many.
 
         Others lose their pages only if there is no room for a single token, and only those who
@@ -252,18 +279,18 @@ class Scheduler:
                 victim = self._running[-1]
                 if victim is ticket:
                     return 0
-                self._preempt(victim, draft)
+                self._preempt(victim, sketch)
             room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
         return min(room, wanted)
 
-    def _admit(self, draft: Draft, before: Ticket | None) -> None:
+    def _admit(self, sketch: Sketch, before: Ticket | None) -> None:
         """Start the ready requests that rank before one, until the budget is spent.
 
         One that does not fit lets nobody pass.
         """
         at = 0
         ready = self._waiting.ready
-        while at < len(ready) and draft.budget:
+        while at < len(ready) and sketch.budget:
             ticket = ready[at]
             if before is not None and before.rank < ticket.rank:
                 return
@@ -271,18 +298,18 @@ class Scheduler:
             if hit is None:
                 at += 1
                 continue
-            num_victims = self._num_victims(ticket, hit, draft)
-            if num_victims is None or ticket.request in draft.preempted:
+            num_victims = self._num_victims(ticket, hit, sketch)
+            if num_victims is None or ticket.request in sketch.preempted:
                 return
             for _ in range(num_victims):
-                self._preempt(self._running[-1], draft)
+                self._preempt(self._running[-1], sketch)
             self._waiting.remove(ticket)
-            draft.reserved = self._reserve(draft)
+            sketch.reserved = self._reserve(sketch)
             self._start(ticket, hit)
-            self._give_slice(ticket, draft)
-            draft.reserved += self._holdings.num_reserved(ticket.request)
+            self._give_slice(ticket, sketch)
+            sketch.reserved += self._holdings.num_reserved(ticket.request)
 
-    def _num_victims(self, ticket: Ticket, hit: PrefixHit, draft: Draft) -> int | None:
+    def _num_victims(self, ticket: Ticket, hit: PrefixHit, sketch: Sketch) -> int | None:
         """How many of the last-ranked running requests must give way so that `ticket` can start.
 
         Only less urgent ones may be asked to, and only if that is enough; None if it is not.
@@ -292,7 +319,7 @@ class Scheduler:
         """
         holdings = self._holdings
         room = self._pool.num_available - holdings.num_taken(ticket.request, hit)
-        room -= self._reserve(draft)
+        room -= self._reserve(sketch)
         num_running = len(self._running)
         for num_victims in range(num_running + 1):
             num_left = num_running - num_victims
@@ -305,12 +332,12 @@ class Scheduler:
             room += holdings.num_own(victim.request, hit) + holdings.num_reserved(victim.request)
         return None
 
-    def _reserve(self, draft: Draft) -> int:
+    def _reserve(self, sketch: Sketch) -> int:
         """Pages that the running requests may still need soon."""
-        if draft.reserved is None:
+        if sketch.reserved is None:
             reserved = self._holdings.num_reserved
-            draft.reserved = sum(reserved(ticket.request) for ticket in self._running)
-        return draft.reserved
+            sketch.reserved = sum(reserved(ticket.request) for ticket in self._running)
+        return sketch.reserved
 
     def _start(self, ticket: Ticket, hit: PrefixHit) -> None:
         request = ticket.request
@@ -326,11 +353,11 @@ class Scheduler:
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
-    def _preempt(self, victim: Ticket, draft: Draft) -> None:
+    def _preempt(self, victim: Ticket, sketch: Sketch) -> None:
         """Take the pages of the running request that ranks last; it computes its tokens again."""
         assert victim is self._running[-1]
         self._running.pop()
-        draft.preempt(victim)
+        sketch.preempt(victim)
         self._give_back(victim)
         victim.request.num_computed = 0
         victim.request.num_preemptions += 1
@@ -364,3 +391,21 @@ def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
     if token in request.end_ids and request.num_output > request.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
+
+
+def _accept(
+    ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
+) -> Delta:
+    """Append what was drawn behind the right drafts, up to a token that ends the request."""
+    request = ticket.request
+    num_right = num_accepted(piece.drafts, [token for token, _ in drawn])
+    taken = drawn[: num_right + 1]
+    for count, (token, _) in enumerate(taken, 1):
+        request.tokens.append(token)
+        request.finish_reason = _end_reason(ticket, token)
+        if request.finish_reason is not None:
+            taken = taken[:count]
+            break
+    request.num_drafted += len(piece.drafts)
+    request.num_accepted += min(num_right, len(taken))
+    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken))

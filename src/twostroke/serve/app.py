@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Client
     from twostroke.engine.hardware import Limits
     from twostroke.serve.dialect import Dialect
-    from twostroke.serve.job import Job
+    from twostroke.serve.job import Encoded, Job
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": chat.DIALECT,
@@ -122,7 +122,7 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes) -> tuple[Job, list[list[int]], str]:
+        def prepare(body: bytes) -> tuple[Job, Encoded, str]:
             job = dialect.read(decoder.decode(body))
             name = self._name(job.model)
             check_choices(job, limits.max_choices)
@@ -131,18 +131,18 @@ class Api:
         async def generate(request: Request) -> Any:
             body = await read_json(request, limits)
             if len(body) > _LARGE_BODY_BYTES:
-                job, prompts, name = await asyncio.to_thread(prepare, body)
+                job, encoded, name = await asyncio.to_thread(prepare, body)
             else:
-                job, prompts, name = prepare(body)
+                job, encoded, name = prepare(body)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
                 model=name,
                 job=job,
-                prompts=prompts,
+                prompts=encoded.prompts,
                 tokenizer=self.client.card.tokenizer,
             )
-            answers = Answers(self.client, job, prompts, self.metrics, self._open)
+            answers = Answers(self.client, job, encoded, self.metrics, self._open)
             if job.stream:
                 return EventStream(answers, dialect.write(reply), self.options)
             try:

@@ -11,7 +11,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
 from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
-from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params
+from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
 from twostroke.serve.job import Conversation, Job
 from twostroke.serve.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.usage import (
@@ -228,6 +228,8 @@ def read(asked: ChatRequest) -> Job:
         prompts=(_conversation(asked.messages),),
         params=to_params(asked, **own),
         caller=to_caller(asked, "messages"),
+        speculate=asked.speculate or "auto",
+        prediction=to_prediction(asked),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),

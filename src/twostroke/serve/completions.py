@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
 from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
-from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params
+from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
 from twostroke.serve.job import Job
 from twostroke.serve.logprobs import CompletionLogprobs, Offsets, completion_logprobs
 from twostroke.serve.usage import (
@@ -129,6 +129,8 @@ def read(asked: CompletionRequest) -> Job:
         prompts=_prompts(asked.prompt),
         params=to_params(asked, max_tokens=max_tokens, logprobs=asked.logprobs),
         caller=to_caller(asked, "prompt"),
+        speculate=asked.speculate or "auto",
+        prediction=to_prediction(asked),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         echo=bool(asked.echo),

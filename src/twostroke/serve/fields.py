@@ -60,6 +60,22 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class PredictionPart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """A prediction's content may come in parts."""
+
+    text: str
+
+
+class Prediction(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="content"
+):
+    """What the answer will be like: it comes the faster the more of it is right."""
+
+    content: str | list[PredictionPart]
+
+
 class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's sampling fields, those that users of other engines send, and the harmless rest.
 
@@ -88,6 +104,8 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     return_timings: bool | None = None
+    prediction: Prediction | None = None
+    speculate: str | None = None
 
     # Harmless: they change nothing about the answer.
     user: Any = None
@@ -97,7 +115,6 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    prediction: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
 
@@ -168,6 +185,14 @@ def to_caller(asked: CommonFields, prompt_field: str) -> Caller:
         message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
         raise RequestError(message, param="priority")
     return Caller(priority=priority, prompt_field=prompt_field)
+
+
+def to_prediction(asked: CommonFields) -> str:
+    """Return the text that the answer is expected to be like; empty for none."""
+    if asked.prediction is None:
+        return ""
+    content = asked.prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -10,11 +10,12 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Usage, join
-from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.engine.prompts import encode_chat, encode_text, to_hints
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
+    from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.output import Completion, Output
@@ -32,17 +33,28 @@ Prompt = str | list[int] | Conversation
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A job's texts as token ids, a list a prompt."""
+
+    prompts: list[list[int]]
+    hints: Hints
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """Prompts, and how each is to be continued; protocols translate into this and nothing else.
 
     `model` is the name that the client used, None for whichever there is. `echo` repeats each
-    prompt before its answer; `timings` wants to be told how long things took.
+    prompt before its answer; `timings` wants to be told how long things took. `speculate` and the
+    text of `prediction` are the engine's `Hints`.
     """
 
     model: str | None
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     caller: Caller = field(default_factory=Caller)
+    speculate: str = "auto"
+    prediction: str = ""
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
@@ -53,18 +65,19 @@ class Job:
         """How many answers there will be."""
         return len(self.prompts) * self.params.n
 
-    def encode(self, card: ModelCard) -> list[list[int]]:
-        """Return each prompt's token ids.
+    def encode(self, card: ModelCard) -> Encoded:
+        """Return its texts as token ids.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
         """
-        return [
+        prompts = [
             encode_chat(card, prompt.messages)
             if isinstance(prompt, Conversation)
             else encode_text(card, prompt)
             for prompt in self.prompts
         ]
+        return Encoded(prompts, to_hints(card, self.speculate, self.prediction))
 
 
 class Answers:
@@ -74,7 +87,7 @@ class Answers:
         self,
         client: Client,
         job: Job,
-        prompts: Sequence[Sequence[int]],
+        encoded: Encoded,
         metrics: Metrics,
         running: set[Answers],
     ) -> None:
@@ -90,7 +103,9 @@ class Answers:
         self._num_choices = job.num_choices
         self._n = job.params.n
         self._usages: dict[int, Usage] = {}
-        self._generation = client.generate_many_async(prompts, job.params, job.caller)
+        self._generation = client.generate_many_async(
+            encoded.prompts, job.params, job.caller, encoded.hints
+        )
         self._running = running
         running.add(self)
 
@@ -141,6 +156,8 @@ class Answers:
             sum(usage.prompt_tokens for usage in firsts),
             sum(usage.cached_tokens for usage in firsts),
             sum(usage.completion_tokens for usage in self._usages.values()),
+            sum(usage.accepted_tokens for usage in self._usages.values()),
+            sum(usage.rejected_tokens for usage in self._usages.values()),
         )
 
     def _end(self, output: Output) -> None:

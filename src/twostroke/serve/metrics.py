@@ -107,6 +107,33 @@ class _EngineCollector(Collector):
         ):
             yield CounterMetricFamily(f"twostroke_{name}", text, value)
         yield from self._strokes()
+        yield from self._speculation()
+
+    def _speculation(self) -> Iterator[Metric]:
+        stats = self._client.loop.speculation
+        for name, text, counts in (
+            ("proposed", "Tokens computed as guesses, by where they came from.", stats.proposed),
+            ("accepted", "Guesses that were right.", stats.accepted),
+        ):
+            family = CounterMetricFamily(
+                f"twostroke_speculation_{name}_tokens", text, labels=("source",)
+            )
+            for source, count in counts.items():
+                family.add_metric((source,), count)
+            yield family
+        text = "How often the guess at a place behind the newest token was right."
+        places = CounterMetricFamily("twostroke_speculation_accepted_at", text, labels=("place",))
+        for place, count in sorted(stats.accepted_at.items()):
+            places.add_metric((str(place + 1),), count)
+        yield places
+        yield CounterMetricFamily(
+            "twostroke_speculation_passes",
+            "Steps of an answer with guesses: each brought one token besides the accepted ones.",
+            stats.passes,
+        )
+        yield GaugeMetricFamily(  # a step may take longer than hoped for
+            "twostroke_speculation_saved_seconds", "Time that guesses have saved.", stats.saved_s
+        )
 
     def _strokes(self) -> Iterator[Metric]:
         strokes = self._client.loop.meter.strokes

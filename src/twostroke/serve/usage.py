@@ -18,6 +18,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Tokens that were guessed ahead: right ones are part of the answer, wrong ones of nothing."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageBody(msgspec.Struct, frozen=True):
     """OpenAI's usage object."""
 
@@ -25,6 +32,7 @@ class UsageBody(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TimingsBody(msgspec.Struct, frozen=True):
@@ -46,6 +54,7 @@ def usage_body(usage: Usage) -> UsageBody:
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
         PromptTokensDetails(usage.cached_tokens),
+        CompletionTokensDetails(usage.accepted_tokens, usage.rejected_tokens),
     )
 
 

@@ -48,12 +48,14 @@ class CpuBackend:
         kv_format: str = DEFAULT_FORMAT,
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        beside: CpuBackend | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
-        `level` None means the best one, `kv_format` is a name in `cache.FORMATS`.
-        `release(tensors)` is called with tensors that will not be read again, `progress(done,
-        total)` with bytes of weights as they are packed.
+        One `beside` another computes on that one's threads, and must be closed before it: two sets
+        of threads would spin against each other. `level` None means the best one, `kv_format` is
+        a name in `cache.FORMATS`. `release(tensors)` is called with tensors that will not be read
+        again, `progress(done, total)` with bytes of weights as they are packed.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -71,7 +73,10 @@ class CpuBackend:
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
-        self._pool: int | None = self._library.ts_pool_create(num_threads)
+        self._owns_pool = beside is None
+        self._pool: int | None = (
+            self._library.ts_pool_create(num_threads) if beside is None else beside._pool  # noqa: SLF001
+        )
         if self._pool is None:
             message = f"The operating system refuses {num_threads} threads; ask for fewer."
             raise BackendError(message)
@@ -104,10 +109,10 @@ class CpuBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        requests = self._steps.fill(plan)
+        sampled = self._steps.fill(plan)
         step = self._steps.record
         self._loaded[2].run(step)
-        tokens, logprobs = self._steps.results(plan, requests)
+        tokens, logprobs = self._steps.results(plan, sampled)
         return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
@@ -161,7 +166,7 @@ class CpuBackend:
             self._plan.close()
         if self._weights is not None:
             self._weights.close()
-        if self._pool is not None:
+        if self._pool is not None and self._owns_pool:
             self._library.ts_pool_destroy(self._pool)
         self._plan, self._weights, self._pool = None, None, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,20 +36,22 @@ class StepArrays:
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self.record = StepRecord()
 
-    def fill(self, plan: StepPlan) -> list[Request]:
-        """Write the plan into `record`; returns the sampled requests in the order of their rows."""
+    def fill(self, plan: StepPlan) -> list[Slice]:
+        """Write the plan into `record`; returns the slices that sample, in their rows' order."""
         generated, prompt = self._split(plan.slices)
         parts = [*generated, *prompt]
         requests = [part.request for part in parts]
         starts = [part.start for part in parts]
         counts = [part.count for part in parts]
-        samples = [part.samples for part in parts]
+        drafts = [part.drafts for part in parts]
+        if has_drafts := any(drafts):
+            counts = [part.num_rows for part in parts]
         num_rows = sum(counts)
         if num_rows == len(parts):
             tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
         else:
             tokens = [t for part in parts for t in _tokens(part)]
-        self._reserve(num_rows, len(parts))
+        self._reserve(num_rows, len(parts), len(parts) + sum(map(len, drafts)))
         self._tokens[:num_rows] = tokens
         slices = self._slices[: len(parts)]
         slices[:, 1] = 1 if num_rows == len(parts) else counts
@@ -56,28 +59,44 @@ class StepArrays:
         slices[:, 3] = self.tables.places(requests)
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
+        samples = [part.samples for part in parts]
         if not all(samples):
-            requests, ends = [part.request for part in parts if part.samples], ends[samples]
-        self._sampled[: len(requests)] = ends - 1
-        self._samples = self._sampling.rows(requests)
+            requests = [part.request for part in parts if part.samples]
+            drafts = [part.drafts for part in parts if part.samples]
+            ends = ends[samples]
+        if has_drafts:
+            self._samples = self._sampling.rows(requests, drafts)
+            spans = [range(e - len(d) - 1, e) for e, d in zip(ends.tolist(), drafts, strict=True)]
+            self._sampled[: len(self._samples)] = list(chain(*spans))
+        else:
+            self._samples = self._sampling.rows(requests)
+            self._sampled[: len(requests)] = ends - 1
         record = self.record
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.num_rows, record.num_slices = num_rows, len(parts)
-        record.num_sampled = len(requests)
+        record.num_sampled = len(self._samples)
         record.num_generated = sum(counts[: len(generated)])
         record.samples = self._samples.ctypes.data
-        return requests
+        return [part for part in parts if part.samples]
 
     def results(
-        self, plan: StepPlan, requests: list[Request]
+        self, plan: StepPlan, sampled: list[Slice]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Return what the last step drew, in the plan's order."""
-        results = self._results[: len(requests)]
-        wanted = [part.request for part in plan.slices if part.samples]
-        if requests != wanted:
-            row_of = {request: row for row, request in enumerate(requests)}
-            results = results[[row_of[request] for request in wanted]]
-        return read_results(results, wanted)
+        num_sampled = self.record.num_sampled
+        results = self._results[:num_sampled]
+        wanted = [part for part in plan.slices if part.samples]
+        if sampled != wanted:
+            ends = accumulate(part.num_drawn for part in sampled)
+            rows = {
+                p.request: range(e - p.num_drawn, e) for p, e in zip(sampled, ends, strict=True)
+            }
+            results = results[[row for part in wanted for row in rows[part.request]]]
+        if num_sampled == len(wanted):
+            requests = [part.request for part in wanted]
+        else:
+            requests = [part.request for part in wanted for _ in range(part.num_drawn)]
+        return read_results(results, requests)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request."""
@@ -93,26 +112,29 @@ class StepArrays:
         for part in slices:
             request, start, count = part.request, part.start, part.count
             num_prompt = min(max(0, request.num_prompt - start), count)
-            if num_prompt < count:
-                rest = Slice(request, start + num_prompt, count - num_prompt, part.samples)
-                generated.append(rest)
-            if num_prompt:
-                samples = part.samples and num_prompt == count
-                prompt.append(Slice(request, start, num_prompt, samples))
+            if not num_prompt:
+                generated.append(part)
+            elif num_prompt == count:
+                prompt.append(part)
+            else:
+                prompt.append(Slice(request, start, num_prompt, samples=False))
+                start, count = start + num_prompt, count - num_prompt
+                generated.append(Slice(request, start, count, part.samples, part.drafts))
         return generated, prompt
 
-    def _reserve(self, num_tokens: int, num_slices: int) -> None:
+    def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
         """Have room, and if it must be made, for twice as much as asked for.
 
         Arrays stay where they are as long as they are large enough.
         """
-        if num_tokens <= self._tokens.size and num_slices <= len(self._slices):
+        enough = num_slices <= len(self._slices) and num_sampled <= self._sampled.size
+        if enough and num_tokens <= self._tokens.size:
             return
         record = self.record
         self._tokens = np.zeros(2 * num_tokens, np.int32)
         self._slices = np.zeros((2 * num_slices, 4), np.int32)
-        self._sampled = np.zeros(2 * num_slices, np.int32)
-        self._results = np.zeros(2 * num_slices, RESULT)
+        self._sampled = np.zeros(2 * num_sampled, np.int32)
+        self._results = np.zeros(2 * num_sampled, RESULT)
         record.tokens = self._tokens.ctypes.data
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
@@ -120,7 +142,7 @@ class StepArrays:
 
 
 def _tokens(part: Slice) -> list[int]:
-    return part.request.tokens[part.start : part.start + part.count]
+    return [*part.request.tokens[part.start : part.start + part.count], *part.drafts]
 
 
 class PageTables:

@@ -13,7 +13,7 @@ from twostroke.backends.spans import Span, flatten
 from twostroke.cache import FORMATS
 from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
-from twostroke.sample.reference import draw
+from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,8 +59,7 @@ class ReferenceBackend:
         started = time.perf_counter()
         state = StepState(*flatten(plan.slices), self._weights, self._cache)
         logits = self._forward(state)[self._logits]
-        sampling = [s.request for s in plan.slices if s.samples]
-        drawn = [draw(request, row) for request, row in zip(sampling, logits, strict=True)]
+        drawn = draw_all(plan.slices, logits)
         elapsed = time.perf_counter() - started
         return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed, elapsed)
 

@@ -13,7 +13,7 @@ from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import PagedStep, Pages
 from twostroke.core.step import StepResult
-from twostroke.sample.reference import draw
+from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,8 +73,7 @@ class TorchBackend:
             (logits,) = self._model.run(state).values()
             rows = logits.cpu().numpy()
         kernel_s = time.perf_counter() - started
-        sampling = [s.request for s in plan.slices if s.samples]
-        drawn = [draw(request, row) for request, row in zip(sampling, rows, strict=True)]
+        drawn = draw_all(plan.slices, rows)
         elapsed_s = time.perf_counter() - started
         return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed_s, kernel_s)
 

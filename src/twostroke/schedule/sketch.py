@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from twostroke.schedule.ticket import Ticket
 
 
-class Draft:
+class Sketch:
     """Slices so far, whose they are, what is left of the budget, and who had to give way.
 
     Attributes:

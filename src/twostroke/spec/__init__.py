@@ -1,0 +1,27 @@
+"""Speculative decoding: who guesses the next tokens, and how many guesses a step takes.
+
+Drafts are rows like any other. A step draws a token behind each of them, and the scheduler keeps
+those behind drafts that were right (`core.step.num_accepted`), so nothing here can change an
+answer: it can only cost or save time.
+"""
+
+from twostroke.spec.choice import Always, Chooser, WhilePaying
+from twostroke.spec.context import ContextProposer
+from twostroke.spec.draft import DraftModel
+from twostroke.spec.pace import Pace
+from twostroke.spec.proposal import Price, Proposal, Proposer
+from twostroke.spec.speculator import SpeculationStats, Speculator
+
+__all__ = [
+    "Always",
+    "Chooser",
+    "ContextProposer",
+    "DraftModel",
+    "Pace",
+    "Price",
+    "Proposal",
+    "Proposer",
+    "SpeculationStats",
+    "Speculator",
+    "WhilePaying",
+]

@@ -1,0 +1,115 @@
+"""How many guesses a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from twostroke.program import BatchShape
+from twostroke.spec.proposal import Price
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.spec.pace import Pace
+
+_LEAST_GAIN = 1.03  # in tokens a second, for guesses to be worth the risk
+_PROBES = (1, 2, 4, 8, 16)  # rows: kernels take them by fours and eights
+_FAR = 8  # guesses beyond the best number so far, after which no better one is looked for
+
+
+class Chooser(Protocol):
+    """Decides how many of the proposed guesses a step takes."""
+
+    def price(self, batch: BatchShape, budget: int) -> Price | None:
+        """Return what guesses cost in this step; None if not even sure ones would pay.
+
+        `batch` is the step without guesses, `budget` how many rows may be added to it.
+        """
+
+    def counts(
+        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
+    ) -> list[int]:
+        """Return how many guesses of each proposal to take, `budget` at most in all.
+
+        `odds` are those of `Proposal`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Takes `count` guesses of every proposal, whatever they cost: to measure what they bring."""
+
+    count: int
+
+    def price(self, batch: BatchShape, budget: int) -> Price | None:
+        """Return that they cost nothing."""
+        del batch
+        return Price(0.0, 0.0) if budget else None
+
+    def counts(
+        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
+    ) -> list[int]:
+        """Return `count` for each, or as many as there are."""
+        del batch
+        taken = []
+        for each in odds:
+            taken.append(min(self.count, len(each), budget))
+            budget -= taken[-1]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class WhilePaying:
+    """Takes the guesses that bring the most tokens a second, over the whole batch.
+
+    They are taken in the order of the chance that they and all before them are right. Each makes
+    the step longer, as `pace` predicts; the best number of them has the most expected tokens a
+    second. If that is not 3% more than without any, none is taken: a batch that keeps the
+    arithmetic busy by itself leaves nothing to be gained.
+    """
+
+    pace: Pace
+
+    def price(self, batch: BatchShape, budget: int) -> Price | None:
+        """Return what guesses cost, as the cheapest of some numbers of rows has it."""
+        plain_s = self.pace.seconds(batch)
+        rate = batch.num_sampled / plain_s
+        row_s = min(
+            ((self._seconds(batch, n) - plain_s) / n for n in _PROBES if n <= budget),
+            default=plain_s,
+        )
+        chance = max(0.0, rate * row_s) * _LEAST_GAIN
+        return Price(chance, rate) if chance < 1 else None
+
+    def counts(
+        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
+    ) -> list[int]:
+        """Return how many guesses of each proposal pay."""
+        chances = []
+        for who, each in enumerate(odds):
+            chance = 1.0
+            for odd in each:
+                chance *= odd
+                chances.append((chance, who))
+        chances.sort(key=lambda pair: -pair[0])  # stable: a proposal's own stay in order
+        expected = float(batch.num_sampled)
+        best = _LEAST_GAIN * expected / self.pace.seconds(batch)
+        num_best = 0
+        for count, (chance, _) in enumerate(chances[:budget], 1):
+            expected += chance
+            rate = expected / self._seconds(batch, count)
+            if rate >= best:
+                best, num_best = rate, count
+            elif count >= num_best + _FAR:
+                break
+        taken = [0] * len(odds)
+        for _, who in chances[:num_best]:
+            taken[who] += 1
+        return taken
+
+    def _seconds(self, batch: BatchShape, num_guesses: int) -> float:
+        """Return how long the step takes with guesses, each behind as much as the longest sees."""
+        start = max(start for start, _ in batch.spans)
+        spans = (*batch.spans, (start, num_guesses))
+        return self.pace.seconds(BatchShape(spans, batch.num_sampled + num_guesses))

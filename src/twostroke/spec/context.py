@@ -1,0 +1,142 @@
+"""Guesses that cost nothing: what followed the same words before.
+
+The method that is called n-gram, prompt lookup or inference with reference; here with three
+references: the request's own tokens, what its caller expects the answer to be like, and what
+the same tenant's earlier answers said (suffix statistics).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.spec.index import Match, TokenIndex
+from twostroke.spec.memory import Memory, until_break
+from twostroke.spec.odds import Odds, RequestOdds
+from twostroke.spec.proposal import Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from twostroke.core.request import Request
+    from twostroke.spec.proposal import Price
+
+# Guesses are of a kind with those behind matches of about the same length: the kinds' least
+# lengths, and how often such guesses are right before anything is known.
+_LENGTHS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
+_PRIOR = (0.35, 0.45, 0.55, 0.62, 0.7, 0.8, 0.87, 0.92, 0.96)
+_LEAST_SHARE = 0.5  # of the places, that must go on with a token for it to be guessed
+_EXPECTED = 12  # as how long a match the beginning of what the caller expects counts
+
+
+class ContextProposer:
+    """Looks for the longest end of a request's tokens in the references, and offers what followed.
+
+    Where several places have the same longest match, each next token is that of most of them.
+    """
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._memory = Memory()
+        self._odds = {source: Odds(_PRIOR) for source in ("context", "prediction", "memory")}
+        self._requests: dict[Request, _References] = {}
+
+    def propose(
+        self, requests: Sequence[Request], most: int, price: Price
+    ) -> list[Proposal | None]:
+        """Return up to `most` guesses for each request, which has one token to compute, or None."""
+        del price
+        return [self._propose(request, most) for request in requests]
+
+    def _propose(self, request: Request, most: int) -> Proposal | None:
+        known = self._requests.get(request)
+        if known is None:
+            known = self._requests[request] = _References.of(request, self._odds)
+        known.own.catch_up()
+        found = max(self._matches(request, known), key=lambda m: m[1].length, default=None)
+        if found is None:
+            return None
+        source, match, index = found
+        tokens, shares = _followers(index.tokens, match.ends, most)
+        if not tokens:
+            return None
+        kinds = [_kind(match.length + place) for place in range(len(tokens))]
+        odds = [
+            known.odds[source].of(kind) * share for kind, share in zip(kinds, shares, strict=True)
+        ]
+        return Proposal(source, tuple(tokens), tuple(odds), tuple(kinds))
+
+    def learn(self, request: Request, proposal: Proposal, num_right: int, num_tried: int) -> None:
+        """Hear how many of the first `num_tried` tokens of a proposal were right."""
+        known = self._requests.get(request)
+        if known is not None:
+            known.odds[proposal.source].learn(proposal.kinds, num_right, num_tried)
+
+    def close(self) -> None:
+        """Hold nothing that must be given back."""
+
+    def finish(self, request: Request) -> None:
+        """Remember what a request has said, for its tenant's next ones."""
+        self._requests.pop(request, None)
+        self._memory.add(request)
+
+    def _matches(
+        self, request: Request, known: _References
+    ) -> Iterator[tuple[str, Match, TokenIndex]]:
+        if match := known.own.match(request.tokens):
+            yield "context", match, known.own
+        if known.expected is not None:
+            num_output = request.num_output
+            if request.tokens[request.num_prompt :] == known.expected.tokens[:num_output]:
+                match = Match(max(_EXPECTED, num_output), (num_output,))
+            else:
+                match = known.expected.match(request.tokens)
+            if match:
+                yield "prediction", match, known.expected
+        for index in self._memory.of(request):
+            if match := index.match(request.tokens):
+                yield "memory", match, index
+
+
+@dataclass(slots=True)
+class _References:
+    own: TokenIndex
+    expected: TokenIndex | None
+    odds: dict[str, RequestOdds]
+
+    @classmethod
+    def of(cls, request: Request, odds: dict[str, Odds]) -> _References:
+        prediction = request.hints.prediction
+        expected = TokenIndex(list(prediction)) if prediction else None
+        own_odds = {source: shared.for_request() for source, shared in odds.items()}
+        return cls(TokenIndex(request.tokens), expected, own_odds)
+
+
+def _kind(length: int) -> int:
+    return bisect_right(_LENGTHS, length) - 1
+
+
+def _followers(tokens: list[int], ends: Sequence[int], most: int) -> tuple[list[int], list[float]]:
+    """Return what followed, token by token that of most places, and the share of those places."""
+    if len(ends) == 1:
+        found = until_break(tokens[ends[0] : ends[0] + most])
+        return found, [1.0] * len(found)
+    runs = [until_break(tokens[end : end + most]) for end in ends]
+    guesses: list[int] = []
+    shares: list[float] = []
+    for depth in range(most):
+        nexts = [run[depth] for run in runs if depth < len(run)]
+        if not nexts:
+            break
+        token, count = Counter(nexts).most_common(1)[0]  # the latest place's among equals
+        share = count / len(runs)
+        if share < _LEAST_SHARE:
+            break
+        guesses.append(token)
+        shares.append(share)
+        runs = [run for run in runs if depth < len(run) and run[depth] == token]
+    return guesses, shares

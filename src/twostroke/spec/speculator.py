@@ -1,0 +1,169 @@
+"""Puts guesses into steps where they pay, and hears what became of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from twostroke.core.config import MAX_DRAFTS
+from twostroke.core.step import num_accepted
+from twostroke.program import BatchShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from twostroke.core.request import Request
+    from twostroke.core.step import Slice, StepPlan, StepResult
+    from twostroke.spec.choice import Chooser
+    from twostroke.spec.pace import Pace
+    from twostroke.spec.proposal import Price, Proposal, Proposer
+
+_REST = 32  # steps for which nobody is asked, once no guess could have paid
+_ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts since the start.
+
+    `proposed` and `accepted`, by where guesses came from: tokens that were computed as guesses, and
+    those of them that were right. `accepted_at[i]`: how often the guess at place i was right.
+    `passes`: slices with guesses; each brought one token besides the accepted ones. `saved_s`: how
+    much longer the same tokens would have taken without, by what steps are known to take.
+    """
+
+    proposed: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    passes: int = 0
+    saved_s: float = 0.0
+
+    def add(self, source: str, right: int, tried: int) -> None:
+        """Count what became of `tried` guesses behind one request."""
+        if tried:
+            self.passes += 1
+            self.proposed[source] += tried
+            self.accepted[source] += right
+            self.accepted_at.update(range(right))
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What a proposer says of one slice."""
+
+    part: Slice
+    proposer: Proposer
+    proposal: Proposal
+
+    @property
+    def num_expected(self) -> float:
+        """How many of its tokens will be right, on average."""
+        chance, expected = 1.0, 0.0
+        for odd in self.proposal.odds:
+            chance *= odd
+            expected += chance
+        return expected
+
+
+class Speculator:
+    """Lets proposers guess behind the slices of a plan, as many tokens as a chooser says."""
+
+    def __init__(self, proposers: Sequence[Proposer], chooser: Chooser, pace: Pace) -> None:
+        """Ask `proposers` in order, later ones where earlier ones do not expect much."""
+        self.stats = SpeculationStats()
+        self.methods = tuple(proposer.name for proposer in proposers)
+        self._proposers = proposers
+        self._chooser = chooser
+        self._pace = pace
+        self._tried: dict[int, _Guess] = {}  # by the slice's identity
+        self._rest = 0  # steps
+        self._rest_slices = 0  # and only while there are as many slices
+
+    def extend(self, plan: StepPlan, make_room: Callable[[Slice, int], int]) -> None:
+        """Add drafts to the plan's slices, as many as pay and as `make_room` has pages for."""
+        if not self._may_ask(plan):
+            return
+        batch = BatchShape.of(plan)
+        price = self._chooser.price(batch, plan.budget)
+        if price is None:
+            self._rest, self._rest_slices = _REST, len(plan.slices)
+            return
+        parts = [part for part in plan.slices if _follows_output(part)]
+        for proposer in self._proposers:
+            self._ask(proposer, parts, price)
+        guesses = list(self._tried.values())
+        odds = [guess.proposal.odds for guess in guesses]
+        counts = self._chooser.counts(batch, plan.budget, odds) if guesses else []
+        for guess, count in zip(guesses, counts, strict=True):
+            if count:
+                room = make_room(guess.part, count)
+                guess.part.drafts = guess.proposal.tokens[:room]
+
+    def learn(
+        self, plan: StepPlan, batch: BatchShape, result: StepResult, elapsed_s: float
+    ) -> None:
+        """Hear what a step drew, and how long it took with all that was done for it."""
+        if self._proposers and not self._rest:
+            self._pace.learn(batch, elapsed_s)
+        if not self._tried:
+            return
+        tokens = iter(result.tokens)
+        num_plain = num_right = 0
+        for part in plan.slices:
+            drawn = list(islice(tokens, part.num_drawn))
+            num_plain += part.samples
+            if guess := self._tried.get(id(part)):
+                right, tried = num_accepted(part.drafts, drawn), len(part.drafts)
+                num_right += right
+                guess.proposer.learn(part.request, guess.proposal, right, tried)
+                self.stats.add(guess.proposal.source, right, tried)
+        self._tried = {}
+        if batch.num_sampled > num_plain:
+            spans = tuple([(part.start, part.count) for part in plan.slices])
+            plain_s = self._pace.seconds(BatchShape(spans, num_plain))
+            self.stats.saved_s += plain_s * (num_plain + num_right) / num_plain - elapsed_s
+
+    def finish(self, request: Request) -> None:
+        """Hear that a request has ended."""
+        for proposer in self._proposers:
+            proposer.finish(request)
+
+    def close(self) -> None:
+        """Give back what proposers hold."""
+        for proposer in self._proposers:
+            proposer.close()
+
+    def _may_ask(self, plan: StepPlan) -> bool:
+        if not self._proposers or not plan.budget:
+            return False
+        if self._rest and len(plan.slices) >= self._rest_slices:
+            self._rest -= 1
+            return False
+        self._rest = 0
+        return True
+
+    def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
+        """Ask about the slices of which no one expects much yet, and keep the better guesses."""
+        known = self._tried
+        asked = [
+            part
+            for part in parts
+            if part.request.hints.speculate in {"auto", proposer.name}
+            and (id(part) not in known or known[id(part)].num_expected < _ENOUGH)
+        ]
+        if not asked:
+            return
+        requests = [part.request for part in asked]
+        proposals = proposer.propose(requests, MAX_DRAFTS, price)
+        for part, proposal in zip(asked, proposals, strict=True):
+            if proposal is not None:
+                guess = _Guess(part, proposer, proposal)
+                if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
+                    known[id(part)] = guess
+
+
+def _follows_output(part: Slice) -> bool:
+    """Whether a slice is one output token, behind which drafts may stand."""
+    return part.samples and part.count == 1 and part.start >= part.request.num_prompt

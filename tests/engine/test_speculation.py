@@ -1,0 +1,241 @@
+"""Guessing ahead on whole engines: the same answers, in fewer steps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.gguf_writer import write_gguf
+from support.native import native_dir
+from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
+from twostroke import LLM, AsyncLLM, SamplingParams
+from twostroke.core.config import (
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.errors import MemoryLimitError, ModelNotFoundError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.engine.output import Completion
+
+SMALL = CacheOptions(memory_bytes=6_000_000)
+GREEDY = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(temperature=0.8, max_tokens=60, seed=1, logprobs=2),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.95, max_tokens=60, seed=2, n=3),
+    SamplingParams(max_tokens=60, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=60, min_tokens=40, stop=["e", "th"]),
+    SamplingParams(max_tokens=60, seed=4, logit_bias={20: 5.0, 21: -50.0}, min_p=0.02),
+]
+PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same vocabulary, which agrees by chance alone."""
+    tiny = Tiny(num_layers=1, seed=5, context_length=300)
+    return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
+
+
+def engine_of(path: Path, backend: str = "cpu", **speculation: Any) -> LLM:
+    if backend == "cpu":
+        native_dir()
+    compute = ComputeOptions(backend=backend, num_threads=2)
+    guessing = SpeculationOptions(**speculation)
+    return LLM(str(path), EngineOptions(compute, SMALL, speculation=guessing))
+
+
+def said(answers: list[list[Completion]]) -> list[Any]:
+    return [
+        (
+            one.text,
+            one.token_ids,
+            one.logprobs,
+            one.finish_reason,
+            one.stop,
+            one.usage.completion_tokens,
+        )
+        for answer in answers
+        for one in answer
+    ]
+
+
+def everything(llm: LLM, **hints: Any) -> list[Any]:
+    return [
+        *said(llm.generate(PROMPTS, GREEDY, **hints)),
+        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> list[Any]:
+    with engine_of(path, method="off") as llm:
+        found = everything(llm)
+        assert llm.engine.client.loop.speculation.passes == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "auto"},
+        {"method": "ngram", "count": 4},
+        {"method": "draft", "draft": "same", "count": 3},
+        {"method": "draft", "draft": "other", "count": 5},
+        {"method": "auto", "draft": "other"},
+        {"method": "auto", "draft": "same", "count": 24},
+    ],
+    ids=str,
+)
+def test_answers_are_the_same(
+    path: Path, other: Path, plain: list[Any], speculation: dict[str, Any]
+) -> None:
+    drafts = {"same": str(path), "other": str(other)}
+    given = {**speculation}
+    if "draft" in given:
+        given["draft"] = drafts[given["draft"]]
+    with engine_of(path, **given) as llm:
+        assert everything(llm) == plain
+        assert everything(llm, prediction="hello the world is of the world") == plain
+        stats = llm.engine.client.loop.speculation
+        if "count" in speculation:
+            assert sum(stats.proposed.values()) > 100
+            assert 0 < sum(stats.accepted.values()) == sum(stats.accepted_at.values())
+        assert llm.engine.client.loop.stats().num_running == 0
+
+
+def test_the_reference_backend_guesses_too(path: Path) -> None:
+    with engine_of(path, "reference", method="off") as llm:
+        plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20)))
+    with engine_of(path, "reference", method="draft", draft=str(path), count=3) as llm:
+        assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20))) == plain
+        assert llm.engine.client.loop.speculation.accepted["draft"] > 20
+
+
+def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
+    with engine_of(path, method="draft", draft=str(path), count=4) as llm:
+        [[answer]] = llm.generate("hello the world", GREEDY)
+        [[drawn]] = llm.generate("hello the world", replace(GREEDY, temperature=1.0, seed=7))
+    for one in (answer, drawn):
+        assert one.usage.completion_tokens == 120
+        assert one.usage.accepted_tokens >= 120 * 4 / 5 - 5
+        assert one.usage.rejected_tokens <= 4  # behind the end
+
+
+def test_words_said_before_are_guessed(path: Path) -> None:
+    with engine_of(path, method="ngram", count=6) as llm:
+        [[answer]] = llm.generate("hello", GREEDY)
+        [[again]] = llm.generate("hello", GREEDY)
+    assert answer.token_ids == again.token_ids
+    assert again.usage.accepted_tokens > 80  # what the tenant has heard already
+
+
+def test_a_prediction_is_used(path: Path) -> None:
+    with engine_of(path, method="ngram", count=6) as llm:
+        params = SamplingParams(temperature=0, max_tokens=30)
+        [[answer]] = llm.generate("the world is", params)
+    with engine_of(path, method="ngram", count=6) as llm:
+        [[expected]] = llm.generate("the world is", params, prediction=answer.text)
+        assert expected.text == answer.text
+        assert expected.token_ids == answer.token_ids
+        assert llm.engine.client.loop.speculation.accepted["prediction"] > 0
+
+
+def test_one_request_can_do_without(path: Path) -> None:
+    with engine_of(path, method="draft", draft=str(path), count=4) as llm:
+        [[answer]] = llm.generate("hello", GREEDY, speculate="off")
+        assert (answer.usage.accepted_tokens, answer.usage.rejected_tokens) == (0, 0)
+        with pytest.raises(
+            RequestError, match="speculate can be auto, off, draft here, not 'ngram'"
+        ):
+            llm.generate("hello", GREEDY, speculate="ngram")
+
+
+def test_async_callers_give_hints_too(path: Path) -> None:
+    async def answer() -> int:
+        compute = ComputeOptions(num_threads=2)
+        guessing = SpeculationOptions(draft=str(path), count=4)
+        options = EngineOptions(compute, SMALL, speculation=guessing)
+        async with await AsyncLLM.load(str(path), options) as llm:
+            last = None
+            async for output in llm.generate("hello", GREEDY, speculate="draft"):
+                last = output
+            assert last is not None
+            assert last.usage is not None
+            return last.usage.accepted_tokens
+
+    native_dir()
+    assert asyncio.run(answer()) > 80
+
+
+def test_a_context_that_fills_up_ends_as_without_drafts(path: Path) -> None:
+    """The last tokens of the context, where there is no room for guesses."""
+    prompt = [5 + i % 200 for i in range(490)]
+    found = []
+    for speculation in ({"method": "off"}, {"draft": str(path), "count": 24}):
+        with engine_of(path, **speculation) as llm:
+            found.append(said(llm.generate(prompt, SamplingParams(temperature=0, ignore_eos=True))))
+    assert found[0] == found[1]
+    assert len(found[0][0][1]) == 22
+
+
+def test_a_text_longer_than_the_drafts_context_goes_on_without(path: Path, other: Path) -> None:
+    prompt = [5 + i % 200 for i in range(280)]
+    found = []
+    for speculation in ({"method": "off"}, {"method": "draft", "draft": str(other), "count": 4}):
+        with engine_of(path, **speculation) as llm:
+            params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+            found.append(said(llm.generate(prompt, params)))
+    assert found[0] == found[1]
+
+
+def test_a_draft_with_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
+    metadata = tiny_metadata(Tiny())
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    tokens[40], tokens[41] = tokens[41], tokens[40]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["general.name"] = "Stranger"
+    stranger = tmp_path / "stranger.gguf"
+    write_gguf(stranger, metadata, tiny_tensors(Tiny()))
+    with pytest.raises(
+        UsageError, match=r"stranger cannot be a draft of tiny: it calls .* \(token 40\)"
+    ):
+        engine_of(path, draft=str(stranger))
+
+
+def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
+    with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+        engine_of(path, draft=str(path))
+
+
+def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        engine_of(path, draft="nowhere.gguf")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "drafts"}, "Unknown speculate 'drafts'.*Did you mean 'draft'"),
+        ({"method": "draft"}, "add --draft MODEL"),
+        ({"method": "off", "draft": "a"}, "of no use where --speculate is off"),
+        ({"count": 0}, "drafts must be from 1 to 24, not 0"),
+        ({"count": 25}, "drafts must be from 1 to 24, not 25"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        SpeculationOptions(**given)

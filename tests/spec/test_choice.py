@@ -1,0 +1,135 @@
+"""How many guesses a step takes: as many as pay, by what steps are known to cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.core.hardware import Hardware
+from twostroke.program import BatchShape
+from twostroke.program.cost import Cost, StepCost
+from twostroke.spec import Always, Pace, WhilePaying
+
+HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any", source="test")
+
+
+def pace_of(fixed_s: float, row_s: float) -> Pace:
+    """Steps take `fixed_s`, and `row_s` more for each row."""
+    cost = StepCost(Cost(0, round(fixed_s * 1e9), 0), Cost(round(row_s * 1e9), 0, 0), 0, 0, (), ())
+    return Pace(cost, HARDWARE)
+
+
+def decode(num_streams: int) -> BatchShape:
+    return BatchShape.decode((100,) * num_streams)
+
+
+def best_by_search(pace: Pace, batch: BatchShape, odds: list[tuple[float, ...]]) -> float:
+    """The most tokens a second that any choice of counts gives."""
+
+    def rates(who: int, expected: float, rows: int):
+        if who == len(odds):
+            more = BatchShape((*batch.spans, (100, rows)), batch.num_sampled + rows)
+            yield expected / pace.seconds(more if rows else batch)
+            return
+        chance = 1.0
+        gained = 0.0
+        yield from rates(who + 1, expected, rows)
+        for count, odd in enumerate(odds[who], 1):
+            chance *= odd
+            gained += chance
+            yield from rates(who + 1, expected + gained, rows + count)
+
+    return max(rates(0, float(batch.num_sampled), 0))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_choice_brings_more_tokens_a_second(seed):
+    rng = random.Random(seed)
+    pace = pace_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
+    batch = decode(3)
+    odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
+    counts = WhilePaying(pace).counts(batch, 100, odds)
+    gained = 0.0
+    for count, each in zip(counts, odds, strict=True):
+        chance = 1.0
+        for odd in each[:count]:
+            chance *= odd
+            gained += chance
+    more = BatchShape((*batch.spans, (100, sum(counts))), 3 + sum(counts))
+    rate = (3 + gained) / pace.seconds(more if sum(counts) else batch)
+    best = best_by_search(pace, batch, odds)
+    plain = 3 / pace.seconds(batch)
+    assert rate == pytest.approx(best if best >= 1.03 * plain else plain)
+
+
+def test_sure_guesses_are_taken_where_rows_are_cheap():
+    assert WhilePaying(pace_of(0.01, 0.0001)).counts(decode(1), 100, [(0.95,) * 8]) == [8]
+
+
+def test_unlikely_guesses_are_left_where_rows_cost():
+    assert WhilePaying(pace_of(0.01, 0.005)).counts(decode(1), 100, [(0.3,) * 8]) == [0]
+
+
+def test_the_likelier_proposal_gets_the_rows():
+    counts = WhilePaying(pace_of(0.01, 0.002)).counts(decode(2), 100, [(0.9,) * 8, (0.4,) * 8])
+    assert counts[0] > counts[1]
+
+
+def test_a_busy_batch_takes_none_and_need_not_ask():
+    chooser = WhilePaying(pace_of(0.01, 0.002))
+    assert chooser.price(decode(1), 100) is not None
+    assert chooser.counts(decode(64), 100, [(0.9,) * 8] * 64) == [0] * 64
+    assert chooser.price(decode(256), 100) is None
+
+
+def test_the_budget_is_the_most():
+    odds = [(0.99,) * 8] * 3
+    assert sum(WhilePaying(pace_of(0.01, 0.0)).counts(decode(3), 5, odds)) == 5
+    assert Always(4).counts(decode(3), 6, odds) == [4, 2, 0]
+    assert Always(4).price(decode(3), 0) is None
+    assert WhilePaying(pace_of(0.01, 0.0)).price(decode(3), 0) is None
+
+
+def test_a_guess_that_takes_time_must_be_the_surer():
+    price = WhilePaying(pace_of(0.01, 0.002)).price(decode(1), 100)
+    assert price is not None
+    assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.05)
+    assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.05)
+
+
+def test_pace_learns_what_steps_of_a_size_take():
+    pace = pace_of(0.01, 0.001)
+    for _ in range(40):
+        pace.learn(decode(1), 2 * 0.011)
+        pace.learn(decode(4), 5 * 0.014)
+    assert pace.seconds(decode(1)) == pytest.approx(0.022, rel=0.01)
+    assert pace.seconds(decode(4)) == pytest.approx(0.070, rel=0.01)
+    # What was never seen is as good as the better neighbour, so that it will be tried.
+    assert pace.seconds(decode(2)) == pytest.approx(2 * 0.012, rel=0.01)
+    assert pace.seconds(decode(200)) == pytest.approx(5 * 0.21, rel=0.01)
+
+
+def test_one_slow_step_changes_little():
+    pace = pace_of(0.01, 0.001)
+    for _ in range(20):
+        pace.learn(decode(1), 0.011)
+    pace.learn(decode(1), 11.0)
+    assert pace.seconds(decode(1)) < 0.0125
+
+
+def test_what_was_learned_long_ago_is_tried_again():
+    pace = pace_of(0.01, 0.001)
+    pace.learn(decode(1), 0.011)
+    pace.learn(decode(2), 0.5)
+    before = pace.seconds(decode(2))
+    for _ in range(3000):
+        pace.learn(decode(1), 0.011)
+    assert pace.seconds(decode(2)) < 0.2 * before
+
+
+def test_no_limits_are_no_obstacle():
+    pace = Pace(pace_of(0.01, 0.001).cost, None)
+    for _ in range(40):
+        pace.learn(decode(1), 0.5)
+    assert pace.seconds(decode(1)) == pytest.approx(0.5, rel=0.01)

@@ -1,0 +1,133 @@
+"""What is guessed from the request itself, from a prediction, and from earlier answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from twostroke.core.request import Hints, Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.spec import ContextProposer, Price
+
+
+def ask(proposer, request, most):
+    """What is proposed for one request."""
+    [proposal] = proposer.propose([request], most, Price(0.0, 0.0))
+    return proposal
+
+
+def make(prompt, output=(), prediction=(), salt=b""):
+    return Request(
+        "r",
+        [*prompt, *output],
+        len(prompt),
+        SamplingParams(),
+        seed=0,
+        salt=salt,
+        hints=Hints(prediction=tuple(prediction)),
+    )
+
+
+def test_words_that_were_there_before_go_on_as_they_did():
+    request = make([1, 2, 3, 4, 5, 6, 9, 1, 2], [3])
+    proposal = ask(ContextProposer(), request, 3)
+    assert proposal.tokens == (4, 5, 6)
+    assert proposal.source == "context"
+
+
+def test_nothing_is_guessed_where_nothing_matches():
+    assert ask(ContextProposer(), make([1, 2, 3, 4], [5]), 8) is None
+    assert ask(ContextProposer(), make([1], [2]), 8) is None
+
+
+def test_the_output_itself_is_searched_as_it_grows():
+    proposer, request = ContextProposer(), make([1, 2, 3], [7])
+    assert ask(proposer, request, 8) is None
+    request.tokens += [8, 9, 4, 7, 8, 9]
+    assert ask(proposer, request, 2).tokens == (4, 7)
+
+
+def test_most_places_decide_and_say_how_sure_they_are():
+    said = [5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5, 2, 0]
+    proposal = ask(ContextProposer(), make([*said, 9, 5, 5], [5]), 1)
+    sure = ask(ContextProposer(), make([5, 5, 5, 1, 9, 5, 5], [5]), 1)
+    assert proposal.tokens == sure.tokens == (1,)
+    assert proposal.odds[0] == pytest.approx(sure.odds[0] * 2 / 3)
+
+
+def test_a_prediction_is_offered_from_its_beginning():
+    proposer = ContextProposer()
+    request = make([1, 2], [10], prediction=range(10, 20))
+    assert ask(proposer, request, 3).tokens == (11, 12, 13)
+    assert ask(proposer, request, 3).source == "prediction"
+    request.tokens += [11, 99]  # the answer leaves it here
+    assert ask(proposer, request, 3) is None
+    request.tokens += [14, 15, 16]  # and comes back
+    assert ask(proposer, request, 9).tokens == (17, 18, 19)
+
+
+def test_a_prediction_that_was_never_right_is_silent():
+    assert ask(ContextProposer(), make([1, 2], [3], prediction=[10, 11, 12]), 8) is None
+
+
+def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
+    proposer = ContextProposer()
+    proposer.finish(make([1, 2, 3], [20, 21, 22, 23, 24], salt=b"a"))
+    again = make([3], [20, 21, 22], salt=b"a")
+    assert ask(proposer, again, 8).tokens == (23, 24)
+    assert ask(proposer, again, 8).source == "memory"
+    assert ask(proposer, make([3], [20, 21, 22], salt=b"b"), 8) is None
+
+
+def test_a_guess_does_not_run_into_another_answer():
+    proposer = ContextProposer()
+    for _ in range(2):
+        proposer.finish(make([1], [20, 21, 22, 23]))
+    assert ask(proposer, make([9], [20, 21, 22]), 8).tokens == (23,)
+    assert ask(proposer, make([9], [21, 22, 23]), 8) is None
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr("twostroke.spec.memory._GENERATION", 100)
+    monkeypatch.setattr("twostroke.spec.memory._MOST_TENANTS", 3)
+    proposer = ContextProposer()
+    for number in range(100):
+        proposer.finish(make([1], range(1000 + 10 * number, 1010 + 10 * number)))
+    newest, oldest = make([1], [1990, 1991, 1992]), make([1], [1000, 1001, 1002])
+    assert ask(proposer, newest, 2).tokens == (1993, 1994)
+    assert ask(proposer, oldest, 2) is None
+    assert sum(map(len, proposer._memory.of(newest))) < 300
+    for tenant in range(10):
+        proposer.finish(make([1], range(10), salt=b"%d" % tenant))
+    assert len(proposer._memory._tenants) == 3
+
+
+def test_odds_follow_what_became_of_guesses():
+    proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
+    first = ask(proposer, request, 1)
+    for _ in range(20):
+        proposer.learn(request, ask(proposer, request, 1), 0, 1)
+    bad = ask(proposer, request, 1)
+    for _ in range(60):
+        proposer.learn(request, ask(proposer, request, 1), 1, 1)
+    good = ask(proposer, request, 1)
+    assert bad.odds < first.odds < good.odds
+    other = ask(proposer, make([1, 2, 3, 4, 5, 1, 2], [3]), 1)
+    assert first.odds < other.odds < good.odds  # others hear of it, too
+
+
+def test_guesses_that_are_not_tried_are_not_condemned_for_ever():
+    proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
+    first = ask(proposer, request, 1)
+    for _ in range(50):
+        proposer.learn(request, ask(proposer, request, 1), 0, 1)
+    assert ask(proposer, request, 1).odds[0] < 0.2
+    for _ in range(3000):
+        proposer.learn(request, ask(proposer, request, 1), 0, 0)
+    assert ask(proposer, request, 1).odds[0] == pytest.approx(first.odds[0], abs=0.05)
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended():
+    proposer, request = ContextProposer(), make([1, 2, 3, 4, 1, 2], [3])
+    assert ask(proposer, request, 1) is not None
+    proposer.finish(request)
+    assert not proposer._requests

@@ -1,0 +1,271 @@
+"""Sampled answers have the distribution that they would have without drafts, whatever is guessed.
+
+The model is a table: the logits behind a token depend on that token alone. So the chance of each
+answer of three tokens is known exactly, and counts over thousands of seeds are held against it:
+not token by token but jointly, since a wrong draft shows in what follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.chi_square import AGREES, DIFFERS, deviate
+from support.native import load_level
+from support.sampling import run_rows
+from twostroke.cache import PagePool
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import StepResult, num_accepted
+from twostroke.sample.reference import adjust, distribution
+from twostroke.sample.rows import RESULT, RowTable, read_results
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    import ctypes
+
+    from numpy.typing import NDArray
+
+    from twostroke.core.step import StepPlan
+
+VOCAB_SIZE = 6
+LENGTH = 3
+COUNT = 12_000
+PROMPT = (0, 3)
+LOGITS = (np.random.default_rng(8).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 1.2).astype(np.float32)
+
+CASES = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=3),
+    SamplingParams(top_p=0.8),
+    SamplingParams(min_p=0.15),
+    SamplingParams(temperature=1.3, top_k=5, top_p=0.9, min_p=0.05),
+    SamplingParams(repetition_penalty=1.8),
+    SamplingParams(presence_penalty=1.5),
+    SamplingParams(frequency_penalty=1.1),
+    SamplingParams(logit_bias={1: 2.0, 4: -100}),
+    SamplingParams(min_tokens=2, stop_token_ids=(2,)),
+    SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5, top_k=4),
+]
+GUESSES = ("anything", "likeliest", "other model", "what it will be", "now and then")
+
+
+@dataclass(slots=True)
+class Table:
+    """Runs steps of the table with the native sampler."""
+
+    library: ctypes.CDLL
+    rows: RowTable = field(default_factory=RowTable)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        sampling = [part for part in plan.slices if part.samples]
+        requests = [part.request for part in sampling]
+        behind = [t for part in sampling for t in (part.request.tokens[-1], *part.drafts)]
+        rows = self.rows.rows(requests, [part.drafts for part in sampling])
+        results = np.zeros(len(rows), RESULT)
+        run_rows(self.library, rows, LOGITS[behind], results)
+        each = [part.request for part in sampling for _ in range(part.num_drawn)]
+        return StepResult(*read_results(results, each))
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    return Table(load_level("portable"))
+
+
+def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]:
+    """Return COUNT answers, each as one number; those that end early are filled up with 0."""
+    requests = [
+        Request(
+            f"r{seed}",
+            list(PROMPT),
+            len(PROMPT),
+            replace(params, max_tokens=LENGTH),
+            seed,
+            end_ids=frozenset(params.stop_token_ids),
+        )
+        for seed in range(COUNT)
+    ]
+    pool = PagePool(COUNT, 16)
+    config = SchedulerConfig(64, COUNT, 10 * COUNT, COUNT, 10 * COUNT)
+    line = Scheduler(config, pool, None, Continuous())
+    for request in requests:
+        line.add(request)
+    rng = np.random.default_rng(5)
+    while line.has_work:
+        plan = line.plan()
+        assert plan is not None
+        for part in plan.slices:
+            if part.start >= len(PROMPT):
+                drafts = guesses(rng, how, part.request)
+                part.drafts = drafts[: line.make_room(part, len(drafts))]
+        line.commit(plan, table.run(plan))
+    for request in requests:
+        table.rows.forget(request)
+    return np.array([code(request.output) for request in requests])
+
+
+def guesses(rng: np.random.Generator, how: str, request: Request) -> tuple[int, ...]:
+    last = request.tokens[-1]
+    if how == "anything":
+        return tuple(rng.integers(0, VOCAB_SIZE, size=2).tolist())
+    if how == "now and then":
+        return tuple(rng.integers(0, VOCAB_SIZE, size=rng.integers(0, 3)).tolist())
+    found: list[int] = []
+    for place in range(2):
+        logits = LOGITS[last]
+        if how == "other model":
+            p = np.exp(logits.astype(float) * 0.7)
+            last = int(rng.choice(VOCAB_SIZE, p=p / p.sum()))
+        elif how == "likeliest":
+            last = int(logits.argmax())
+        else:  # what a draft that knew the seed would say
+            last = (request.seed + place) % VOCAB_SIZE
+        found.append(last)
+    return tuple(found)
+
+
+def code(output: list[int]) -> int:
+    number = 0
+    for place in range(LENGTH):
+        number = number * (VOCAB_SIZE + 1) + (output[place] + 1 if place < len(output) else 0)
+    return number
+
+
+def exact(params: SamplingParams) -> NDArray[np.float64]:
+    """The chance of each answer, from the definition of sampling."""
+    chances = np.zeros((VOCAB_SIZE + 1) ** LENGTH)
+    ends = frozenset(params.stop_token_ids)
+
+    def go_on(output: list[int], chance: float) -> None:
+        has_ended = output and output[-1] in ends and len(output) > params.min_tokens
+        if has_ended or len(output) == LENGTH:
+            chances[code(output)] = chance
+            return
+        said = [*PROMPT, *output]
+        request = Request("r", said, len(PROMPT), params, 0, end_ids=ends)
+        ids, weight = distribution(params, adjust(request, LOGITS[said[-1]]))
+        for token, share in zip(ids.tolist(), weight / weight.sum(), strict=True):
+            go_on([*output, token], chance * float(share))
+
+    go_on([], 1.0)
+    return chances
+
+
+@pytest.mark.parametrize("params", CASES, ids=str)
+def test_answers_are_as_likely_as_without_drafts(table, params):
+    how = GUESSES[CASES.index(params) % len(GUESSES)]
+    assert deviate(answers(table, params, how), exact(params)) < AGREES
+
+
+@pytest.mark.parametrize("how", GUESSES)
+@pytest.mark.parametrize("params", CASES[:2], ids=str)
+def test_answers_are_as_likely_however_it_is_guessed(table, params, how):
+    assert deviate(answers(table, params, how), exact(params)) < AGREES
+
+
+def test_drafts_of_a_like_model_are_often_right():
+    """Or the tests above would say little."""
+    table = Table(load_level("portable"))
+    seen = []
+    take = Scheduler.commit
+
+    def watched(line, plan, result):
+        deltas = take(line, plan, result)
+        seen.extend(len(delta.tokens) for delta in deltas)
+        return deltas
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "commit", watched)
+        answers(table, CASES[1], "likeliest")
+    assert seen.count(2) > 0.2 * COUNT
+
+
+def trusts_the_first(drafts, drawn):
+    """A draft is kept though something else was drawn."""
+    return max(num_accepted(drafts, drawn), min(1, len(drafts)))
+
+
+def trusts_what_is_likely(drafts, drawn):
+    """A wrong draft is kept now and then, as if the two chances had been compared wrongly."""
+    right = num_accepted(drafts, drawn)
+    return right + 1 if right < len(drafts) and (drafts[right] + drawn[right]) % 3 == 0 else right
+
+
+def never_trusts_the_second(drafts, drawn):
+    """Harmless: fewer drafts are kept than could be."""
+    return min(1, num_accepted(drafts, drawn))
+
+
+class SameNumberForAll(RowTable):
+    """The random number of the newest token's row serves its drafts' rows, too."""
+
+    def rows(self, requests, drafts=None):
+        rows = super().rows(requests, drafts)
+        each = [request for request, d in zip(requests, drafts, strict=True) for _ in (0, *d)]
+        rows["counter"] = [request.num_output for request in each]
+        return rows
+
+
+class ForgetsDrafts(RowTable):
+    """Penalties do not see the drafts before a row."""
+
+    def rows(self, requests, drafts=None):
+        rows = super().rows(requests, drafts)
+        each = [request for request, d in zip(requests, drafts, strict=True) for _ in (0, *d)]
+        rows["num_tokens"] = [len(request.tokens) for request in each]
+        return rows
+
+
+@dataclass(slots=True)
+class DrawsAgain(Table):
+    """Behind a wrong draft another token is drawn, so that the draft has had two chances.
+
+    As rejection sampling would without its residual.
+    """
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = Table.run(self, plan)
+        first = 0
+        for part in plan.slices:
+            drawn = result.tokens[first : first + part.num_drawn]
+            right = num_accepted(part.drafts, drawn)
+            if right < len(part.drafts):
+                logits = LOGITS[[part.request.tokens[-1], *part.drafts][right]].astype(float)
+                p = np.exp(logits - logits.max())
+                rng = np.random.default_rng((part.request.seed, len(part.request.tokens)))
+                result.tokens[first + right] = int(rng.choice(VOCAB_SIZE, p=p / p.sum()))
+            first += part.num_drawn
+        return result
+
+
+@pytest.mark.parametrize("fault", [trusts_the_first, trusts_what_is_likely])
+def test_a_draft_that_is_kept_wrongly_shows(table, monkeypatch, fault):
+    monkeypatch.setattr("twostroke.schedule.scheduler.num_accepted", fault)
+    params = CASES[0]
+    assert deviate(answers(table, params, "other model"), exact(params)) > DIFFERS
+
+
+def test_a_draft_that_is_dropped_needlessly_does_not(table, monkeypatch):
+    monkeypatch.setattr("twostroke.schedule.scheduler.num_accepted", never_trusts_the_second)
+    params = CASES[0]
+    assert deviate(answers(table, params, "other model"), exact(params)) < AGREES
+
+
+@pytest.mark.parametrize(
+    ("rows", "params"), [(SameNumberForAll, CASES[0]), (ForgetsDrafts, CASES[7])], ids=str
+)
+def test_rows_that_do_not_know_their_place_show(table, rows, params):
+    faulty = Table(table.library, rows())
+    assert deviate(answers(faulty, params, "likeliest"), exact(params)) > DIFFERS
+
+
+def test_a_second_draw_behind_a_wrong_draft_shows(table):
+    faulty = DrawsAgain(table.library)
+    params = CASES[0]
+    assert deviate(answers(faulty, params, "likeliest"), exact(params)) > DIFFERS

@@ -1,0 +1,81 @@
+"""The index of earlier words against a search through all of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from twostroke.spec.index import TokenIndex
+
+LONGEST = 32
+
+
+def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, list[int]] | None:
+    """Look at every place: the length of the longest match and where it ends, the latest first.
+
+    Only the `most` latest places where three tokens match are compared, as in the index.
+    """
+    found = []
+    for end in range(len(tokens) - 1, 2, -1):
+        length = 0
+        while length < min(end, len(context), LONGEST) and (
+            tokens[end - 1 - length] == context[-1 - length]
+        ):
+            length += 1
+        if length >= 3:
+            found.append((length, end))
+    found = found[:most]
+    if not found:
+        return None
+    longest = max(length for length, _ in found)
+    return longest, [end for length, end in found if length == longest]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_finds_what_a_search_finds(seed):
+    rng = random.Random(seed)
+    vocab_size = rng.choice((2, 3, 10, 150_000))
+    tokens = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 1, 3, 4, 50, 300)))]
+    index = TokenIndex(tokens)
+    for _ in range(60):
+        more = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 4))]
+        if tokens and rng.random() < 0.5:  # say again what was said
+            start = rng.randrange(len(tokens))
+            more = tokens[start : start + rng.randint(1, 40)]
+        tokens += more
+        index.catch_up()
+        start = rng.randrange(len(tokens) + 1)
+        for context in (tokens, tokens[start : start + 40], more):
+            match = index.match(context)
+            found = None if match is None else (match.length, list(match.ends))
+            assert found == search(tokens, context)
+
+
+def test_a_long_text_does_not_make_it_slow():
+    """It looks at few places, however many there are: counted, not timed."""
+
+    class Counting(list):
+        num_reads = 0
+
+        def __getitem__(self, place):
+            if isinstance(place, int):
+                Counting.num_reads += 1
+            return super().__getitem__(place)
+
+    tokens = Counting([1, 2, 3, 4] * 25_000)
+    index = TokenIndex(tokens)
+    Counting.num_reads = 0
+    match = index.match([9, 2, 3, 4])
+    assert match is not None
+    assert match.length == 3
+    assert Counting.num_reads <= 8 * 4
+
+
+def test_two_keys_alike_are_not_a_match(monkeypatch):
+    monkeypatch.setattr("twostroke.spec.index._FACTORS", (0, 0, 0))
+    index = TokenIndex([1, 2, 3, 4, 5, 6, 7])
+    assert index.match([7, 8, 9]) is None
+    match = index.match([2, 3, 4])
+    assert match is not None
+    assert match.ends == (4,)
