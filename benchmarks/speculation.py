@@ -2,8 +2,8 @@
 
 One engine answers the same prompts in turn without and with guesses; answers are compared token
 by token, so the time is all that differs. Each run is a tenant of its own, or the second one would
-know the answers from the first. With predictions that are wrong now and then the share of right guesses
-is chosen, and the measured speed-up stands beside the one that the usual formula predicts.
+know the answers from the first. With predictions that are wrong now and then the share of right
+guesses is chosen, and the measured speed-up stands beside the one that the usual formula predicts.
 """
 
 from __future__ import annotations

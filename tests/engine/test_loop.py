@@ -11,13 +11,20 @@ import pytest
 from support.engines import tiny_client
 from support.servers import wait_for
 from support.tiny import write_tiny_gguf
-from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
 from twostroke.core.errors import EngineStoppedError, TwostrokeError, UsageError
-from twostroke.core.request import FinishReason
+from twostroke.core.request import FinishReason, Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, StepResult
 from twostroke.engine import loop as loop_module
 from twostroke.engine.build import build
+from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
 
 if TYPE_CHECKING:
@@ -80,6 +87,36 @@ def test_a_request_without_a_token_to_draw_fails_alone(
             *expected,
             "The engine failed on this request: its logits leave no token to draw.",
         ]
+        assert client.loop.stats().num_referenced_pages == 0
+
+
+def test_a_draft_without_a_token_to_draw_behind_it_fails_no_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is right: then what cannot be drawn is the request's own next token."""
+    with tiny_client(tmp_path) as (client, _):
+        expected = answers(client, [[5]])[0]
+    guessing = SpeculationOptions("ngram", count=4)
+    with tiny_client(tmp_path, speculation=guessing) as (client, backend):
+        run = backend.run
+
+        def draw_nothing_behind_drafts(plan: StepPlan) -> StepResult:
+            result = run(plan)
+            tokens = iter(result.tokens)
+            drawn = []
+            for part in plan.slices:
+                mine = [next(tokens) for _ in range(part.num_drawn)]
+                drawn += [*mine[:1], *([NO_TOKEN] * len(mine[1:]))]
+            return StepResult(drawn, result.logprobs)
+
+        monkeypatch.setattr(backend, "run", draw_nothing_behind_drafts)
+        wrong = Hints("ngram", (expected[0], (expected[1] + 1) % 280, 7, 8, 9))
+        [answer] = client.generate([5], GREEDY, hints=wrong).wait()
+        assert answer.token_ids == expected
+        assert answer.usage.rejected_tokens > 0
+        right = Hints("ngram", tuple(expected))
+        with pytest.raises(TwostrokeError, match="leave no token to draw"):
+            client.generate([5], GREEDY, Caller(tenant="other"), right).wait()
         assert client.loop.stats().num_referenced_pages == 0
 
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import events
+from support.servers import events, live_server
 from support.tiny import EOS_ID, SPECIAL_TOKENS
+from twostroke.core.config import SpeculationOptions
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.servers import LiveServer
 
 Fields = dict[str, Any]
@@ -72,6 +75,55 @@ def test_usage_comes_once_in_a_chunk_of_its_own(server: LiveServer, hello: Field
     assert last["usage"]["completion_tokens"] == 6
     assert last["usage"]["total_tokens"] == 24
     assert "cached_tokens" in last["usage"]["prompt_tokens_details"]
+
+
+PREDICTED = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+
+
+def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
+    guessing = SpeculationOptions("ngram", count=4)
+    with live_server(tmp_path, speculation=guessing) as server:
+        plain = server.chat(speculate="off", user="a", **PREDICTED).json()
+        assert set(plain["usage"]["completion_tokens_details"].values()) == {0}
+        text = plain["choices"][0]["message"]["content"]
+        for content in (text, [{"type": "text", "text": text}]):
+            prediction = {"type": "content", "content": content}
+            found = server.chat(prediction=prediction, **PREDICTED).json()
+            assert found["choices"] == plain["choices"]
+            details = found["usage"]["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] > 0
+        streamed = server.chat(
+            prediction=prediction, stream=True, stream_options={"include_usage": True}, **PREDICTED
+        )
+        *chunks, last, _ = events(streamed.text)
+        pieces = [c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"]]
+        assert "".join(pieces) == text
+        assert last["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        metrics = server.http.get("/metrics").text
+        assert "twostroke_speculation_accepted_tokens_total{source=" in metrics
+        assert 'twostroke_speculation_accepted_at_total{place="1"}' in metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        ({"speculate": "draft"}, "speculate can be auto, off here, not 'draft'.", "speculate"),
+        ({"speculate": 5}, "speculate must be a string, not an integer.", "speculate"),
+        ({"prediction": "text"}, "prediction must be an object, not a string.", "prediction"),
+        (
+            {"prediction": {"type": "image", "content": ""}},
+            "prediction.type does not support 'image'.",
+            "prediction.type",
+        ),
+    ],
+)
+def test_hints_that_cannot_be_are_refused(
+    server: LiveServer, fields: Fields, said: str, param: str
+) -> None:
+    response = server.chat(**fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == said
+    assert response.json()["error"]["param"] == param
 
 
 def test_second_request_reports_the_cached_prompt(server: LiveServer, hello: Fields) -> None:

@@ -11,7 +11,7 @@ from twostroke.spec import ContextProposer, Price
 
 def ask(proposer, request, most):
     """What is proposed for one request."""
-    [proposal] = proposer.propose([request], most, Price(0.0, 0.0))
+    [proposal] = proposer.propose([request], Price(0.0, 0.0, most))
     return proposal
 
 

@@ -85,7 +85,8 @@ def tiny_client(
     pool = PagePool(num_pages, PAGE_SIZE, backend.facts.windows)
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
-    speculator = build_speculator(speculation or SpeculationOptions(), card.cost.per_step(), None)
+    speculation = speculation or SpeculationOptions("off")
+    speculator = build_speculator(speculation, card.cost.per_step(), None)
     loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     try:
         yield Client(card, loop), backend

@@ -169,14 +169,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         guesses=st.none() | _SEEDS,
     )
     def steps(self, count: int, dt_s: float, guesses: int | None = None) -> None:
-        for _ in range(count):
+        for number in range(count):
             self.now_s += dt_s
             if self.flight is None:
                 self.plan()
             if self.flight is None:
                 return
             if guesses is not None:
-                self.guess(guesses + self.counts["operations"])
+                self.guess(guesses + number)
             self.land()
 
     @rule()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from twostroke.core.config import MAX_DRAFTS
 from twostroke.program import BatchShape
 from twostroke.spec.proposal import Price
 
@@ -45,7 +46,7 @@ class Always:
     def price(self, batch: BatchShape, budget: int) -> Price | None:
         """Return that they cost nothing."""
         del batch
-        return Price(0.0, 0.0) if budget else None
+        return Price(0.0, 0.0, min(self.count, budget)) if budget else None
 
     def counts(
         self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
@@ -80,7 +81,7 @@ class WhilePaying:
             default=plain_s,
         )
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return Price(chance, rate) if chance < 1 else None
+        return Price(chance, rate, min(MAX_DRAFTS, budget)) if chance < 1 else None
 
     def counts(
         self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]

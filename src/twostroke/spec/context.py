@@ -45,12 +45,9 @@ class ContextProposer:
         self._odds = {source: Odds(_PRIOR) for source in ("context", "prediction", "memory")}
         self._requests: dict[Request, _References] = {}
 
-    def propose(
-        self, requests: Sequence[Request], most: int, price: Price
-    ) -> list[Proposal | None]:
-        """Return up to `most` guesses for each request, which has one token to compute, or None."""
-        del price
-        return [self._propose(request, most) for request in requests]
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        """Return guesses for each request, which has one token to compute, or None."""
+        return [self._propose(request, price.most) for request in requests]
 
     def _propose(self, request: Request, most: int) -> Proposal | None:
         known = self._requests.get(request)

@@ -56,8 +56,9 @@ class _Follower:
         """Take over what the request has become; what was guessed rightly is computed already."""
         mirror, first = self.mirror, self.num_true
         agreed = first + num_accepted(self.guesses, request.tokens[first:])
-        mirror.num_computed = min(mirror.num_computed, agreed)
         mirror.tokens[first:] = request.tokens[first:]
+        # One is always left over, to be computed for its logits.
+        mirror.num_computed = min(mirror.num_computed, agreed, len(mirror.tokens) - 1)
         self.num_true = len(mirror.tokens)
         self.guesses, self.chances, self.kinds, self.is_done = [], [], [], False
 
@@ -117,17 +118,15 @@ class DraftModel:
         self._odds = Odds(_PRIOR)
         self._length = 100.0  # of an answer, on average
 
-    def propose(
-        self, requests: Sequence[Request], most: int, price: Price
-    ) -> list[Proposal | None]:
-        """Return up to `most` guesses for each request, which has one token to compute, or None."""
-        longest = self._context_length - most
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        """Return guesses for each request, which has one token to compute, or None."""
+        longest = self._context_length - price.most
         asked = [request for request in requests if len(request.tokens) <= longest]
         step_s = self._pace.seconds(BatchShape.decode((1,) * max(1, len(asked))))
         least = price.least_chance(step_s / max(1, len(asked)))
         found = {request: self._follow(request, price, least) for request in asked}
         active = self._catch_up([follower for follower in found.values() if follower is not None])
-        for _ in range(most - 1):
+        for _ in range(price.most - 1):
             self._stop(active, price)
             active = [f for f in active if not f.is_done and self._grow(f, 1, active)]
             if not active:

@@ -31,11 +31,12 @@ class Price:
     """What guesses cost in the step that is being planned.
 
     `row_chance` is the chance of being right from which on a guess is worth its row, and `rate` how
-    many tokens a second there are without guesses.
+    many tokens a second there are without guesses. Of one request at most `most` are taken.
     """
 
     row_chance: float
     rate: float
+    most: int
 
     def least_chance(self, seconds: float) -> float:
         """Return the chance from which on a guess pays that takes `seconds` to be made."""
@@ -47,10 +48,8 @@ class Proposer(Protocol):
 
     name: str
 
-    def propose(
-        self, requests: Sequence[Request], most: int, price: Price
-    ) -> list[Proposal | None]:
-        """Return up to `most` guesses for each request, which has one token to compute, or None."""
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        """Return guesses for each request, which has one token to compute, or None."""
 
     def learn(self, request: Request, proposal: Proposal, num_right: int, num_tried: int) -> None:
         """Hear how many of the first `num_tried` tokens of a proposal were right."""

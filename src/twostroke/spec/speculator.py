@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from twostroke.core.config import MAX_DRAFTS
 from twostroke.core.step import num_accepted
 from twostroke.program import BatchShape
 
@@ -156,7 +155,7 @@ class Speculator:
         if not asked:
             return
         requests = [part.request for part in asked]
-        proposals = proposer.propose(requests, MAX_DRAFTS, price)
+        proposals = proposer.propose(requests, price)
         for part, proposal in zip(asked, proposals, strict=True):
             if proposal is not None:
                 guess = _Guess(part, proposer, proposal)
