@@ -150,9 +150,9 @@ def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
     crowded = Setting(
-        num_pages=40,
-        token_budget=200,
-        max_running=16,
+        num_pages=24,
+        token_budget=100,
+        max_running=32,
         prefix_cache=True,
         policy=Continuous(),
         guesses=seed,

@@ -44,7 +44,7 @@ def open_engine(
     quiet: bool = False,
     accept: Callable[[ModelCard], None] | None = None,
 ) -> Engine:
-    """Fetch `model` if need be, load it, and start an engine for it.
+    """Fetch `model`, and its draft, if need be, load it, and start an engine for it.
 
     `accept` may refuse the model before its weights are read.
 
@@ -54,6 +54,8 @@ def open_engine(
     from twostroke.engine.build import build
 
     label = f"Loading {fetch(model, quiet=quiet).name}"
+    if options.speculation.draft is not None:
+        fetch(options.speculation.draft, quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
         return build(model, options, lambda done, total: bar.show(label, done, total), accept)
 

@@ -234,6 +234,8 @@ def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
     if not isinstance(name, str):
         raise UsageError(f"A model is given by a name or a path, not by {model!r}.")
     pull(name)
+    if options is not None and options.speculation.draft is not None:
+        pull(options.speculation.draft)
     return build(name, options)
 
 

@@ -256,14 +256,20 @@ class EngineLoop:
         return StepResult([NO_TOKEN] * part.num_drawn, [None] * part.num_drawn)
 
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
-        """End requests whose next token could not be drawn; behind a wrong draft it is no loss."""
+        """End requests whose next token could not be drawn.
+
+        Behind a wrong draft, or behind the request's end, it is no loss.
+        """
         if NO_TOKEN not in result.tokens:
             return
         tokens = iter(result.tokens)
         for part in plan.slices:
             drawn = list(islice(tokens, part.num_drawn))
-            if NO_TOKEN in drawn[: num_accepted(part.drafts, drawn) + 1]:
-                self._fail(part.request, "its logits leave no token to draw.")
+            for token in drawn[: num_accepted(part.drafts, drawn) + 1]:
+                if token == NO_TOKEN:
+                    self._fail(part.request, "its logits leave no token to draw.")
+                if token in part.request.end_ids:
+                    break
 
     def _fail(self, request: Request, why: str) -> None:
         """End one request whose computation failed; the others go on."""
