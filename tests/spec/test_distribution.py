@@ -246,13 +246,13 @@ class DrawsAgain(Table):
 
 @pytest.mark.parametrize("fault", [trusts_the_first, trusts_what_is_likely])
 def test_a_draft_that_is_kept_wrongly_shows(table, monkeypatch, fault):
-    monkeypatch.setattr("twostroke.schedule.scheduler.num_accepted", fault)
+    monkeypatch.setattr("twostroke.schedule.accept.num_accepted", fault)
     params = CASES[0]
     assert deviate(answers(table, params, "other model"), exact(params)) > DIFFERS
 
 
 def test_a_draft_that_is_dropped_needlessly_does_not(table, monkeypatch):
-    monkeypatch.setattr("twostroke.schedule.scheduler.num_accepted", never_trusts_the_second)
+    monkeypatch.setattr("twostroke.schedule.accept.num_accepted", never_trusts_the_second)
     params = CASES[0]
     assert deviate(answers(table, params, "other model"), exact(params)) < AGREES
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta, Slice, StepPlan, num_accepted
+from twostroke.core.step import Delta, Slice, StepPlan
+from twostroke.schedule.accept import accept, end_reason
 from twostroke.schedule.config import SchedulerStats
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
@@ -20,11 +21,11 @@ from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import Request
-    from twostroke.core.step import StepResult, TokenLogprobs
+    from twostroke.core.step import StepResult
     from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.policy import Policy
 
@@ -207,12 +208,12 @@ class Scheduler:
                 has_ended = True
                 continue
             if piece.drafts:
-                delta = _accept(ticket, piece, guessed)
+                delta = accept(ticket, piece, guessed)
                 computed += len(delta.tokens) - 1
             elif piece.samples:
                 request.tokens.append(token)
                 if token in request.end_ids or len(request.tokens) >= ticket.max_len:
-                    request.finish_reason = _end_reason(ticket, token)
+                    request.finish_reason = end_reason(ticket, token)
                 delta = Delta(request, (token,), (logprob,))
             request.num_computed = computed
             if computed >= ticket.due_at:
@@ -383,29 +384,3 @@ class Scheduler:
             self._running = [t for t in self._running if t.request.finish_reason is None]
             for ticket in ended:
                 self._give_back(ticket)
-
-
-def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
-    """Why the request, to which `token` was just appended, ends; None if it goes on."""
-    request = ticket.request
-    if token in request.end_ids and request.num_output > request.params.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
-
-
-def _accept(
-    ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
-) -> Delta:
-    """Append what was drawn behind the right drafts, up to a token that ends the request."""
-    request = ticket.request
-    num_right = num_accepted(piece.drafts, [token for token, _ in drawn])
-    taken = drawn[: num_right + 1]
-    for count, (token, _) in enumerate(taken, 1):
-        request.tokens.append(token)
-        request.finish_reason = _end_reason(ticket, token)
-        if request.finish_reason is not None:
-            taken = taken[:count]
-            break
-    request.num_drafted += len(piece.drafts)
-    request.num_accepted += min(num_right, len(taken))
-    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken))
