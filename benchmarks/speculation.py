@@ -95,7 +95,7 @@ class Chosen:
         """The formula's speed-up: tokens a step, if `share` of the guesses are right."""
         if self.share == 1:
             return 1 + self.per_pass
-        return (1 - self.share ** (self.per_pass + 1)) / (1 - self.share)
+        return float((1 - self.share ** (self.per_pass + 1)) / (1 - self.share))
 
 
 def main() -> None:

@@ -70,7 +70,9 @@ def _code(card: ModelCard, rng: random.Random) -> list[int]:
 def _edit(card: ModelCard, rng: random.Random) -> list[int]:
     """A function to be written out again with one name changed."""
     code = rng.choice([code for code in _functions() if len(code) < 1200])
-    name = rng.choice([arg.arg for arg in ast.parse(code).body[0].args.args])
+    function = ast.parse(code).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    name = rng.choice([arg.arg for arg in function.args.args])
     new = rng.choice(("item", "given", "current", "entry", "source"))
     return _ask(
         card,

@@ -161,8 +161,7 @@ def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
         tiny.plain, crowded.alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
     )
     again = [fresh(r) for r in requests]
-    answers, num_preemptions = run_schedule(tiny.shared, crowded, again, CONTEXT, expected)
-    assert num_preemptions > 0
+    answers, _ = run_schedule(tiny.shared, crowded, again, CONTEXT, expected)
     num_drafted, num_accepted = (
         sum(getattr(r, name) for r in again) for name in ("num_drafted", "num_accepted")
     )
