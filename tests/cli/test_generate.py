@@ -48,7 +48,13 @@ def test_json_is_one_object_as_promised(
     assert list(found) == ["text", "token_ids", "finish_reason", "usage", "timings"]
     assert found["token_ids"] == expected["chat"]
     assert found["finish_reason"] == "length"
-    assert list(found["usage"]) == ["prompt_tokens", "cached_tokens", "completion_tokens"]
+    assert list(found["usage"]) == [
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+        "accepted_tokens",
+        "rejected_tokens",
+    ]
     assert found["usage"]["completion_tokens"] == 12
     assert list(found["timings"]) == [
         "ttft_s",

@@ -12,11 +12,12 @@ import pytest
 from support.engines import tiny_client
 from support.servers import LiveServer, chat_body, live_server, post_bytes, wait_for
 from support.tiny import Tiny
+from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.serve.app import create_app
 from twostroke.serve.completions import DIALECT
 from twostroke.serve.dialect import Reply
-from twostroke.serve.job import Answers, Job
+from twostroke.serve.job import Answers, Encoded, Job
 from twostroke.serve.metrics import Metrics
 from twostroke.serve.options import Limits, ServeOptions
 from twostroke.serve.stream import EventStream
@@ -140,7 +141,7 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             job = Job(None, ([5],), params, stream=True)
             tokenizer = client.card.tokenizer
             reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
-            answers = Answers(client, job, [[5]], Metrics(client), set())
+            answers = Answers(client, job, Encoded([[5]], Hints()), Metrics(client), set())
             stream = EventStream(answers, DIALECT.write(reply), options)
 
             async def never(_message: Any = None) -> Any:

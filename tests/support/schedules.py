@@ -42,13 +42,14 @@ class Setting:
             Dynamic(min(4, max_running), 0.0),
             Static(min(3, max_running)),
         )
+        num_pages = chance.randint(fewest_pages, most_pages)
         return cls(
-            num_pages=chance.randint(fewest_pages, most_pages),
+            num_pages=num_pages,
             token_budget=max(max_running, chance.choice((1, 7, 16, 33, 100, 1000))),
             max_running=max_running,
             prefix_cache=chance.random() < 0.7,
             policy=chance.choice(policies),
-            guesses=chance.choice((None, chance.getrandbits(32))),
+            guesses=num_pages if num_pages % 2 else None,
         )
 
     def alone(self, num_pages: int) -> Setting:

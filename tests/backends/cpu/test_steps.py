@@ -61,15 +61,31 @@ def test_generated_rows_come_first_where_they_are_computed_otherwise():
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
     plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 2, 4, True)))
-    requests = steps.fill(plan)
+    sampled = steps.fill(plan)
     record = steps.record
     assert (record.num_rows, record.num_generated, record.num_slices) == (7, 2, 3)
     assert steps._tokens[:7].tolist() == [50, 51, 0, 1, 2, 2, 3]
     assert steps._slices[:3, :3].tolist() == [[0, 2, 4], [2, 3, 0], [5, 2, 2]]
     assert steps._sampled[:2].tolist() == [1, 4]
-    assert requests == [old, new]
+    assert [part.request for part in sampled] == [old, new]
     steps._results["token"][:2] = [10, 20]
-    assert steps.results(plan, requests)[0] == [20, 10]
+    assert steps.results(plan, sampled)[0] == [20, 10]
+
+
+def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
+    steps = StepArrays(1, 8, one_arithmetic=False)
+    old, new = make_request(4, [0]), make_request(3, [1])
+    old.tokens += [50, 51]
+    plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 5, 1, True, (60, 61))))
+    sampled = steps.fill(plan)
+    record = steps.record
+    assert (record.num_rows, record.num_generated, record.num_sampled) == (6, 3, 4)
+    assert steps._tokens[:6].tolist() == [51, 60, 61, 0, 1, 2]
+    assert steps._slices[:2, :3].tolist() == [[0, 3, 5], [3, 3, 0]]
+    assert steps._sampled[:4].tolist() == [0, 1, 2, 5]
+    assert steps._samples["counter"].tolist() == [2, 3, 4, 0]
+    steps._results["token"][:4] = [10, 11, 12, 20]
+    assert steps.results(plan, sampled)[0] == [20, 10, 11, 12]
 
 
 def test_flattening_many_requests_takes_well_under_a_millisecond():
