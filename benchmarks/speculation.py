@@ -308,3 +308,7 @@ def _acceptance(name: str, chosen: list[Chosen]) -> list[str]:
         meaning,
         f"![Speed-up by acceptance]({name}-acceptance.svg)",
     ]
+
+
+if __name__ == "__main__":
+    main()
