@@ -107,7 +107,9 @@ def test_pace_learns_what_steps_of_a_size_take():
     assert pace.seconds(decode(4)) == pytest.approx(0.070, rel=0.01)
     # What was never seen is as good as the better neighbour, so that it will be tried.
     assert pace.seconds(decode(2)) == pytest.approx(2 * 0.012, rel=0.01)
-    assert pace.seconds(decode(200)) == pytest.approx(5 * 0.21, rel=0.01)
+    assert pace.seconds(decode(9)) == pytest.approx(5 * 0.019, rel=0.01)
+    # Steps of very other sizes say nothing.
+    assert pace.seconds(decode(200)) == pytest.approx(0.21, rel=0.01)
 
 
 def test_one_slow_step_changes_little():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _STEP = 0.15  # of a new measurement's way into what is believed
 _MOST_CHANGE = 1.5  # of one measurement: others may have had the processor
+_NEAR = 8  # classes of sizes: further ones are another kind of step, as prompts are
 _TRUST = 400  # steps after which what was measured of other sizes says as much
 
 
@@ -30,8 +31,8 @@ class Pace:
 
     Sizes are numbers of rows, in classes that grow with them: kernels take rows by fours and
     eights, and larger steps use the machine better. A size of which nothing is known, or nothing
-    new for long, is thought to be as good as the best of its neighbours: it will be tried, and
-    then it is known.
+    new for long, is thought to be as good as the best of its neighbours, and without any as the
+    machine's limits: it will be tried, and then it is known.
     """
 
     cost: StepCost
@@ -76,7 +77,8 @@ class Pace:
         around = [self._ratios[s].value for s in (below, above) if s is not None]
         known = self._ratios.get(size)
         if known is None:
-            return min(around)
+            near = [self._ratios[s].value for s in (below, above) if s and abs(s - size) <= _NEAR]
+            return min(near, default=1.0)
         if not around:
             return known.value
         trust = math.exp((known.step - self._num_steps) / _TRUST)

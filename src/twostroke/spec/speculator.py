@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
@@ -77,11 +78,17 @@ class Speculator:
         self._chooser = chooser
         self._pace = pace
         self._tried: dict[int, _Guess] = {}  # by the slice's identity
+        self._asking_s = 0.0  # in the step in flight
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
 
     def extend(self, plan: StepPlan, make_room: Callable[[Slice, int], int]) -> None:
         """Add drafts to the plan's slices, as many as pay and as `make_room` has pages for."""
+        began_s = time.monotonic()
+        self._extend(plan, make_room)
+        self._asking_s = time.monotonic() - began_s
+
+    def _extend(self, plan: StepPlan, make_room: Callable[[Slice, int], int]) -> None:
         if not self._may_ask(plan):
             return
         batch = BatchShape.of(plan)
@@ -103,9 +110,12 @@ class Speculator:
     def learn(
         self, plan: StepPlan, batch: BatchShape, result: StepResult, elapsed_s: float
     ) -> None:
-        """Hear what a step drew, and how long it took with all that was done for it."""
+        """Hear what a step drew, and how long it took with all that was done for it.
+
+        What proposers took is theirs: they know it, and it says nothing about steps of this size.
+        """
         if self._proposers and not self._rest:
-            self._pace.learn(batch, elapsed_s)
+            self._pace.learn(batch, elapsed_s - self._asking_s)
         if not self._tried:
             return
         tokens = iter(result.tokens)
