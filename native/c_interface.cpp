@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 7;
+constexpr int32_t kInterfaceVersion = 8;
 
 }  // namespace
 
@@ -30,7 +30,8 @@ TS_EXPORT int64_t ts_record_size(int32_t index) {
   constexpr int64_t sizes[] = {
       sizeof(ts::OpRecord),     sizeof(ts::RopeRecord),  sizeof(ts::LayerRecord),
       sizeof(ts::PlanRecord),   sizeof(ts::SliceRecord), sizeof(ts::StepRecord),
-      sizeof(ts::PackedWeight), sizeof(ts::SampleRow),   sizeof(ts::SampleResult)};
+      sizeof(ts::PackedWeight), sizeof(ts::StoreRecord), sizeof(ts::CopyRecord),
+      sizeof(ts::SampleRow),    sizeof(ts::SampleResult)};
   constexpr int32_t count = sizeof sizes / sizeof sizes[0];
   return index >= 0 && index < count ? sizes[index] : -1;
 }
@@ -96,5 +97,5 @@ TS_EXPORT void ts_plan_times(Plan* plan, double* pairs) { plan->take_times(pairs
 
 /// Lets one of the plan's pages hold what another does; no step may be running.
 TS_EXPORT void ts_plan_copy_page(Plan* plan, int32_t from, int32_t to) {
-  plan->copy_page(from, to);
+  plan->copy_page({from, to}, 0, 1);
 }

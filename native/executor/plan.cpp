@@ -140,10 +140,13 @@ void Plan::take_times(double* pairs) {
   }
 }
 
-void Plan::copy_page(int64_t from, int64_t to) const {
+void Plan::copy_page(const CopyRecord& copy, int64_t part, int64_t num_parts) const {
   const int64_t page_bytes = cache_bytes / num_pages;
+  const int64_t begin = page_bytes * part / num_parts;
+  const int64_t end = page_bytes * (part + 1) / num_parts;
   auto* pages = static_cast<uint8_t*>(cache);
-  std::copy_n(pages + from * page_bytes, page_bytes, pages + to * page_bytes);
+  std::copy_n(pages + copy.from * page_bytes + begin, end - begin,
+              pages + copy.to * page_bytes + begin);
 }
 
 Plan::~Plan() {

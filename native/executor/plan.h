@@ -46,12 +46,12 @@ struct Plan {
   /// barrier to barrier, and of that waiting for each other (mean of the threads).
   void take_times(double* pairs);
 
-  /// Lets page `to` hold what page `from` does.
-  void copy_page(int64_t from, int64_t to) const;
+  /// Lets one page hold what another does: part `part` of `num_parts` of it.
+  void copy_page(const CopyRecord& copy, int64_t part, int64_t num_parts) const;
 
-  const int32_t* page_table(const StepRecord& step, const SliceRecord& slice, int64_t group) const {
+  const int32_t* page_table(const StepRecord& step, int64_t table, int64_t group) const {
     const auto num_groups = static_cast<int64_t>(group_windows.size());
-    return step.page_tables + (slice.table * num_groups + group) * step.table_stride;
+    return step.page_tables + (table * num_groups + group) * step.table_stride;
   }
 
   Pool& pool;

@@ -207,7 +207,9 @@ void finish_outputs(Worker& worker, const OpRecord& op, const OutputRecord& outp
     if (output.store == Store::Nothing) continue;
     const LayerPages& pages = worker.plan.layers[static_cast<size_t>(op.layer)];
     const auto store = output.store == Store::Keys ? store_keys : store_values;
-    store(pages, worker.page_table(slice, op.layer), position, values, begin, end);
+    worker.for_tables(i, op.layer, [&](const int32_t* table) {
+      store(pages, table, position, values, begin, end);
+    });
   }
 }
 

@@ -133,6 +133,19 @@ struct SliceRecord {
   int32_t table;  // which page tables, one for each group of layers
 };
 
+/// A row whose keys and values are stored in other pages, too: those of a branch of drafts that it
+/// is an ancestor of.
+struct StoreRecord {
+  int32_t row;
+  int32_t table;
+};
+
+/// Before the step's rows are stored, page `to` is made to hold what page `from` does.
+struct CopyRecord {
+  int32_t from;
+  int32_t to;
+};
+
 /// One step. Rows [0, num_generated) are generated, the others prompt.
 struct StepRecord {
   const int32_t* tokens;  // (num_rows)
@@ -141,13 +154,17 @@ struct StepRecord {
   const int32_t* sampled_rows;  // ascending
   const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
   SampleResult* results;
-  float* logits;       // (num_sampled, vocab_size), or null
-  float* const* taps;  // (num_rows, width of the value) each; null if the plan has none
+  float* logits;              // (num_sampled, vocab_size), or null
+  float* const* taps;         // (num_rows, width of the value) each; null if the plan has none
+  const StoreRecord* stores;  // by row, ascending
+  const CopyRecord* copies;   // no page is in two of them as `to`, or as both
   int64_t table_stride;
   int32_t num_rows;
   int32_t num_generated;
   int32_t num_slices;
   int32_t num_sampled;
+  int32_t num_stores;
+  int32_t num_copies;
   double elapsed_s;  // out: the whole step
   double kernel_s;   // out: of it, not spent waiting for each other (mean of the threads)
 };

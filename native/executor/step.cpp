@@ -77,11 +77,13 @@ void store_rows(Worker& worker, const OpRecord& op) {
   const int64_t width = pages.num_kv_heads * pages.head_dim;
   const int64_t num_rows = worker.step.record.num_rows;
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
-    const SliceRecord& slice = worker.slice_of(row);
-    const int64_t position = Worker::position(slice, row);
-    const int32_t* table = worker.page_table(slice, op.layer);
-    store_keys(pages, table, position, worker.buffer(op.y) + row * worker.stride(op.y), 0, width);
-    store_values(pages, table, position, worker.buffer(op.z) + row * worker.stride(op.z), 0, width);
+    const int64_t position = Worker::position(worker.slice_of(row), row);
+    const float* keys = worker.buffer(op.y) + row * worker.stride(op.y);
+    const float* values = worker.buffer(op.z) + row * worker.stride(op.z);
+    worker.for_tables(row, op.layer, [&](const int32_t* table) {
+      store_keys(pages, table, position, keys, 0, width);
+      store_values(pages, table, position, values, 0, width);
+    });
   }
   worker.meet();
 }
@@ -107,7 +109,7 @@ void run_attention(Worker& worker, size_t index) {
                              worker.stride(out),
                              task.num_rows,
                              slice.position + task.first_row,
-                             worker.page_table(slice, op.layer),
+                             worker.page_table(slice.table, op.layer),
                              group,
                              head,
                              window_of(op),
@@ -167,6 +169,10 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
                 thread, num_threads, 0,
                 0,      Clock::now()};
+  // Nobody stores anything before all have met behind the first operation.
+  for (int32_t i = 0; i < step.record.num_copies; ++i) {
+    step.plan.copy_page(step.record.copies[i], thread, num_threads);
+  }
   for (size_t i = 0; i < step.plan.ops.size(); ++i) {
     const Clock::time_point begin = worker.now;
     const double waited = worker.waiting_s;
@@ -177,15 +183,34 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   step.waiting_s[static_cast<size_t>(thread)] = worker.waiting_s;
 }
 
+bool is_page(const Plan& plan, int32_t page) { return page >= 0 && page < plan.num_pages; }
+
 /// Whether every page that the slice's rows see exists; those behind their window need not.
 bool is_inside(const Plan& plan, const StepRecord& record, const SliceRecord& slice) {
   const int64_t end = (slice.position + slice.num_rows + plan.page_size - 1) / plan.page_size;
   if (slice.position < 0 || end > record.table_stride) return false;
   for (size_t group = 0; group < plan.group_windows.size(); ++group) {
-    const int32_t* table = plan.page_table(record, slice, static_cast<int64_t>(group));
+    const int32_t* table = plan.page_table(record, slice.table, static_cast<int64_t>(group));
     const int64_t begin = first_seen(slice.position, plan.group_windows[group]) / plan.page_size;
-    const auto exists = [&](int32_t page) { return page >= 0 && page < plan.num_pages; };
+    const auto exists = [&](int32_t page) { return is_page(plan, page); };
     if (!std::all_of(table + begin, table + end, exists)) return false;
+  }
+  return true;
+}
+
+/// Whether the pages exist to which a row is stored besides its own.
+bool is_inside(const Plan& plan, const StepRecord& record, const StoreRecord& store) {
+  if (store.row < 0 || store.row >= record.num_rows) return false;
+  const auto has_row = [&](const SliceRecord& slice) {
+    return slice.row <= store.row && store.row < slice.row + slice.num_rows;
+  };
+  const SliceRecord* end = record.slices + record.num_slices;
+  const SliceRecord* slice = std::find_if(record.slices, end, has_row);
+  if (slice == end) return false;
+  const int64_t place = Worker::position(*slice, store.row) / plan.page_size;
+  for (size_t group = 0; group < plan.group_windows.size(); ++group) {
+    const auto index = static_cast<int64_t>(group);
+    if (!is_page(plan, plan.page_table(record, store.table, index)[place])) return false;
   }
   return true;
 }
@@ -202,6 +227,13 @@ void check(const Plan& plan, const StepRecord& record) {
   }
   for (int32_t i = 0; i < record.num_slices; ++i) {
     if (!is_inside(plan, record, record.slices[i])) throw std::out_of_range("page");
+  }
+  for (int32_t i = 0; i < record.num_stores; ++i) {
+    if (!is_inside(plan, record, record.stores[i])) throw std::out_of_range("page");
+  }
+  for (int32_t i = 0; i < record.num_copies; ++i) {
+    const CopyRecord& copy = record.copies[i];
+    if (!is_page(plan, copy.from) || !is_page(plan, copy.to)) throw std::out_of_range("page");
   }
 }
 
@@ -222,6 +254,13 @@ void get_ready(StepState& step) {
     std::fill_n(step.slice_of_row.begin() + slice.row, slice.num_rows, i);
     num_positions = std::max<int64_t>(num_positions, slice.position + slice.num_rows);
   }
+  if (record.num_stores > 0) {
+    step.first_store.assign(static_cast<size_t>(record.num_rows) + 1, record.num_stores);
+    for (int32_t i = record.num_stores - 1, row = record.num_rows; row >= 0; --row) {
+      while (i >= 0 && record.stores[i].row >= row) --i;
+      step.first_store[static_cast<size_t>(row)] = i + 1;
+    }
+  }
   for (RopeTable& rope : plan.ropes) rope.cover(num_positions);
   for (const OpRecord& op : plan.ops) {
     if (op.kind == OpKind::Logits && record.logits == nullptr) {
@@ -239,7 +278,7 @@ void get_ready(StepState& step) {
 void run_step(Plan& plan, StepRecord& record) {
   const Clock::time_point begin = Clock::now();
   check(plan, record);
-  StepState step{plan, record, {}, {}};
+  StepState step{plan, record, {}, {}, {}};
   step.waiting_s.assign(static_cast<size_t>(plan.pool.num_threads()), 0);
   get_ready(step);
   plan.pool.run(run_thread, &step);

@@ -39,7 +39,8 @@ struct StepState {
   Plan& plan;
   StepRecord& record;
   std::vector<int32_t> slice_of_row;
-  std::vector<double> waiting_s;  // of each thread
+  std::vector<int32_t> first_store;  // of each row, and behind the last; empty if there are none
+  std::vector<double> waiting_s;     // of each thread
   alignas(64) std::atomic<int64_t> next_ticket{0};
 };
 
@@ -84,9 +85,21 @@ struct Worker {
   const SliceRecord& slice_of(int64_t row) const {
     return step.record.slices[step.slice_of_row[static_cast<size_t>(row)]];
   }
-  const int32_t* page_table(const SliceRecord& slice, int32_t layer) const {
-    return plan.page_table(step.record, slice, plan.group_of[static_cast<size_t>(layer)]);
+  const int32_t* page_table(int32_t table, int32_t layer) const {
+    return plan.page_table(step.record, table, plan.group_of[static_cast<size_t>(layer)]);
   }
+
+  /// Calls body(page table) for each table through which a row's keys and values are stored.
+  template <class Body>
+  void for_tables(int64_t row, int32_t layer, Body body) const {
+    body(page_table(slice_of(row).table, layer));
+    if (step.first_store.empty()) return;
+    const int32_t end = step.first_store[static_cast<size_t>(row) + 1];
+    for (int32_t i = step.first_store[static_cast<size_t>(row)]; i < end; ++i) {
+      body(page_table(step.record.stores[i].table, layer));
+    }
+  }
+
   static int64_t position(const SliceRecord& slice, int64_t row) {
     return slice.position + row - slice.row;
   }

@@ -150,7 +150,7 @@ def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
     crowded = Setting(
-        num_pages=24,
+        num_pages=24 if seed % 2 else 200,
         token_budget=100,
         max_running=32,
         prefix_cache=True,
@@ -165,7 +165,8 @@ def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
     num_drafted, num_accepted = (
         sum(getattr(r, name) for r in again) for name in ("num_drafted", "num_accepted")
     )
-    assert 0.2 * num_drafted < num_accepted < 0.8 * num_drafted
+    assert 0.1 * num_drafted < num_accepted < 0.8 * num_drafted
+    assert sum(r.num_moves - r.num_preemptions for r in again) > (5 if seed % 2 else 20)
     assert answers == expected
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -13,6 +15,7 @@ from support.machine import SchedulerMachine
 from twostroke.cache import PageGroups, PagePool, PrefixChain, PrefixHit, PrefixIndex
 from twostroke.core.request import NO_PAGE
 from twostroke.schedule import Scheduler
+from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings
 
 SETTINGS = settings(
@@ -212,6 +215,71 @@ class LeaksBehindWindows(Scheduler):
         self._holdings = ForgetsToGiveBack(pool, config.token_budget)
 
 
+class KeepsItsOwnPages(Drafting):
+    """A branch's drafts were right, and the request goes on with the pages of another path."""
+
+    def settle(self, piece, last):
+        super().settle(piece, min(last, piece.branches[0].first - 1))
+
+
+class TakesTheLastBranch(Drafting):
+    """Whichever branch was right, the last one's pages are taken."""
+
+    def settle(self, piece, last):
+        super().settle(piece, max(last, piece.branches[-1].first))
+
+
+class LeaksBranches(Drafting):
+    """Branches that were wrong keep their pages."""
+
+    def settle(self, piece, last):
+        pool, self._pool = self._pool, SimpleNamespace(release=list)
+        super().settle(piece, last)
+        self._pool = pool
+
+
+class DropsAStore(Drafting):
+    """A row that branches share is stored in one page too few."""
+
+    def _branches(self, *given):
+        found = super()._branches(*given)
+        return [replace(branch, above=branch.above[1:]) for branch in found]
+
+
+class BeginsWithNothing(Drafting):
+    """A branch's first page does not begin as the request's."""
+
+    def _branches(self, *given):
+        return [replace(branch, is_copied=False) for branch in super()._branches(*given)]
+
+
+class SharesAPage(Drafting):
+    """Branches that leave the same path write to the same page."""
+
+    def _branches(self, *given):
+        found = super()._branches(*given)
+        if len(found) > 1:
+            found[1] = replace(found[1], pages=found[0].pages, num_own=found[0].num_own)
+        return found
+
+
+class FaultyDrafting(Scheduler):
+    drafting_class = Drafting
+
+    def __init__(self, config, pool, index, policy, clock):
+        super().__init__(config, pool, index, policy, clock)
+        self._drafting = self.drafting_class(pool, self._holdings)
+
+
+BRANCH_FAULTS = [
+    KeepsItsOwnPages,
+    TakesTheLastBranch,
+    LeaksBranches,
+    DropsAStore,
+    BeginsWithNothing,
+    SharesAPage,
+]
+
 FAULTS = {
     FreesWhatIsShared: "pool_class",
     LeaksAPage: "pool_class",
@@ -248,6 +316,22 @@ def catches(num_examples: int = 300, num_steps: int = 30, **replaced) -> bool:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_fault_is_caught(fault):
     assert catches(**{FAULTS[fault]: fault})
+
+
+@pytest.mark.parametrize("fault", BRANCH_FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_of_branches_is_caught(fault):
+    scheduler_class = type("Faulty", (FaultyDrafting,), {"drafting_class": fault})
+    assert catches(scheduler_class=scheduler_class)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [KeepsItsOwnPages, DropsAStore, BeginsWithNothing],
+    ids=lambda fault: fault.__name__,
+)
+def test_tokens_alone_betray_a_wrong_branch(fault):
+    scheduler_class = type("Faulty", (FaultyDrafting,), {"drafting_class": fault})
+    assert catches(scheduler_class=scheduler_class, does_check=False)
 
 
 @pytest.mark.parametrize(

@@ -31,5 +31,7 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress():
     assert Machine.counts["operations"] >= NUM_OPERATIONS
     for what in ("add", "end", "end in flight", "commit", "refuse", "flush"):
         assert Machine.counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
+    for what in ("branches", "moves"):
+        assert Machine.counts[what] > NUM_OPERATIONS // 5000, f"too few {what}"
     for what in ("preemptions", "hit tokens", "chunks", "empty places"):
         assert Machine.counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
 from twostroke.core.hardware import Hardware
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, StepCost
-from twostroke.spec import Always, Pace, WhilePaying
+from twostroke.spec import Always, Outcome, Pace, Proposal, WhilePaying
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any", source="test")
 
@@ -22,6 +26,10 @@ def pace_of(fixed_s: float, row_s: float) -> Pace:
 
 def decode(num_streams: int) -> BatchShape:
     return BatchShape.decode((100,) * num_streams)
+
+
+def chain(odds: Sequence[float]) -> Proposal:
+    return Proposal("test", tuple(range(len(odds))), tuple(odds), (0,) * len(odds))
 
 
 def best_by_search(pace: Pace, batch: BatchShape, odds: list[tuple[float, ...]]) -> float:
@@ -49,7 +57,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     pace = pace_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
     batch = decode(3)
     odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
-    counts = WhilePaying(pace).counts(batch, 100, odds)
+    counts = WhilePaying(pace).counts(batch, 100, [chain(each) for each in odds])
     gained = 0.0
     for count, each in zip(counts, odds, strict=True):
         chance = 1.0
@@ -64,29 +72,30 @@ def test_no_choice_brings_more_tokens_a_second(seed):
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
-    assert WhilePaying(pace_of(0.01, 0.0001)).counts(decode(1), 100, [(0.95,) * 8]) == [8]
+    assert WhilePaying(pace_of(0.01, 0.0001)).counts(decode(1), 100, [chain((0.95,) * 8)]) == [8]
 
 
 def test_unlikely_guesses_are_left_where_rows_cost():
-    assert WhilePaying(pace_of(0.01, 0.005)).counts(decode(1), 100, [(0.3,) * 8]) == [0]
+    assert WhilePaying(pace_of(0.01, 0.005)).counts(decode(1), 100, [chain((0.3,) * 8)]) == [0]
 
 
 def test_the_likelier_proposal_gets_the_rows():
-    counts = WhilePaying(pace_of(0.01, 0.002)).counts(decode(2), 100, [(0.9,) * 8, (0.4,) * 8])
+    offers = [chain((0.9,) * 8), chain((0.4,) * 8)]
+    counts = WhilePaying(pace_of(0.01, 0.002)).counts(decode(2), 100, offers)
     assert counts[0] > counts[1]
 
 
 def test_a_busy_batch_takes_none_and_need_not_ask():
     chooser = WhilePaying(pace_of(0.01, 0.002))
     assert chooser.price(decode(1), 100) is not None
-    assert chooser.counts(decode(64), 100, [(0.9,) * 8] * 64) == [0] * 64
+    assert chooser.counts(decode(64), 100, [chain((0.9,) * 8)] * 64) == [0] * 64
     assert chooser.price(decode(256), 100) is None
 
 
 def test_the_budget_is_the_most():
-    odds = [(0.99,) * 8] * 3
-    assert sum(WhilePaying(pace_of(0.01, 0.0)).counts(decode(3), 5, odds)) == 5
-    assert Always(4).counts(decode(3), 6, odds) == [4, 2, 0]
+    offers = [chain((0.99,) * 8)] * 3
+    assert sum(WhilePaying(pace_of(0.01, 0.0)).counts(decode(3), 5, offers)) == 5
+    assert Always(4).counts(decode(3), 6, offers) == [4, 2, 0]
     assert Always(4).price(decode(3), 0) is None
     assert WhilePaying(pace_of(0.01, 0.0)).price(decode(3), 0) is None
 
@@ -135,3 +144,25 @@ def test_no_limits_are_no_obstacle():
     for _ in range(40):
         pace.learn(decode(1), 0.5)
     assert pace.seconds(decode(1)) == pytest.approx(0.5, rel=0.01)
+
+
+def test_of_a_tree_the_best_products_are_taken():
+    odds = (0.5, 0.4, 0.9, 0.9, 0.2, 0.8)
+    parents = (-1, -1, 0, 1, 0, 3)
+    tree = Proposal("test", (1, 2, 3, 4, 5, 6), odds, (0,) * 6, parents).best_first()
+    assert tree.worths == pytest.approx((0.5, 0.45, 0.4, 0.36, 0.288, 0.1))
+    assert tree.tokens == (1, 3, 2, 4, 6, 5)
+    assert tree.parents == (-1, 0, -1, 2, 3, 0)
+    assert tree.forks == [False, False, True, False, False, True]
+    for row_s, most in ((0.0001, 6), (0.0021, 5), (0.0045, 3), (0.0056, 2)):
+        [count] = WhilePaying(pace_of(0.01, row_s)).counts(decode(1), 100, [tree])
+        assert count == most
+
+
+def test_what_becomes_of_a_tree_teaches_only_about_those_that_had_a_chance():
+    tree = Proposal("test", (1, 2, 3, 4, 5), (0.5,) * 5, (0,) * 5, (-1, -1, 0, 1, 2))
+    outcome = Outcome((0, 2, 1, 3), (1,), (2, 9, 9, 7, 9))
+    assert list(outcome.trials(tree)) == [(0, False), (1, True), (3, False)]
+    line = Proposal("test", (1, 2, 3), (0.5,) * 3, (0,) * 3)
+    assert list(Outcome(range(3), range(1), ()).trials(line)) == [(0, True), (1, False)]
+    assert list(Outcome(range(2), range(2), ()).trials(line)) == [(0, True), (1, True)]

@@ -6,7 +6,9 @@ import pytest
 
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.spec import ContextProposer, Price
+from twostroke.spec import ContextProposer, Outcome, Price
+
+RIGHT, WRONG, UNTRIED = Outcome([0], [0], [7, 8]), Outcome([0], [], [7, 8]), Outcome([], [], [7])
 
 
 def ask(proposer, request, most):
@@ -105,10 +107,10 @@ def test_odds_follow_what_became_of_guesses():
     proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(20):
-        proposer.learn(request, ask(proposer, request, 1), 0, 1)
+        proposer.learn(request, ask(proposer, request, 1), WRONG)
     bad = ask(proposer, request, 1)
     for _ in range(60):
-        proposer.learn(request, ask(proposer, request, 1), 1, 1)
+        proposer.learn(request, ask(proposer, request, 1), RIGHT)
     good = ask(proposer, request, 1)
     assert bad.odds < first.odds < good.odds
     other = ask(proposer, make([1, 2, 3, 4, 5, 1, 2], [3]), 1)
@@ -119,10 +121,10 @@ def test_guesses_that_are_not_tried_are_not_condemned_for_ever():
     proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(50):
-        proposer.learn(request, ask(proposer, request, 1), 0, 1)
+        proposer.learn(request, ask(proposer, request, 1), WRONG)
     assert ask(proposer, request, 1).odds[0] < 0.2
     for _ in range(3000):
-        proposer.learn(request, ask(proposer, request, 1), 0, 0)
+        proposer.learn(request, ask(proposer, request, 1), UNTRIED)
     assert ask(proposer, request, 1).odds[0] == pytest.approx(first.odds[0], abs=0.05)
 
 

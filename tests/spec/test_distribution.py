@@ -19,7 +19,8 @@ from support.sampling import run_rows
 from twostroke.cache import PagePool
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import StepResult, num_accepted
+from twostroke.core.step import StepResult
+from twostroke.core.tree import ROOT, num_accepted, right_drafts
 from twostroke.sample.reference import adjust, distribution
 from twostroke.sample.rows import RESULT, RowTable, read_results
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
@@ -52,7 +53,9 @@ CASES = [
     SamplingParams(min_tokens=2, stop_token_ids=(2,)),
     SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5, top_k=4),
 ]
-GUESSES = ("anything", "likeliest", "other model", "what it will be", "now and then")
+CHAINS = ("anything", "likeliest", "other model", "what it will be", "now and then")
+TREES = ("any tree", "likely tree")
+GUESSES = (*CHAINS, *TREES)
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class Table:
         sampling = [part for part in plan.slices if part.samples]
         requests = [part.request for part in sampling]
         behind = [t for part in sampling for t in (part.request.tokens[-1], *part.drafts)]
-        rows = self.rows.rows(requests, [part.drafts for part in sampling])
+        rows = self.rows.rows(requests, sampling)
         results = np.zeros(len(rows), RESULT)
         run_rows(self.library, rows, LOGITS[behind], results)
         each = [part.request for part in sampling for _ in range(part.num_drawn)]
@@ -91,7 +94,7 @@ def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]
         )
         for seed in range(COUNT)
     ]
-    pool = PagePool(COUNT, 16)
+    pool = PagePool(4 * COUNT, 2)
     config = SchedulerConfig(64, COUNT, 10 * COUNT, COUNT, 10 * COUNT)
     line = Scheduler(config, pool, None, Continuous())
     for request in requests:
@@ -102,8 +105,10 @@ def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]
         assert plan is not None
         for part in plan.slices:
             if part.start >= len(PROMPT):
-                drafts = guesses(rng, how, part.request)
-                part.drafts = drafts[: line.make_room(part, len(drafts))]
+                drafts, parents = guesses(rng, how, part.request), ()
+                if how in TREES:
+                    drafts, parents = tree(rng, how, part.request)
+                line.add_drafts(part, drafts, parents)
         line.commit(plan, table.run(plan))
     for request in requests:
         table.rows.forget(request)
@@ -128,6 +133,20 @@ def guesses(rng: np.random.Generator, how: str, request: Request) -> tuple[int, 
             last = (request.seed + place) % VOCAB_SIZE
         found.append(last)
     return tuple(found)
+
+
+def tree(
+    rng: np.random.Generator, how: str, request: Request
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two guesses, and behind each of them one or two more."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for parent, count in ((ROOT, 2), (0, 2), (1, 1 + int(rng.integers(2)))):
+        before = request.tokens[-1] if parent == ROOT else tokens[parent]
+        order = np.argsort(-LOGITS[before]) if how == "likely tree" else rng.permutation(VOCAB_SIZE)
+        tokens += order[:count].tolist()
+        parents += [parent] * count
+    return tuple(tokens), tuple(parents)
 
 
 def code(output: list[int]) -> int:
@@ -205,21 +224,28 @@ def never_trusts_the_second(drafts, drawn):
 class SameNumberForAll(RowTable):
     """The random number of the newest token's row serves its drafts' rows, too."""
 
-    def rows(self, requests, drafts=None):
-        rows = super().rows(requests, drafts)
-        each = [request for request, d in zip(requests, drafts, strict=True) for _ in (0, *d)]
-        rows["counter"] = [request.num_output for request in each]
+    def rows(self, requests, parts=None):
+        rows = super().rows(requests, parts)
+        rows["counter"] = [part.request.num_output for part in parts for _ in (0, *part.drafts)]
         return rows
 
 
 class ForgetsDrafts(RowTable):
     """Penalties do not see the drafts before a row."""
 
-    def rows(self, requests, drafts=None):
-        rows = super().rows(requests, drafts)
-        each = [request for request, d in zip(requests, drafts, strict=True) for _ in (0, *d)]
-        rows["num_tokens"] = [len(request.tokens) for request in each]
+    def rows(self, requests, parts=None):
+        rows = super().rows(requests, parts)
+        rows["num_tokens"] = [len(part.request.tokens) for part in parts for _ in (0, *part.drafts)]
         return rows
+
+
+class SeesOtherBranches(RowTable):
+    """Penalties see what another branch has said instead of a row's own ancestors."""
+
+    def _branch(self, parts, firsts, rows, num_tokens):
+        pointers = rows["tokens"].copy()
+        super()._branch(parts, firsts, rows, num_tokens)
+        rows["tokens"] = pointers
 
 
 @dataclass(slots=True)
@@ -244,25 +270,45 @@ class DrawsAgain(Table):
         return result
 
 
+def trusts_a_sibling(drafts, branches, drawn):
+    """Of two guesses the second is kept, whatever was drawn, if the first was wrong."""
+    right = [*right_drafts(drafts, branches, drawn)]
+    return right or [branches[-1].first] if branches else right
+
+
 @pytest.mark.parametrize("fault", [trusts_the_first, trusts_what_is_likely])
 def test_a_draft_that_is_kept_wrongly_shows(table, monkeypatch, fault):
-    monkeypatch.setattr("twostroke.schedule.accept.num_accepted", fault)
+    monkeypatch.setattr("twostroke.core.tree.num_accepted", fault)
     params = CASES[0]
     assert deviate(answers(table, params, "other model"), exact(params)) > DIFFERS
 
 
+def test_a_branch_that_is_kept_wrongly_shows(table, monkeypatch):
+    monkeypatch.setattr("twostroke.schedule.accept.right_drafts", trusts_a_sibling)
+    params = CASES[0]
+    assert deviate(answers(table, params, "any tree"), exact(params)) > DIFFERS
+
+
 def test_a_draft_that_is_dropped_needlessly_does_not(table, monkeypatch):
-    monkeypatch.setattr("twostroke.schedule.accept.num_accepted", never_trusts_the_second)
+    monkeypatch.setattr("twostroke.core.tree.num_accepted", never_trusts_the_second)
     params = CASES[0]
     assert deviate(answers(table, params, "other model"), exact(params)) < AGREES
 
 
 @pytest.mark.parametrize(
-    ("rows", "params"), [(SameNumberForAll, CASES[0]), (ForgetsDrafts, CASES[7])], ids=str
+    ("rows", "params", "how"),
+    [
+        (SameNumberForAll, CASES[0], "likeliest"),
+        (ForgetsDrafts, CASES[7], "likeliest"),
+        (SameNumberForAll, CASES[0], "likely tree"),
+        (ForgetsDrafts, CASES[7], "likely tree"),
+        (SeesOtherBranches, CASES[7], "likely tree"),
+    ],
+    ids=str,
 )
-def test_rows_that_do_not_know_their_place_show(table, rows, params):
+def test_rows_that_do_not_know_their_place_show(table, rows, params, how):
     faulty = Table(table.library, rows())
-    assert deviate(answers(faulty, params, "likeliest"), exact(params)) > DIFFERS
+    assert deviate(answers(faulty, params, how), exact(params)) > DIFFERS
 
 
 def test_a_second_draw_behind_a_wrong_draft_shows(table):

@@ -18,8 +18,11 @@ from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.core.step import StepResult
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
+    from twostroke.core.tree import Branch
 
     Windows = tuple[int | None, ...]
 
@@ -51,52 +54,100 @@ class FakeModel:
         written: set[int] = set()
         for piece in reversed(plan.slices):
             self._write(piece, written)
-        tokens = [
-            self._draw(piece, num_drafts)
-            for piece in plan.slices
-            for num_drafts in range(piece.num_drawn)
-        ]
+        tokens = [token for piece in plan.slices if piece.samples for token in self._draw(piece)]
         return StepResult(tokens, [None] * len(tokens))
 
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
         assert piece.count > 0, "an empty slice"
         assert piece.start == request.num_computed, "a slice that does not continue"
-        tokens = [*request.tokens[: piece.start + piece.count], *piece.drafts]
-        for at in range(piece.start, len(tokens)):
+        for branch in piece.branches:
+            self._copy(request, branch)
+        firsts = [branch.first for branch in piece.branches]
+        ends = [*firsts, len(piece.drafts)]
+        tokens = request.tokens[piece.start : piece.start + piece.count]
+        tokens += piece.drafts[: ends[0]]
+        rows = self._write_run(request, request.pages, piece.start, tokens, written)
+        for branch, end in zip(piece.branches, ends[1:], strict=True):
+            pages = _pages_of(request, branch)
+            for before, row in enumerate(reversed(branch.above), 1):
+                self._store(pages, branch.position - before, rows[row], written)
+            tokens = [*piece.drafts[branch.first : end]]
+            rows += self._write_run(request, pages, branch.position, tokens, written)
+
+    def _copy(self, request: Request, branch: Branch) -> None:
+        """Let a branch's first page begin as the request's does."""
+        if not branch.is_copied:
+            return
+        size, place = self._page_size, branch.own_place
+        for theirs, own in zip(request.pages, branch.pages, strict=True):
+            source, target = theirs[place] * size, own[place - branch.place] * size
+            self._slots[target : target + size] = self._slots[source : source + size]
+
+    def _write_run(
+        self,
+        request: Request,
+        pages: Sequence[Sequence[int]],
+        start: int,
+        tokens: Sequence[int],
+        written: set[int],
+    ) -> list[list[int]]:
+        """Write rows one behind the other; return their numbers."""
+        rows = []
+        for at, token in enumerate(tokens, start):
             seen = [
-                [self._slots[slot] for slot in self._slots_of(request, group, first, at)]
+                [self._slots[slot] for slot in self._slots_of(pages, group, first, at)]
                 for group, first in enumerate(_first_read(self.windows, at))
             ]
             is_output = self.two_arithmetics and at >= request.num_prompt
-            for group, number in enumerate(_numbers(request, tokens[at], is_output, seen)):
-                (slot,) = self._slots_of(request, group, at, at + 1)
-                assert slot not in written, "two rows write one slot"
-                written.add(slot)
-                self._slots[slot] = number
+            rows.append(_numbers(request, token, is_output, seen))
+            self._store(pages, at, rows[-1], written)
+        return rows
 
-    def _draw(self, piece: Slice, num_drafts: int) -> int:
-        """Draw the token behind the newest one and some of the drafts."""
+    def _store(
+        self, pages: Sequence[Sequence[int]], at: int, numbers: list[int], written: set[int]
+    ) -> None:
+        for group, number in enumerate(numbers):
+            (slot,) = self._slots_of(pages, group, at, at + 1)
+            assert slot not in written, "two rows write one slot"
+            written.add(slot)
+            self._slots[slot] = number
+
+    def _draw(self, piece: Slice) -> list[int]:
+        """Draw the tokens behind the newest one and each of the drafts."""
         request = piece.request
         end = piece.start + piece.count
         assert end == len(request.tokens), "a token is drawn from the middle of a request"
-        end += num_drafts
-        seen = [
-            self._slots[slot]
-            for group, first in enumerate(_first_seen(self.windows, end - 1))
-            for slot in self._slots_of(request, group, first, end)
-        ]
-        return _choose(seen, request.seed)
+        cuts = [0, *(1 + branch.first for branch in piece.branches), 1 + len(piece.drafts)]
+        tables = [request.pages, *(_pages_of(request, branch) for branch in piece.branches)]
+        starts = [end, *(branch.position + 1 for branch in piece.branches)]
+        drawn = []
+        for pages, start, first, after in zip(tables, starts, cuts[:-1], cuts[1:], strict=True):
+            for at in range(start, start + after - first):
+                seen = [
+                    self._slots[slot]
+                    for group, low in enumerate(_first_seen(self.windows, at - 1))
+                    for slot in self._slots_of(pages, group, low, at)
+                ]
+                drawn.append(_choose(seen, request.seed))
+        return drawn
 
-    def _slots_of(self, request: Request, group: int, first: int, end: int) -> list[int]:
+    def _slots_of(
+        self, pages: Sequence[Sequence[int]], group: int, first: int, end: int
+    ) -> list[int]:
         """Return where a group's numbers of the positions `first` to `end` - 1 lie."""
-        pages, size = request.pages[group], self._page_size
+        size = self._page_size
         slots = []
         for at in range(first, end):
-            page = pages[at // size]
+            page = pages[group][at // size]
             assert page != NO_PAGE, "a page that is read was given back"
             slots.append(page * size + at % size)
         return slots
+
+
+def _pages_of(request: Request, branch: Branch) -> list[list[int]]:
+    both = zip(request.pages, branch.pages, strict=True)
+    return [[*theirs[: branch.place], *own] for theirs, own in both]
 
 
 def expected_output(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twostroke.core.tree import ROOT
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
@@ -27,6 +29,28 @@ def guess(
     return (*right, *(chance.randrange(vocab_size) for _ in range(chance.choice((0, 0, 1, 3)))))
 
 
+def guess_tree(
+    chance: random.Random, request: Request, output: Sequence[int], vocab_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return several such guesses as one tree: tokens, and which of them each follows.
+
+    Guesses that begin alike share their beginnings, and often one goes on where another is wrong.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(chance.randint(2, 5)):
+        at = ROOT
+        for token in guess(chance, request, output, vocab_size):
+            alike = (i for i, p in enumerate(parents) if p == at and tokens[i] == token)
+            found = next(alike, None)
+            if found is None:
+                found = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            at = found
+    return tuple(tokens), tuple(parents)
+
+
 def add_guesses(
     chance: random.Random,
     plan: StepPlan,
@@ -39,7 +63,12 @@ def add_guesses(
     for part in plan.slices:
         request = part.request
         if part.samples and part.start >= request.num_prompt and chance.random() < 0.7:
-            drafts = guess(chance, request, outputs[request.id], vocab_size)[:budget]
-            part.drafts = drafts[: scheduler.make_room(part, len(drafts))]
+            output = outputs[request.id]
+            parents: tuple[int, ...] = ()
+            if part.count == 1 and chance.random() < 0.6:
+                drafts, parents = guess_tree(chance, request, output, vocab_size)
+            else:
+                drafts = guess(chance, request, output, vocab_size)
+            scheduler.add_drafts(part, drafts[:budget], parents[:budget])
             budget -= len(part.drafts)
     return plan.budget - budget

@@ -71,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = SchedulerConfig(
             context_length=48,
             max_running=max_running,
-            token_budget=max_running + rng.choice((0, 1, 5, 40)),
+            token_budget=max_running + rng.choice((0, 1, 20, 40)),
             max_waiting_requests=30,
             max_waiting_tokens=600,
             max_overtakes=rng.choice((1, 4, 1000)),
@@ -144,6 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             outputs.setdefault(piece.request.id, [])  # it has ended meanwhile
         rng = random.Random(seed)
         self.counts["drafts"] += add_guesses(rng, self.flight, self.scheduler, outputs, VOCAB_SIZE)
+        self.counts["branches"] += sum(len(piece.branches) for piece in self.flight.slices)
         assert self.flight.num_rows <= self.scheduler.config.token_budget
         self.counted("guess")
 
@@ -154,12 +155,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.flight
         assert plan is not None
         pages = {page for piece in plan.slices for page in held(piece.request.pages)}
+        pages.update(p for s in plan.slices for branch in s.branches for p in branch.own_pages)
         assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
+        moves = {piece.request: piece.request.num_moves for piece in plan.slices}
         result = self.model.run(plan)
         deltas = self.scheduler.commit(plan, result)
         self.flight = None
         for delta in deltas:
             self.counts["right drafts"] += len(delta.tokens) - 1
+            self.counts["moves"] += delta.request.num_moves - moves[delta.request]
             self.check_output(delta.request)
         self.counted("commit")
 

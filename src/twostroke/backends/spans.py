@@ -5,14 +5,17 @@ For readers that interpret a Program one operation after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.core.request import NO_PAGE
+from twostroke.core.tree import ends_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
     from twostroke.core.step import Slice
@@ -23,11 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`."""
+    """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`.
+
+    Keys and values of the rows `above`, at the positions just before `start`, are stored in these
+    pages, too. `copies` are the pages that hold what another does before: (which, what).
+    """
 
     rows: slice
     start: int
     pages: Numbers  # (groups, places)
+    above: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def stored_rows(self) -> Numbers:
+        """The rows whose keys and values are stored in these pages, the last at the end."""
+        return np.concatenate([self.above, np.arange(self.rows.start, self.rows.stop)])
 
 
 def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ...], Numbers]:
@@ -37,13 +51,34 @@ def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ..
     spans: list[Span] = []
     sampled: list[int] = []
     for part in slices:
-        rows = slice(len(tokens), len(tokens) + part.num_rows)
+        first = len(tokens)
         tokens += part.request.tokens[part.start : part.start + part.count]
         tokens += part.drafts
-        positions += range(part.start, part.start + part.num_rows)
-        spans.append(Span(rows, part.start, np.array(part.request.pages, np.int64)))
-        sampled += range(rows.stop - part.num_drawn, rows.stop)
+        for span in _spans(part, first):
+            spans.append(span)
+            positions += range(span.start, span.start + span.rows.stop - span.rows.start)
+        sampled += range(len(tokens) - part.num_drawn, len(tokens))
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
+
+
+def _spans(part: Slice, first: int) -> Iterator[Span]:
+    """Yield the spans of a slice that begins at row `first`: the main one, and branches."""
+    pages = np.array(part.request.pages, np.int64)
+    end = part.branches[0].first if part.branches else len(part.drafts)
+    yield Span(slice(first, first + part.count + end), part.start, pages)
+    for branch, end in ends_of(len(part.drafts), part.branches):
+        own = np.array(branch.pages, np.int64)
+        copies: tuple[tuple[int, int], ...] = ()
+        if branch.is_copied:
+            place = branch.own_place
+            copies = tuple(zip(own[:, place - branch.place], pages[:, place], strict=True))
+        yield Span(
+            slice(first + part.count + branch.first, first + part.count + end),
+            branch.position,
+            np.concatenate([pages[:, : branch.place], own], axis=1),
+            first + np.array(branch.above, np.int64),
+            copies,
+        )
 
 
 class PageMap:
@@ -73,6 +108,12 @@ class PageMap:
         assert (pages != NO_PAGE).all(), "a row reads behind its window"
         slots: Numbers = pages * self.page_size + positions % self.page_size
         return slots
+
+    def copies(self, spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
+        """Return the slots of pages that are to hold what others do, and those of the others."""
+        pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
+        slots = pairs[:, :, None] * self.page_size + np.arange(self.page_size)
+        return slots[:, 0].ravel(), slots[:, 1].ravel()
 
     def columns(self, layer: int) -> tuple[slice, slice]:
         """Return which columns hold a layer's keys and its values."""

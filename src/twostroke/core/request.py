@@ -57,6 +57,9 @@ class Request:
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         num_drafted: tokens that were guessed and computed before they were known.
         num_accepted: how many of these were right.
+        num_preemptions: how often it lost all of its pages.
+        num_moves: how often pages that it had were replaced, after a preemption or by a branch's;
+            otherwise its lists only grow, or are emptied behind windows.
         salt: separates the prefix cache of one tenant from another's.
         prompt_field: what its caller calls the prompt, "prompt" or "messages": errors name it.
         arrival_s: when it was added, on the engine's monotonic clock.
@@ -82,6 +85,7 @@ class Request:
     num_drafted: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    num_moves: int = 0
     finish_reason: FinishReason | None = None
 
     @property

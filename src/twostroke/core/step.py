@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
+    from twostroke.core.tree import Branch
 
 
 NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its batch does not
@@ -27,6 +26,8 @@ class Slice:
     is drawn from its logits. If that one is output there may be `drafts`: guesses of what follows.
     They are rows like the others, and from the logits of each a token is drawn, too, as if the
     drafts up to it were the request's own.
+    Drafts are a chain, each following the one before, or behind a slice of one row a tree: then
+    `branches` say which of them begin other paths, in the order of their first drafts.
     """
 
     request: Request
@@ -34,6 +35,7 @@ class Slice:
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -77,6 +79,8 @@ class TokenLogprobs:
 class StepResult:
     """What the backend drew: each slice's `num_drawn` tokens, in the plan's order.
 
+    The first of a slice follows the request's newest token, the others its drafts in their order.
+
     A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
     asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
     where the backend does not measure.
@@ -86,22 +90,6 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     elapsed_s: float = 0.0
     kernel_s: float = 0.0
-
-
-def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many drafts were right.
-
-    `drawn[i]` is the token that follows the request's newest one and the first i drafts. It is
-    what would have been drawn without drafts as long as these are right, whatever the temperature:
-    a draw depends on the logits, the seed and the token's index alone. So the first
-    `num_accepted + 1` of `drawn` are the request's next tokens.
-    """
-    accepted = 0
-    for draft, token in zip(drafts, drawn, strict=False):
-        if draft != token:
-            break
-        accepted += 1
-    return accepted
 
 
 @dataclass(slots=True)  # as Slice

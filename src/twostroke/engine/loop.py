@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import NO_TOKEN, StepPlan, StepResult, num_accepted
+from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
+from twostroke.core.tree import right_drafts
 from twostroke.engine.mail import post
 from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from twostroke.backends import Runner
     from twostroke.core.request import Request
@@ -199,7 +200,7 @@ class EngineLoop:
                 self._condition.wait(timeout=self._scheduler.wait_s)
                 return True
             began_s = self._step_began_s = time.monotonic()
-        self._speculator.extend(plan, self._make_room)
+        self._speculator.extend(plan, self._add_drafts)
         result = self._compute(plan)
         self._fail_undrawn(plan, result)
         with self._condition:
@@ -211,9 +212,11 @@ class EngineLoop:
             post(self._take(deltas))
         return True
 
-    def _make_room(self, part: Slice, num_drafts: int) -> int:
+    def _add_drafts(
+        self, part: Slice, drafts: Sequence[int], parents: Sequence[int]
+    ) -> Sequence[int]:
         with self._condition:
-            return self._scheduler.make_room(part, num_drafts)
+            return self._scheduler.add_drafts(part, drafts, parents)
 
     def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
         """Return what a step's tokens mean, and to whom."""
@@ -265,7 +268,8 @@ class EngineLoop:
         tokens = iter(result.tokens)
         for part in plan.slices:
             drawn = list(islice(tokens, part.num_drawn))
-            for token in drawn[: num_accepted(part.drafts, drawn) + 1]:
+            right = right_drafts(part.drafts, part.branches, drawn)
+            for token in drawn[:1] + [drawn[1 + draft] for draft in right]:
                 if token == NO_TOKEN:
                     self._fail(part.request, "its logits leave no token to draw.")
                 if token in part.request.end_ids:

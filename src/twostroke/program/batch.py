@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.core.tree import ends_of
+
 if TYPE_CHECKING:
-    from twostroke.core.step import StepPlan
+    from collections.abc import Iterator
+
+    from twostroke.core.step import Slice, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class BatchShape:
     @classmethod
     def of(cls, plan: StepPlan) -> BatchShape:
         """The shape of a step, its drafts included."""
-        spans = tuple([(s.start, s.count + len(s.drafts)) for s in plan.slices])
+        spans = tuple([(s.start, s.count + len(s.drafts)) for s in plan.slices if not s.branches])
+        if len(spans) < len(plan.slices):
+            spans += tuple([span for s in plan.slices if s.branches for span in _tree_spans(s)])
         return cls(spans, sum([1 + len(s.drafts) for s in plan.slices if s.samples]))
 
     @property
@@ -52,6 +58,13 @@ class BatchShape:
         if window is None:
             return sum([start + count for start, count in self.spans])
         return sum([min(start, window - 1) + count for start, count in self.spans])
+
+
+def _tree_spans(part: Slice) -> Iterator[tuple[int, int]]:
+    """Yield the spans of a slice with branches: each reads what is before it by itself."""
+    yield part.start, part.count + part.branches[0].first
+    for branch, end in ends_of(len(part.drafts), part.branches):
+        yield branch.position, end - branch.first
 
 
 def _attended(start: int, count: int, window: int) -> int:

@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
+from twostroke.core.tree import ROOT, parents_of, path_to
 from twostroke.sample.philox import random_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -61,8 +62,20 @@ def draw_all(
     slices: Sequence[Slice], logits: NDArray[np.float32]
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """Draw all tokens of a step from its sampled rows' logits (rows, vocab_size), as `draw`."""
-    behind = [(s.request, s.drafts[:i]) for s in slices for i in range(s.num_drawn)]
+    behind = [(part.request, drafts) for part in slices for drafts in _drafts_before(part)]
     return [draw(who, row, drafts) for (who, drafts), row in zip(behind, logits, strict=True)]
+
+
+def _drafts_before(part: Slice) -> Iterator[Sequence[int]]:
+    """Yield the drafts that each token to be drawn follows."""
+    if not part.samples:
+        return
+    if not part.branches:
+        yield from (part.drafts[:i] for i in range(part.num_drawn))
+        return
+    parents = parents_of(len(part.drafts), part.branches)
+    for draft in range(ROOT, len(part.drafts)):
+        yield [part.drafts[i] for i in path_to(draft, parents)]
 
 
 def draw(

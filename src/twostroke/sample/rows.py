@@ -9,6 +9,7 @@ import numpy as np
 
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
+from twostroke.core.tree import depths_of, ends_of, parents_of, path_to
 from twostroke.sample.reference import LEAST_PENALTY
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
+    from twostroke.core.step import Slice
 
     Rows = NDArray[np.void]  # of ROW or RESULT
 
@@ -81,31 +83,31 @@ class RowTable:
         self._rows: Rows = np.zeros(0, dtype=ROW)
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._drafted: Rows = self._rows  # with those of drafts
+        self._branched: list[NDArray[np.int32]] = []  # tokens up to the ends of branches
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def rows(
-        self, requests: Sequence[Request], drafts: Sequence[tuple[int, ...]] | None = None
-    ) -> Rows:
+    def rows(self, requests: Sequence[Request], parts: Sequence[Slice] | None = None) -> Rows:
         """Return an array of `ROW`, one for each request's next token, in their order.
 
-        Where `drafts[i]` follow the newest token of `requests[i]`, each of them has a row, too,
-        for the token behind it. The array is good until the next call, and so is what its pointers
-        refer to, unless the request is forgotten before.
+        Where there are drafts in `parts[i]`, the slice of `requests[i]`, each of them has a row,
+        too, for the token behind it. The array is good until the next call, and so is what its
+        pointers refer to, unless the request is forgotten before.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
         rows, places = self._rows, self._last_places
         num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
-        if drafts is not None:
-            counts = np.array([1 + len(guesses) for guesses in drafts])
+        if parts is not None:
+            counts = np.array([1 + len(part.drafts) for part in parts])
             firsts = counts.cumsum() - counts
             num_tokens = (num_tokens - firsts).repeat(counts) + np.arange(counts.sum())
             if self._histories:
-                self._guess(requests, drafts)
+                self._guess(parts)
             places = places.repeat(counts)
             rows = self._drafted = self._table.view(_WHOLE_ROW)[places].view(ROW)
+            self._branch(parts, firsts, rows, num_tokens)
         counters = num_tokens - rows["num_prompt"]
         rows["num_tokens"] = num_tokens
         rows["counter"] = counters
@@ -182,14 +184,35 @@ class RowTable:
             history.tokens[start:end] = request.tokens[start:end]
         history.num_tokens = end
 
-    def _guess(self, requests: Sequence[Request], drafts: Sequence[tuple[int, ...]]) -> None:
+    def _guess(self, parts: Sequence[Slice]) -> None:
         """Write drafts behind the histories; the next true tokens will overwrite them."""
-        for request, guesses in zip(requests, drafts, strict=True):
-            history = self._histories.get(request)
-            if history is not None and guesses:
-                end = history.num_tokens + len(guesses)
-                self._make_room(request, history, end)
-                history.tokens[history.num_tokens : end] = guesses
+        for part in parts:
+            history = self._histories.get(part.request)
+            if history is not None and part.drafts:
+                drafts = part.drafts[: part.branches[0].first] if part.branches else part.drafts
+                end = history.num_tokens + len(drafts)
+                self._make_room(part.request, history, end)
+                history.tokens[history.num_tokens : end] = drafts
+
+    def _branch(
+        self, parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows, num_tokens: NDArray[Any]
+    ) -> None:
+        """Let the rows of branches know how many tokens are before them, and which."""
+        self._branched = []
+        for part, first in zip(parts, firsts.tolist(), strict=True):
+            if not part.branches:
+                continue
+            count, request = len(part.drafts), part.request
+            depths = np.array(depths_of(count, part.branches))
+            num_tokens[first + 1 : first + 1 + count] = len(request.tokens) + 1 + depths
+            if request not in self._histories:
+                continue
+            parents = parents_of(count, part.branches)
+            for branch, end in ends_of(count, part.branches):
+                path = [part.drafts[i] for i in path_to(end - 1, parents)]
+                tokens = np.array([*request.tokens, *path], np.int32)
+                rows["tokens"][first + 1 + branch.first : first + 1 + end] = tokens.ctypes.data
+                self._branched.append(tokens)
 
     def _make_room(self, request: Request, history: _History, num_tokens: int) -> None:
         old = history.tokens

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta, num_accepted
+from twostroke.core.step import Delta
+from twostroke.core.tree import ROOT, right_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,11 +25,14 @@ def end_reason(ticket: Ticket, token: int) -> FinishReason | None:
 
 def accept(
     ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
-) -> Delta:
-    """Append what was drawn behind the right drafts, up to a token that ends the request."""
+) -> tuple[Delta, int]:
+    """Append what was drawn behind the right drafts, up to a token that ends the request.
+
+    Returns the last draft that the request now has among its tokens, too, or `ROOT`.
+    """
     request = ticket.request
-    num_right = num_accepted(piece.drafts, [token for token, _ in drawn])
-    taken = drawn[: num_right + 1]
+    right = right_drafts(piece.drafts, piece.branches, [token for token, _ in drawn])
+    taken = [drawn[0], *(drawn[1 + draft] for draft in right)]
     for count, (token, _) in enumerate(taken, 1):
         request.tokens.append(token)
         request.finish_reason = end_reason(ticket, token)
@@ -36,5 +40,6 @@ def accept(
             taken = taken[:count]
             break
     request.num_drafted += len(piece.drafts)
-    request.num_accepted += min(num_right, len(taken))
-    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken))
+    request.num_accepted += min(len(right), len(taken))
+    last = right[len(taken) - 2] if len(taken) > 1 else ROOT
+    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import Delta, Slice, StepPlan
+from twostroke.core.tree import ROOT
 from twostroke.schedule.accept import accept, end_reason
 from twostroke.schedule.config import SchedulerStats
+from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.line import WaitingLine
@@ -21,7 +23,7 @@ from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import Request
@@ -58,6 +60,7 @@ class Scheduler:
         self._clock = clock
         self._prefixes = Prefixes(index, pool)
         self._holdings = Holdings(pool, config.token_budget)
+        self._drafting = Drafting(pool, self._holdings)
         self._most_tokens = pool.groups.most_tokens(pool.num_pages, config.context_length)
         self._arrivals = count_up()
         self._tickets: dict[str, Ticket] = {}
@@ -165,25 +168,20 @@ class Scheduler:
         self._flight = owners
         return StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
 
-    def make_room(self, piece: Slice, num_drafts: int) -> int:
-        """Give a slice of the step in flight pages for drafts behind it; return for how many.
+    def add_drafts(
+        self, piece: Slice, drafts: Sequence[int], parents: Sequence[int] = ()
+    ) -> Sequence[int]:
+        """Put drafts into a slice of the step in flight, as many as there is room for.
 
-        No more than the request can still use. Nobody loses pages for drafts, and those that every
-        running request will need next are left alone.
+        They are a chain, or a tree if `parents` say which draft each follows (-1 for none); a slice
+        with a tree has one row. Returns which of them were taken, in the order of their rows: no
+        more than the request can still use, and than pages that nobody will need next can hold.
         """
-        request, page_size = piece.request, self._pool.page_size
-        ticket = self._tickets.get(request.id)
+        ticket = self._tickets.get(piece.request.id)
         if ticket is None:  # it ended meanwhile
-            return 0
-        end = piece.start + piece.count
-        wanted = min(num_drafts, ticket.max_len - end - 1)
-        room = len(request.pages[0]) * page_size - end
-        if room < wanted:
-            num_places = min(
-                -(-(wanted - room) // page_size), self._holdings.num_spare(len(self._running))
-            )
-            room += page_size * self._holdings.grow(request, num_places)
-        return max(0, min(room, wanted))
+            return ()
+        most = ticket.max_len - piece.start - piece.count - 1
+        return self._drafting.add(piece, drafts, parents, most, len(self._running))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
@@ -205,11 +203,13 @@ class Scheduler:
             elif piece.samples:
                 token, logprob = next(drawn)
             if request.finish_reason is not None:
+                self._drafting.settle(piece, ROOT)
                 has_ended = True
                 continue
             if piece.drafts:
-                delta = accept(ticket, piece, guessed)
+                delta, last = accept(ticket, piece, guessed)
                 computed += len(delta.tokens) - 1
+                self._drafting.settle(piece, last)
             elif piece.samples:
                 request.tokens.append(token)
                 if token in request.end_ids or len(request.tokens) >= ticket.max_len:
@@ -225,6 +225,7 @@ class Scheduler:
                 has_ended = True
             deltas.append(delta)
         assert next(drawn, None) is None, "more tokens than slices that sample"
+        self._drafting.forget()
         if has_ended or len(owners) < len(self._running):
             self._sweep()
         return deltas
@@ -245,7 +246,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that pages, queues and requests agree; for tests."""
-        self._pool.check([held(ticket.request.pages) for ticket in self._running])
+        requests = [held(ticket.request.pages) for ticket in self._running]
+        self._pool.check([*requests, *self._drafting.pages_held])
         for queue in (self._waiting.ready, self._running):
             assert queue == sorted(queue, key=rank_of), "a queue is out of order"
         queued = list(self._waiting)
@@ -362,6 +364,7 @@ class Scheduler:
         self._give_back(victim)
         victim.request.num_computed = 0
         victim.request.num_preemptions += 1
+        victim.request.num_moves += 1
         self._num_preemptions += 1
         self._waiting.put_back(victim)
 

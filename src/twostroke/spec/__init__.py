@@ -1,7 +1,7 @@
 """Speculative decoding: who guesses the next tokens, and how many guesses a step takes.
 
 Drafts are rows like any other. A step draws a token behind each of them, and the scheduler keeps
-those behind drafts that were right (`core.step.num_accepted`), so nothing here can change an
+those behind drafts that were right (`core.tree.right_drafts`), so nothing here can change an
 answer: it can only cost or save time.
 """
 
@@ -9,7 +9,7 @@ from twostroke.spec.choice import Always, Chooser, WhilePaying
 from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
 from twostroke.spec.pace import Pace
-from twostroke.spec.proposal import Price, Proposal, Proposer
+from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer
 from twostroke.spec.speculator import SpeculationStats, Speculator
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Chooser",
     "ContextProposer",
     "DraftModel",
+    "Outcome",
     "Pace",
     "Price",
     "Proposal",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.spec.pace import Pace
+    from twostroke.spec.proposal import Proposal
 
 _LEAST_GAIN = 1.03  # in tokens a second, for guesses to be worth the risk
 _PROBES = (1, 2, 4, 8, 16)  # rows: kernels take them by fours and eights
@@ -28,13 +29,8 @@ class Chooser(Protocol):
         `batch` is the step without guesses, `budget` how many rows may be added to it.
         """
 
-    def counts(
-        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
-    ) -> list[int]:
-        """Return how many guesses of each proposal to take, `budget` at most in all.
-
-        `odds` are those of `Proposal`.
-        """
+    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
+        """Return how many of the first guesses of each to take, `budget` at most in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +44,12 @@ class Always:
         del batch
         return Price(0.0, 0.0, min(self.count, budget)) if budget else None
 
-    def counts(
-        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
-    ) -> list[int]:
+    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return `count` for each, or as many as there are."""
         del batch
         taken = []
-        for each in odds:
-            taken.append(min(self.count, len(each), budget))
+        for proposal in proposals:
+            taken.append(min(self.count, len(proposal.tokens), budget))
             budget -= taken[-1]
         return taken
 
@@ -64,8 +58,9 @@ class Always:
 class WhilePaying:
     """Takes the guesses that bring the most tokens a second, over the whole batch.
 
-    They are taken in the order of the chance that they and all before them are right. Each makes
-    the step longer, as `pace` predicts; the best number of them has the most expected tokens a
+    They are taken in the order of their worth, the chance that they and all before them are right.
+    Each makes the step longer, as `pace` predicts, and one that leaves the path of others a little
+    more, since it reads all keys and values anew. The best number has the most expected tokens a
     second. If that is not 3% more than without any, none is taken: a batch that keeps the
     arithmetic busy by itself leaves nothing to be gained.
     """
@@ -83,34 +78,32 @@ class WhilePaying:
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
         return Price(chance, rate, min(MAX_DRAFTS, budget)) if chance < 1 else None
 
-    def counts(
-        self, batch: BatchShape, budget: int, odds: Sequence[tuple[float, ...]]
-    ) -> list[int]:
+    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many guesses of each proposal pay."""
-        chances = []
-        for who, each in enumerate(odds):
-            chance = 1.0
-            for odd in each:
-                chance *= odd
-                chances.append((chance, who))
-        chances.sort(key=lambda pair: -pair[0])  # stable: a proposal's own stay in order
+        guesses = [
+            (worth, who, is_fork)
+            for who, proposal in enumerate(proposals)
+            for worth, is_fork in zip(proposal.worths, proposal.forks, strict=True)
+        ]
+        guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
         expected = float(batch.num_sampled)
         best = _LEAST_GAIN * expected / self.pace.seconds(batch)
-        num_best = 0
-        for count, (chance, _) in enumerate(chances[:budget], 1):
-            expected += chance
-            rate = expected / self._seconds(batch, count)
+        num_best = num_forks = 0
+        for count, (worth, _, is_fork) in enumerate(guesses[:budget], 1):
+            expected += worth
+            num_forks += is_fork
+            rate = expected / self._seconds(batch, count, num_forks)
             if rate >= best:
                 best, num_best = rate, count
             elif count >= num_best + _FAR:
                 break
-        taken = [0] * len(odds)
-        for _, who in chances[:num_best]:
+        taken = [0] * len(proposals)
+        for _, who, _ in guesses[:num_best]:
             taken[who] += 1
         return taken
 
-    def _seconds(self, batch: BatchShape, num_guesses: int) -> float:
+    def _seconds(self, batch: BatchShape, num_guesses: int, num_forks: int = 0) -> float:
         """Return how long the step takes with guesses, each behind as much as the longest sees."""
         start = max(start for start, _ in batch.spans)
-        spans = (*batch.spans, (start, num_guesses))
+        spans = (*batch.spans, (start, num_guesses - num_forks), *[(start, 1)] * num_forks)
         return self.pace.seconds(BatchShape(spans, batch.num_sampled + num_guesses))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.core.request import Request
-    from twostroke.spec.proposal import Price
+    from twostroke.spec.proposal import Outcome, Price
 
 # Guesses are of a kind with those behind matches of about the same length: the kinds' least
 # lengths, and how often such guesses are right before anything is known.
@@ -67,11 +67,11 @@ class ContextProposer:
         ]
         return Proposal(source, tuple(tokens), tuple(odds), tuple(kinds))
 
-    def learn(self, request: Request, proposal: Proposal, num_right: int, num_tried: int) -> None:
-        """Hear how many of the first `num_tried` tokens of a proposal were right."""
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        """Hear what became of a proposal."""
         known = self._requests.get(request)
         if known is not None:
-            known.odds[proposal.source].learn(proposal.kinds, num_right, num_tried)
+            known.odds[proposal.source].learn(proposal, outcome)
 
     def close(self) -> None:
         """Hold nothing that must be given back."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
-from twostroke.core.step import Slice, StepPlan, num_accepted
+from twostroke.core.step import Slice, StepPlan
+from twostroke.core.tree import num_accepted
 from twostroke.program import BatchShape
 from twostroke.schedule.holdings import Holdings
 from twostroke.schedule.prefixes import Prefixes
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from twostroke.backends import Runner
     from twostroke.spec.odds import RequestOdds
     from twostroke.spec.pace import Pace
-    from twostroke.spec.proposal import Price
+    from twostroke.spec.proposal import Outcome, Price
 
 _NUM_KINDS = 10  # guesses are of a kind with those of which the draft was about as sure
 _PRIOR = tuple((kind + 0.5) / _NUM_KINDS for kind in range(_NUM_KINDS))
@@ -134,12 +135,12 @@ class DraftModel:
             self._run([Slice(f.mirror, f.mirror.num_computed, 1, samples=True) for f in active])
         return [f.proposal() if (f := found.get(request)) else None for request in requests]
 
-    def learn(self, request: Request, proposal: Proposal, num_right: int, num_tried: int) -> None:
-        """Hear how many of the first `num_tried` tokens of a proposal were right."""
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        """Hear what became of a proposal."""
         follower = self._followers.get(request)
-        if follower is not None and num_tried:
-            follower.odds.learn(proposal.kinds, num_right, num_tried)
-            follower.hope += _HOPE_STEP * ((num_right > 0) - follower.hope)
+        if follower is not None and outcome.tried:
+            follower.odds.learn(proposal, outcome)
+            follower.hope += _HOPE_STEP * (bool(outcome.right) - follower.hope)
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
@@ -257,7 +258,7 @@ class DraftModel:
             self._prefixes.stop(follower.ticket)
             self._holdings.give_back(follower.mirror)
             follower.mirror.num_computed = 0
-            follower.mirror.num_preemptions += 1
+            follower.mirror.num_moves += 1
 
     def _run(self, slices: Sequence[Slice]) -> None:
         """Compute a step of the draft, and note what it drew."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.spec.proposal import Outcome, Proposal
+
 _PRIOR_WEIGHT = 6.0  # guesses that what is thought beforehand counts as
 _SHARED_WEIGHT = 6.0  # that what all requests taught counts as, in what is expected of one
 _MOST_WEIGHT = 200.0  # older guesses than about so many are forgotten
@@ -69,16 +71,12 @@ class RequestOdds:
         """Return the odds of a guess of a kind, if those before it are right."""
         return self._own[kind].mean(self._all.of(kind), _SHARED_WEIGHT)
 
-    def learn(self, kinds: Sequence[int], num_accepted: int, num_tried: int) -> None:
-        """Hear that of guesses of these kinds the first `num_accepted` of `num_tried` were right.
-
-        Those behind the first wrong one say nothing: they were guessed for another text.
-        """
-        for kind in kinds[:num_accepted]:
-            self._add(kind, right=True)
-        if num_accepted < num_tried:
-            self._add(kinds[num_accepted], right=False)
-        elif not num_tried:
+    def learn(self, proposal: Proposal, outcome: Outcome) -> None:
+        """Hear what became of a proposal."""
+        kinds = proposal.kinds
+        for guess, is_right in outcome.trials(proposal):
+            self._add(kinds[guess], right=is_right)
+        if not outcome.tried:
             self._all.fade(kinds[0])
             self._own[kinds[0]].fade(_FADE)
 

@@ -3,27 +3,96 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
+from twostroke.core.tree import ROOT
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from twostroke.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Guesses of a request's next tokens, one behind the other; at least one.
+    """Guesses of a request's next tokens; at least one.
 
-    `odds[i]` is the chance that `tokens[i]` is right if those before it are. `source` tells where
-    they come from, and `kinds[i]` what the odds of each were read from: the proposer hears of
-    their fate by these.
+    Each follows the one before it, or in a tree the one whose index is in `parents` (`ROOT`: the
+    request's newest token). `odds[i]` is the chance that `tokens[i]` is right if those before it
+    are. `source` tells where they come from, and `kinds[i]` what the odds of each were read from:
+    the proposer hears of their fate by these.
+
+    `worths[i]` is how many tokens a row for `tokens[i]` brings: the chance that it and all before
+    it are right, unless the proposer says otherwise. It never grows along `tokens`, which in a tree
+    stand in that order, each behind its parent (`best_first`): any beginning of a proposal is one.
     """
 
     source: str
     tokens: tuple[int, ...]
     odds: tuple[float, ...]
     kinds: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    worths: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Work out what rows are worth."""
+        if not self.worths:
+            if self.parents:
+                worths = tuple(_chances(self.odds, self.parents))
+            else:
+                worths = tuple(accumulate(self.odds, mul))
+            object.__setattr__(self, "worths", worths)
+
+    @property
+    def forks(self) -> Sequence[bool]:
+        """Which of the tokens follow something that an earlier one follows, too."""
+        if not self.parents:
+            return (False,) * len(self.tokens)
+        return [parent in self.parents[:i] for i, parent in enumerate(self.parents)]
+
+    def best_first(self) -> Proposal:
+        """Return the same tree with the tokens that are worth most at the beginning."""
+        order = sorted(range(len(self.tokens)), key=lambda i: -self.worths[i])
+        places = {old: new for new, old in enumerate(order)} | {ROOT: ROOT}
+        return Proposal(
+            self.source,
+            tuple([self.tokens[i] for i in order]),
+            tuple([self.odds[i] for i in order]),
+            tuple([self.kinds[i] for i in order]),
+            tuple([places[self.parents[i]] for i in order]),
+            tuple([self.worths[i] for i in order]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a proposal.
+
+    `tried` are the indices of the tokens that were computed, in the order of their rows, and
+    `right` those of them that were right, each following the one before. `drawn[0]` is the token
+    behind the request's newest one, `drawn[1 + i]` the one behind `tried[i]`, which is what follows
+    if that one is right.
+    """
+
+    tried: Sequence[int]
+    right: Sequence[int]
+    drawn: Sequence[int]
+
+    def trials(self, proposal: Proposal) -> Iterator[tuple[int, bool]]:
+        """Yield the tokens that had a chance, as all before them were right, and whether they were.
+
+        Those behind a wrong one say nothing: they were guessed for another text.
+        """
+        if proposal.parents:
+            right = {ROOT, *self.right}
+            had_chance = (i for i in self.tried if proposal.parents[i] in right)
+            yield from ((i, i in right) for i in had_chance)
+            return
+        yield from ((i, True) for i in self.right)
+        if len(self.right) < len(self.tried):
+            yield len(self.right), False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +120,19 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
 
-    def learn(self, request: Request, proposal: Proposal, num_right: int, num_tried: int) -> None:
-        """Hear how many of the first `num_tried` tokens of a proposal were right."""
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        """Hear what became of a proposal."""
 
     def finish(self, request: Request) -> None:
         """Hear that a request has ended: drop what is kept for it, or keep what it teaches."""
 
     def close(self) -> None:
         """Give back memory and threads."""
+
+
+def _chances(odds: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """Return the chance of each token of a tree that it and all before it are right."""
+    chances: list[float] = []
+    for odd, parent in zip(odds, parents, strict=True):
+        chances.append(odd if parent == ROOT else odd * chances[parent])
+    return chances

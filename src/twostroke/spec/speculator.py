@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from twostroke.core.step import num_accepted
+from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
+from twostroke.spec.proposal import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from twostroke.spec.choice import Chooser
     from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Price, Proposal, Proposer
+
+    AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
 
 _REST = 32  # steps for which nobody is asked, once no guess could have paid
 _ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
@@ -49,22 +52,19 @@ class SpeculationStats:
             self.accepted_at.update(range(right))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Guess:
-    """What a proposer says of one slice."""
+    """What a proposer says of one slice, and which of its tokens are tried."""
 
     part: Slice
     proposer: Proposer
     proposal: Proposal
+    tried: Sequence[int] = ()
 
     @property
     def num_expected(self) -> float:
-        """How many of its tokens will be right, on average."""
-        chance, expected = 1.0, 0.0
-        for odd in self.proposal.odds:
-            chance *= odd
-            expected += chance
-        return expected
+        """How many tokens it will bring, on average."""
+        return sum(self.proposal.worths)
 
 
 class Speculator:
@@ -82,13 +82,13 @@ class Speculator:
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
 
-    def extend(self, plan: StepPlan, make_room: Callable[[Slice, int], int]) -> None:
-        """Add drafts to the plan's slices, as many as pay and as `make_room` has pages for."""
+    def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
+        """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
         began_s = time.monotonic()
-        self._extend(plan, make_room)
+        self._extend(plan, add_drafts)
         self._asking_s = time.monotonic() - began_s
 
-    def _extend(self, plan: StepPlan, make_room: Callable[[Slice, int], int]) -> None:
+    def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
         if not self._may_ask(plan):
             return
         batch = BatchShape.of(plan)
@@ -100,12 +100,12 @@ class Speculator:
         for proposer in self._proposers:
             self._ask(proposer, parts, price)
         guesses = list(self._tried.values())
-        odds = [guess.proposal.odds for guess in guesses]
-        counts = self._chooser.counts(batch, plan.budget, odds) if guesses else []
+        proposals = [guess.proposal for guess in guesses]
+        counts = self._chooser.counts(batch, plan.budget, proposals) if guesses else []
         for guess, count in zip(guesses, counts, strict=True):
             if count:
-                room = make_room(guess.part, count)
-                guess.part.drafts = guess.proposal.tokens[:room]
+                tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
+                guess.tried = add_drafts(guess.part, tokens, parents)
 
     def learn(
         self, plan: StepPlan, batch: BatchShape, result: StepResult, elapsed_s: float
@@ -124,10 +124,11 @@ class Speculator:
             drawn = list(islice(tokens, part.num_drawn))
             num_plain += part.samples
             if guess := self._tried.get(id(part)):
-                right, tried = num_accepted(part.drafts, drawn), len(part.drafts)
-                num_right += right
-                guess.proposer.learn(part.request, guess.proposal, right, tried)
-                self.stats.add(guess.proposal.source, right, tried)
+                tried = guess.tried
+                right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
+                num_right += len(right)
+                guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
+                self.stats.add(guess.proposal.source, len(right), len(tried))
         self._tried = {}
         if batch.num_sampled > num_plain:
             spans = tuple([(part.start, part.count) for part in plan.slices])

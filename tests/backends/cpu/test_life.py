@@ -20,6 +20,7 @@ from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.backends.cpu.plan import OpTime
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import Slice
+from twostroke.core.tree import ROOT, Branch
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +183,7 @@ from support.cpu import cpu_backend, greedy_request, run
 from support.programs import PROGRAMS, random_tensors
 from twostroke.core.errors import MemoryLimitError
 from twostroke.core.step import Slice
+from twostroke.core.tree import ROOT, Branch
 program = replace(PROGRAMS["many experts"], context_length=8192)
 with cpu_backend((program, random_tensors(program)), "portable", 400) as backend:
     request = greedy_request([i % 250 for i in range(6000)])
@@ -213,4 +215,16 @@ def test_tokens_and_pages_that_do_not_exist_never_reach_memory(model, token, pag
         request.pages = [pages]
         with pytest.raises(BackendError, match="does not have"):
             run(backend, Slice(request, 0, 21, samples=True))
+        Sequence(backend, TOKENS, list(range(8))).prefill(1000)  # and it goes on
+
+
+@pytest.mark.parametrize("page", [-1, 8])
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_branches_on_pages_that_do_not_exist_never_reach_memory(model, page, is_copied):
+    with cpu_backend(model, "portable", 8) as backend:
+        sequence = Sequence(backend, TOKENS[:20], [0, 1])
+        sequence.prefill(1000)
+        branch = Branch(1, ROOT, 21, 1, ((page,),), 1, (0,), is_copied)
+        with pytest.raises(BackendError, match="does not have"):
+            run(backend, Slice(sequence.request, 20, 1, True, (5, 6), (branch,)))
         Sequence(backend, TOKENS, list(range(8))).prefill(1000)  # and it goes on

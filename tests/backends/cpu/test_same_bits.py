@@ -96,7 +96,7 @@ def test_recomputing_generated_rows_gives_their_bits_again(level, model):
         sequence.reset()
         sequence.request.tokens[:] = kept
         sequence.request.pages = page_lists(backend, list(range(20, 30)))
-        sequence.request.num_preemptions += 1
+        sequence.request.num_moves += 1
         first = sequence.prefill(1000)
         assert [first, *sequence.decode(12)] == expected[16:29]
 

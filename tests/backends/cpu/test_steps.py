@@ -30,7 +30,7 @@ def test_pages_after_a_preemption_replace_all():
     tables, request = PageTables(1, 8), make_request(5, [7, 3])
     row = tables.places([request])[0]
     request.pages = [[4, 3, 9]]
-    request.num_preemptions += 1
+    request.num_moves += 1
     assert tables.places([request])[0] == row
     assert tables.array[row, 0, :3].tolist() == [4, 3, 9]
 
@@ -114,7 +114,7 @@ def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
         for request in alive:
             if rng.random() < 0.1:
                 request.pages = [[page], [page + 1]]
-                request.num_preemptions += 1
+                request.num_moves += 1
                 page += 2
             num_new = int(rng.choice([0, 0, 0, 1, 2]))
             for pages in request.pages:

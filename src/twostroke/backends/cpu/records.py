@@ -170,6 +170,18 @@ class SliceRecord(ctypes.Structure):
     )
 
 
+class StoreRecord(ctypes.Structure):
+    """A row that is stored in the pages of another table, too."""
+
+    _fields_ = (("row", c_int32), ("table", c_int32))
+
+
+class CopyRecord(ctypes.Structure):
+    """A page that begins the step as a copy of another."""
+
+    _fields_ = (("source", c_int32), ("target", c_int32))
+
+
 class StepRecord(ctypes.Structure):
     """One step's work; addresses of arrays that the caller keeps alive."""
 
@@ -182,11 +194,15 @@ class StepRecord(ctypes.Structure):
         ("results", c_void_p),
         ("logits", c_void_p),
         ("taps", POINTER(c_void_p)),
+        ("stores", c_void_p),
+        ("copies", c_void_p),
         ("table_stride", c_int64),
         ("num_rows", c_int32),
         ("num_generated", c_int32),
         ("num_slices", c_int32),
         ("num_sampled", c_int32),
+        ("num_stores", c_int32),
+        ("num_copies", c_int32),
         ("elapsed_s", c_double),
         ("kernel_s", c_double),
     )
@@ -204,6 +220,8 @@ RECORD_SIZES = (
             SliceRecord,
             StepRecord,
             WeightRecord,
+            StoreRecord,
+            CopyRecord,
         )
     ),
     ROW.itemsize,

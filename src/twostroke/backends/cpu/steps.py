@@ -10,6 +10,7 @@ import numpy as np
 
 from twostroke.backends.cpu.records import StepRecord
 from twostroke.core.step import Slice
+from twostroke.core.tree import ends_of
 from twostroke.sample.rows import RESULT, RowTable, read_results
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, TokenLogprobs
+    from twostroke.core.tree import Branch
 
 
 class StepArrays:
@@ -34,6 +36,7 @@ class StepArrays:
         self._sampled = np.zeros(0, np.int32)
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
+        self._stores = self._copies = np.zeros(0, np.int32)
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> list[Slice]:
@@ -44,8 +47,10 @@ class StepArrays:
         starts = [part.start for part in parts]
         counts = [part.count for part in parts]
         drafts = [part.drafts for part in parts]
+        has_branches = False
         if has_drafts := any(drafts):
             counts = [part.num_rows for part in parts]
+            has_branches = any(part.branches for part in parts)
         num_rows = sum(counts)
         if num_rows == len(parts):
             tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
@@ -60,24 +65,67 @@ class StepArrays:
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
         samples = [part.samples for part in parts]
+        sampling = parts
         if not all(samples):
-            requests = [part.request for part in parts if part.samples]
-            drafts = [part.drafts for part in parts if part.samples]
+            sampling = [part for part in parts if part.samples]
+            requests = [part.request for part in sampling]
             ends = ends[samples]
         if has_drafts:
-            self._samples = self._sampling.rows(requests, drafts)
-            spans = [range(e - len(d) - 1, e) for e, d in zip(ends.tolist(), drafts, strict=True)]
+            self._samples = self._sampling.rows(requests, sampling)
+            spans = [
+                range(e - len(part.drafts) - 1, e)
+                for e, part in zip(ends.tolist(), sampling, strict=True)
+            ]
             self._sampled[: len(self._samples)] = list(chain(*spans))
         else:
             self._samples = self._sampling.rows(requests)
             self._sampled[: len(requests)] = ends - 1
         record = self.record
-        record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.num_rows, record.num_slices = num_rows, len(parts)
         record.num_sampled = len(self._samples)
         record.num_generated = sum(counts[: len(generated)])
         record.samples = self._samples.ctypes.data
-        return [part for part in parts if part.samples]
+        if has_branches or record.num_stores or record.num_copies:
+            self._lay_out(parts)
+        record.page_tables, record.table_stride = self.tables.address, self.tables.stride
+        return sampling
+
+    def _lay_out(self, parts: Sequence[Slice]) -> None:
+        """Cut slices with branches into runs of rows, each with page tables of its own.
+
+        What is in `_slices` is one record for each of the parts.
+        """
+        whole = self._slices[: len(parts)].tolist()
+        runs: list[list[int]] = []
+        stores: list[tuple[int, int]] = []
+        copies: list[tuple[int, int]] = []
+        num_tables = 0
+        for part, (row, count, start, table) in zip(parts, whole, strict=True):
+            num_main = part.branches[0].first + part.count if part.branches else count
+            runs.append([row, num_main, start, table])
+            for branch, end in ends_of(len(part.drafts), part.branches):
+                own = self.tables.branch(num_tables, table, branch)
+                num_tables += 1
+                first = row + part.count + branch.first
+                runs.append([first, end - branch.first, branch.position, own])
+                stores += [(row + above, own) for above in branch.above]
+                if branch.is_copied:
+                    place = branch.own_place
+                    copies += [
+                        (theirs[place], ours[place - branch.place])
+                        for theirs, ours in zip(part.request.pages, branch.pages, strict=True)
+                    ]
+        if len(runs) > len(self._slices):
+            self._slices = np.zeros((2 * len(runs), 4), np.int32)
+            self.record.slices = self._slices.ctypes.data
+        self._slices[: len(runs)] = runs
+        stores.sort()
+        self._stores = np.array(stores, np.int32)
+        self._copies = np.array(copies, np.int32)
+        record = self.record
+        record.num_slices = len(runs)
+        record.stores, record.num_stores = self._stores.ctypes.data, len(stores)
+        record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
     def results(
         self, plan: StepPlan, sampled: list[Slice]
@@ -120,6 +168,7 @@ class StepArrays:
                 prompt.append(Slice(request, start, num_prompt, samples=False))
                 start, count = start + num_prompt, count - num_prompt
                 generated.append(Slice(request, start, count, part.samples, part.drafts))
+                assert not part.branches, "a tree stands behind one row of output"
         return generated, prompt
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
@@ -149,9 +198,9 @@ class PageTables:
     """One row of page ids a request and in it one part a cache group, copied as its pages grow.
 
     The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. The
-    scheduler only appends to a request's pages, empties places behind a window, or takes all of
-    them (a preemption). What stands in a place wholly behind the window of a slice's first row is
-    not to be read: it may be `NO_PAGE`, or a page that has become another's.
+    scheduler only appends to a request's pages, empties places behind a window, or replaces some
+    and counts that (`num_moves`). What stands in a place wholly behind the window of a slice's
+    first row is not to be read: it may be `NO_PAGE`, or a page that has become another's.
     """
 
     def __init__(self, num_groups: int, max_pages: int) -> None:
@@ -160,14 +209,15 @@ class PageTables:
         self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
-        self._last: tuple[list[Request], list[int]] | None = None  # with their preemptions
+        self._branches: list[int] = []  # rows of branches, for the step alone
+        self._last: tuple[list[Request], list[int]] | None = None  # with their moves
         self._last_num_pages: list[int] = []
         self._last_rows = np.zeros(0, np.int32)
 
     def places(self, requests: list[Request]) -> NDArray[np.int32]:
         """Return the rows of requests, brought up to date."""
         num_pages = [len(request.pages[0]) for request in requests]
-        now = (requests, [request.num_preemptions for request in requests])
+        now = (requests, [request.num_moves for request in requests])
         if now == self._last:  # most steps are like the one before, but for a few new pages
             for request, new, old in zip(requests, num_pages, self._last_num_pages, strict=True):
                 if new != old:
@@ -178,6 +228,16 @@ class PageTables:
         self._last_num_pages = num_pages
         return self._last_rows
 
+    def branch(self, index: int, request_row: int, branch: Branch) -> int:
+        """Return the row of the step's branch number `index`, behind what is in its request's."""
+        if index == len(self._branches):
+            self._branches.append(self._take_row())
+        row = self._branches[index]
+        self.array[row, :, : branch.place] = self.array[request_row, :, : branch.place]
+        num_places = len(branch.pages[0])
+        self.array[row, :, branch.place : branch.place + num_places] = branch.pages
+        return row
+
     def forget(self, request: Request) -> None:
         """Free a request's row; one that is not there is no error."""
         if entry := self._entries.pop(request, None):
@@ -185,11 +245,11 @@ class PageTables:
             self._last = None
 
     def _update(self, request: Request) -> _Entry:
-        """Copy the pages that are new, if any, or all where a preemption took the others."""
+        """Copy the pages that are new, if any, or all where others were replaced."""
         entry = self._entries.get(request) or self._add(request)
         num_pages = len(request.pages[0])
-        if entry.num_preemptions != request.num_preemptions or entry.num_pages > num_pages:
-            entry.num_preemptions, entry.num_pages = request.num_preemptions, 0
+        if entry.num_moves != request.num_moves or entry.num_pages > num_pages:
+            entry.num_moves, entry.num_pages = request.num_moves, 0
         if num_pages == entry.num_pages:
             return entry
         if num_pages == entry.num_pages + 1:  # a slice would cost ten times as much
@@ -202,20 +262,23 @@ class PageTables:
         return entry
 
     def _add(self, request: Request) -> _Entry:
+        entry = self._entries[request] = _Entry(self._take_row(), request.num_moves)
+        return entry
+
+    def _take_row(self) -> int:
         if not self._free:
             size, *shape = self.array.shape
             more = max(size, 16)
             self._free.extend(range(size + more - 1, size - 1, -1))
             self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
             self.address = self.array.ctypes.data
-        entry = self._entries[request] = _Entry(self._free.pop(), request.num_preemptions)
-        return entry
+        return self._free.pop()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A request's row, how much of its lists is in it, and since which preemption."""
+    """A request's row, how much of its lists is in it, and since which move."""
 
     row: int
-    num_preemptions: int
+    num_moves: int
     num_pages: int = 0

@@ -58,6 +58,7 @@ class ReferenceBackend:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
         state = StepState(*flatten(plan.slices), self._weights, self._cache)
+        self._cache.copy_pages(state.spans)
         logits = self._forward(state)[self._logits]
         drawn = draw_all(plan.slices, logits)
         elapsed = time.perf_counter() - started

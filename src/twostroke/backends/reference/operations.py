@@ -24,7 +24,7 @@ from twostroke.program import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,6 +46,11 @@ class PagedCache:
     def slots(self, span: Span, layer: int, first: int, end: int) -> NDArray[np.int64]:
         """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
         return self._map.slots(span, layer, first, end)
+
+    def copy_pages(self, spans: Sequence[Span]) -> None:
+        """Let the first pages of branches begin as those of their requests do."""
+        targets, sources = self._map.copies(spans)
+        self._memory[targets] = self._memory[sources]
 
     def store(self, layer: int, slots: NDArray[np.int64], k: Array, v: Array) -> None:
         """Write keys and values (tokens, kv_heads * head_dim) to `slots`."""
@@ -167,9 +172,11 @@ def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> 
     for span in state.spans:
         num_rows = span.rows.stop - span.rows.start
         end = span.start + num_rows
+        stored = span.stored_rows
+        at = state.cache.slots(span, op.layer, end - len(stored), end)
+        state.cache.store(op.layer, at, k[stored], v[stored])
         first = 0 if op.window is None else max(0, span.start + 1 - op.window)
         slots = state.cache.slots(span, op.layer, first, end)
-        state.cache.store(op.layer, slots[-num_rows:], k[span.rows], v[span.rows])
         keys, vals = state.cache.load(op.layer, slots)
         queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
         behind = np.arange(span.start, end)[:, None] - np.arange(first, end)  # (rows, context)

@@ -57,17 +57,24 @@ class PagedStep:
         """`spans` are consecutive rows of one sequence each, in the order of the rows."""
         self._pages = pages
         self._spans = spans
+        if any(span.copies for span in spans):
+            device = pages.memory.device
+            found = pages.map.copies(spans)
+            targets, sources = (torch.from_numpy(slots).to(device) for slots in found)
+            pages.memory[targets] = pages.memory[sources]
 
     def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
         """Store the step's keys and values, then yield each span's own with what it can see."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
-            count = span.rows.stop - span.rows.start
-            first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-            found = self._pages.map.slots(span, op.layer, first, span.start + count)
-            slots = torch.from_numpy(found).to(memory.device)
+            end = span.start + span.rows.stop - span.rows.start
+            rows = torch.from_numpy(span.stored_rows).to(memory.device)
+            at = self._pages.map.slots(span, op.layer, end - len(rows), end)
             for part, column in zip((k, v), columns, strict=True):
-                memory[slots[-count:], column] = part[span.rows]
+                memory[torch.from_numpy(at).to(memory.device), column] = part[rows]
+            first = 0 if op.window is None else max(0, span.start + 1 - op.window)
+            found = self._pages.map.slots(span, op.layer, first, end)
+            slots = torch.from_numpy(found).to(memory.device)
             shape = (len(slots), op.num_kv_heads, op.head_dim)
             keys, values = (memory[slots, column].reshape(shape) for column in columns)
             yield span.rows, keys, values, first

@@ -1,0 +1,114 @@
+"""Drafts that branch: what each of them follows, and the way along those that are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROOT = -1  # what the first drafts follow: the request's newest token
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
+
+    Each follows the one before it, the first of them draft `parent` (or `ROOT`), at `position`. A
+    row sees its own ancestors and nothing else, so a branch has pages of its own: `pages` has a
+    list for each cache group, of the places from `place` on; before, they are the request's. The
+    last `num_own` of each list were taken for this branch, the others are the parent's.
+
+    The first own page begins with what the branch shares with others. Rows of this step, `above`
+    (counted from the slice's first; they end at `position` - 1), are stored there, too. If there is
+    something older, `is_copied`, and the page begins as a copy of the request's at its place.
+    """
+
+    first: int
+    parent: int
+    position: int
+    place: int
+    pages: tuple[tuple[int, ...], ...]
+    num_own: int
+    above: tuple[int, ...]
+    is_copied: bool
+
+    @property
+    def own_place(self) -> int:
+        """The place of the first page that is the branch's own."""
+        return self.place + len(self.pages[0]) - self.num_own
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The branch's own pages, of all groups, in the order of their places."""
+        own = [pages[-self.num_own :] for pages in self.pages]
+        return [page for at_place in zip(*own, strict=True) for page in at_place]
+
+
+def parents_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
+    """Return which draft each draft follows, or `ROOT`."""
+    parents = list(range(-1, num_drafts - 1))
+    for branch in branches:
+        parents[branch.first] = branch.parent
+    return parents
+
+
+def path_to(draft: int, parents: Sequence[int]) -> list[int]:
+    """Return the drafts up to and including one, in the order of the text; none for `ROOT`."""
+    path = []
+    while draft != ROOT:
+        path.append(draft)
+        draft = parents[draft]
+    return path[::-1]
+
+
+def depths_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
+    """Return how many drafts stand before each of a chain's or tree's drafts on its path."""
+    depths = list(range(num_drafts))
+    for branch, end in ends_of(num_drafts, branches):
+        depth = 0 if branch.parent == ROOT else depths[branch.parent] + 1
+        depths[branch.first : end] = range(depth, depth + end - branch.first)
+    return depths
+
+
+def ends_of(num_drafts: int, branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
+    """Yield each branch with the index behind its last draft."""
+    ends = [branch.first for branch in branches[1:]]
+    return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
+
+
+def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many drafts of a chain were right.
+
+    `drawn[i]` is the token that follows the request's newest one and the first i drafts. It is
+    what would have been drawn without drafts as long as these are right, whatever the temperature:
+    a draw depends on the logits, the seed and the token's index alone. So the first
+    `num_accepted + 1` of `drawn` are the request's next tokens.
+    """
+    accepted = 0
+    for draft, token in zip(drafts, drawn, strict=False):
+        if draft != token:
+            break
+        accepted += 1
+    return accepted
+
+
+def right_drafts(
+    drafts: Sequence[int], branches: Sequence[Branch], drawn: Sequence[int]
+) -> Sequence[int]:
+    """Return the indices of the drafts that were right, each following the one before.
+
+    `drawn[0]` follows the request's newest token, `drawn[1 + i]` draft i and its ancestors. The
+    request's next tokens are `drawn[0]` and those behind the right drafts.
+    """
+    if not branches:
+        return range(num_accepted(drafts, drawn))
+    parents = parents_of(len(drafts), branches)
+    deepest, reached = ROOT, {ROOT: 0}  # what is right, and how far it goes
+    for draft, (token, parent) in enumerate(zip(drafts, parents, strict=True)):
+        if parent in reached and token == drawn[parent + 1]:
+            reached[draft] = reached[parent] + 1
+            if reached[draft] > reached[deepest]:
+                deepest = draft
+    return path_to(deepest, parents)

@@ -1,0 +1,118 @@
+"""How drafts become rows: chains, trees, and what is left of them where pages are few."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from support.steps import Steps
+from twostroke.core.tree import ROOT, parents_of, path_to, right_drafts
+
+TREE = ((10, 11, 12, 13, 14, 15), (ROOT, ROOT, 0, 0, 1, 2))
+# By rows: 10, 12, 15; then 13; then 11, 14.
+
+
+def waiting_slice(num_pages=64, max_tokens=20, **limits):
+    """A request whose first output token is about to be computed, in flight."""
+    steps = Steps(num_pages, **limits)
+    request = steps.add("r", 5, max_tokens=max_tokens)
+    steps.step()
+    plan = steps.plan()
+    return steps, request, plan, plan.slices[0]
+
+
+def test_a_chain_stays_as_it_is():
+    steps, request, _, piece = waiting_slice()
+    assert list(steps.scheduler.add_drafts(piece, [7, 8, 9])) == [0, 1, 2]
+    assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
+    assert len(request.pages[0]) == 3
+    steps.scheduler.check()
+
+
+def test_a_tree_is_laid_out_so_that_paths_are_long():
+    steps, request, plan, piece = waiting_slice()
+    assert steps.scheduler.add_drafts(piece, *TREE) == [0, 2, 5, 3, 1, 4]
+    assert piece.drafts == (10, 12, 15, 13, 11, 14)
+    assert parents_of(6, piece.branches) == [ROOT, 0, 1, 0, ROOT, 4]
+    low, high = piece.branches
+    # Five prompt tokens and one of output: drafts begin at position 6, in the second page of 4.
+    assert (low.position, low.own_place, low.above, low.is_copied) == (7, 1, (0, 1), True)
+    assert (high.position, high.own_place, high.above, high.is_copied) == (6, 1, (0,), True)
+    assert len(set(low.own_pages) | set(high.own_pages) | set(request.pages[0])) == 3 + 1 + 1
+    steps.scheduler.check()
+    steps.land(plan)
+    assert steps.pool.num_referenced == len(request.pages[0])
+
+
+def test_a_tree_that_is_a_chain_is_one():
+    steps, _, _, piece = waiting_slice()
+    assert steps.scheduler.add_drafts(piece, (7, 8, 9), (ROOT, 0, 1)) == [0, 1, 2]
+    assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
+
+
+def test_a_branch_in_a_page_of_its_own_begins_with_nothing():
+    """Where its path is left at the beginning of a page, there is nothing to share."""
+    steps, _, _, piece = waiting_slice()
+    assert steps.scheduler.add_drafts(piece, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
+    [branch] = piece.branches
+    assert (branch.position, branch.own_place, branch.place) == (8, 2, 1)
+    assert (branch.above, branch.is_copied, branch.num_own) == ((), False, 1)
+
+
+def test_paths_end_where_the_request_must():
+    steps = Steps()
+    steps.add("r", 5, max_tokens=4)
+    steps.step()
+    plan = steps.plan()
+    [piece] = plan.slices  # one token is out, one will be drawn: two drafts could be of use
+    assert steps.scheduler.add_drafts(piece, *TREE) == [0, 2, 3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "expected"),
+    [
+        (2, [0]),  # the request ends with the token behind it
+        (3, [0, 2]),
+        (4, [0, 2, 5]),
+        (5, [0, 2, 5, 3]),
+        (6, [0, 2, 5, 3, 1, 4]),
+    ],
+)
+def test_without_room_a_tree_loses_branches_and_then_its_end(num_pages, expected):
+    steps, request, plan, piece = waiting_slice(num_pages, max_tokens=None, cache=False)
+    assert list(steps.scheduler.add_drafts(piece, *TREE)) == expected
+    assert piece.drafts == tuple(TREE[0][i] for i in expected)
+    assert not request.num_preemptions
+    steps.scheduler.check()
+    steps.land(plan)
+
+
+def test_pages_of_branches_come_back_when_their_request_ends_in_flight():
+    steps, request, plan, piece = waiting_slice()
+    steps.scheduler.add_drafts(piece, *TREE)
+    steps.scheduler.cancel("r")
+    steps.scheduler.check()
+    steps.land(plan)
+    assert request.is_finished
+    steps.pool.check([])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_right_drafts_are_the_longest_way(seed):
+    rng = random.Random(seed)
+    parents = [rng.randrange(-1, i) for i in range(rng.randint(1, 12))]
+    drafts = [rng.randrange(2) for _ in parents]
+    steps, _, _, piece = waiting_slice(256)
+    taken = steps.scheduler.add_drafts(piece, drafts, parents)
+    assert sorted(taken) == list(range(len(parents)))
+    text = [rng.randrange(2) for _ in range(14)]  # what would be drawn
+    found = parents_of(len(drafts), piece.branches)
+    depths = [len(path_to(i, found)) for i in range(len(drafts))]
+    drawn = [text[0], *(text[depth] for depth in depths)]
+    right = right_drafts(piece.drafts, piece.branches, drawn)
+    said = [piece.drafts[i] for i in right]
+    assert said == text[: len(said)]
+    assert [found[i] for i in right] == [ROOT, *right][: len(right)]
+    ways = ([drafts[i] for i in path_to(node, parents)] for node in range(len(drafts)))
+    assert len(said) == max((len(way) for way in ways if way == text[: len(way)]), default=0)
