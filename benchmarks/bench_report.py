@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from goals import GOALS
 from plots import Bar, bars
 from quality import Quality
-from records import Record, all_records
+from records import COARSE, OURS, Record, all_records
 from report import ROOT, Spread, caption, table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
         plot.parent.mkdir(parents=True, exist_ok=True)
         plot.write_text(bars("times the best peer of the row (the mark is the goal)", drawn))
         yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
-    header = ("", "model", "Twostroke", "best peer", "ratio", "goal", "reached")
+    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached", "with 8-bit activations")
     rows = [_goal_cells(goal, usual.get((goal.row, goal.model))) for goal in GOALS]
     yield table(header, rows) + "\n"
     for record in sorted(records, key=lambda each: (each.model, each.setting, each.row)):
@@ -67,9 +67,9 @@ def _bar(goal: Goal, record: Record | None) -> Bar | None:
 
 
 def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
-    if record is None or (ours := record.best("Twostroke")) is None:
+    if record is None or (ours := record.best(OURS)) is None:
         how = f"{_NOT_MEASURED}: `{goal.command}`"
-        return (goal.row, goal.model, how, "", "", goal.text(), "")
+        return (goal.row, goal.model, how, "", "", goal.text(), "", "")
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
     ratio = record.ratio(peer) if peer else None
@@ -91,11 +91,22 @@ def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
     word = _NOT_MEASURED if unknown else "yes" if all(reached) else "no"
     theirs = f"{_figure(best.median, record.unit)}, {peer}" if best else _NOT_MEASURED
     own = _figure(ours.median, record.unit)
-    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word)
+    coarse = _coarse_cell(goal, record, peer)
+    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word, coarse)
+
+
+def _coarse_cell(goal: Goal, record: Record, peer: str | None) -> str:
+    """Return what 8-bit activations, which most peers have, make of a row."""
+    ratio = record.ratio(peer, COARSE) if peer else None
+    shares = [f"{ratio:.2f}"] if ratio is not None else []
+    for wanted, name, limit in ((goal.mbu, "mbu", "bandwidth"), (goal.mfu, "mfu", "peak")):
+        if wanted is not None and (got := record.others.get(f"coarse_{name}")) is not None:
+            shares.append(f"{got:.0%} of the {limit}")
+    return ", ".join(shares)
 
 
 def _share_of_bare(record: Record) -> float | None:
-    bare, ours = record.others.get("bare_tokens_per_s"), record.best("Twostroke")
+    bare, ours = record.others.get("bare_tokens_per_s"), record.best(OURS)
     return ours.median / Spread.of(bare).median if bare and ours else None
 
 
@@ -105,7 +116,7 @@ def _record_parts(record: Record) -> Iterator[str]:
     digits = {"s": 3, "ms": 3, "tokens/s": 1}.get(record.unit, 0)
     lines = []
     for entry in record.entries:
-        ratio = record.ratio(entry.engine) if entry.engine != "Twostroke" else None
+        ratio = record.ratio(entry.engine) if entry.engine not in {OURS, COARSE} else None
         is_best = record.best(entry.engine) == entry
         name = f"{entry.engine}, {entry.way}" if entry.way else entry.engine
         shown = f"{ratio:.2f}" if ratio and is_best else ""

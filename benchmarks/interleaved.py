@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quiet import MAX_SHARE
-from records import Entry
+from records import OURS, Entry
 from report import Spread, note
-from sides import OURS
 from workload import Timing, Work
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Row:
     work: Work
     rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     first_tokens: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    ours: list[Timing] = field(default_factory=list)
+    timings: dict[str, list[Timing]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     disturbed: int = 0
     runs: int = 0
@@ -41,8 +40,7 @@ class Row:
         self.disturbed += others_share > MAX_SHARE
         self.rates.setdefault(key, []).append(timing.tokens_per_s(self.work))
         self.first_tokens.setdefault(key, []).extend(timing.first_tokens)
-        if side.name == OURS:
-            self.ours.append(timing)
+        self.timings.setdefault(side.name, []).append(timing)
 
     def best(self, engine: str) -> tuple[str, list[float]]:
         """Return an engine's best way and its runs; none if it failed."""
@@ -62,12 +60,13 @@ class Row:
         """Return the runs as a record keeps them."""
         return [Entry(name, way, runs) for (name, way), runs in self.rates.items()]
 
-    def share(self, counted: str, limit: float | None) -> float | None:
-        """Return the median share of a limit that our runs reached in `bytes` or `flops`."""
-        if not limit or not self.ours:
+    def share(self, counted: str, limit: float | None, engine: str = OURS) -> float | None:
+        """Return the median share of a limit that an engine of ours reached in `bytes`, `flops`."""
+        timings = self.timings.get(engine)
+        if not limit or not timings:
             return None
         seconds = "prefill_s" if self.work.is_prefill else "decode_s"
-        rates = (getattr(timing, counted) / getattr(timing, seconds) for timing in self.ours)
+        rates = (getattr(timing, counted) / getattr(timing, seconds) for timing in timings)
         return Spread.of(rates).median / limit
 
     @property

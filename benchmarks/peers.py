@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ from quality import (
     engine_quality,
     reference_logits,
 )
-from records import Record, keep
+from records import COARSE, OURS, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
-from sides import OURS, Side, add_arguments, start
+from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
 from twostroke.backends.compare import compare
 from twostroke.core.config import ComputeOptions
@@ -139,6 +139,8 @@ def _record(run: Run, name: str, row: Row) -> Record:
             "limits": limits,
             "mbu": row.share("bytes", limits.get("bandwidth")),
             "mfu": row.share("flops", limits.get("peak")),
+            "coarse_mbu": row.share("bytes", limits.get("bandwidth"), COARSE),
+            "coarse_mfu": row.share("flops", limits.get("peak"), COARSE),
             "same_first_tokens": row.same_first_tokens,
             "quality": [asdict(line) for line in run.quality],
         },
@@ -163,7 +165,11 @@ def _quality(
     right = reference_logits(loaded, parts)
     compute = ComputeOptions(given.backend, given.threads, given.level)
     lines = engine_quality(loaded, right, parts, compute)
-    for side in sides[1:]:
+    if any(side.name == COARSE for side in sides):
+        lines += engine_quality(loaded, right, parts, replace(compute, activation_bits=8))
+    for side in sides:
+        if side.name in {OURS, COARSE}:
+            continue
         if not side.scores:
             lines += _answers_quality(side, right, parts)
         for way, options in side.ways.items() if side.scores else ():

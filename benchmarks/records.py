@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROWS = RESULTS / "rows"
+OURS = "Twostroke"
+COARSE = "Twostroke, 8-bit activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,13 @@ class Record:
     @property
     def peers(self) -> list[str]:
         """The engines beside Twostroke, the best one first."""
-        names = {entry.engine: None for entry in self.entries if entry.engine != "Twostroke"}
+        names = {entry.engine: None for entry in self.entries if entry.engine not in {OURS, COARSE}}
         medians = {name: best.median for name in names if (best := self.best(name))}
         return sorted(medians, key=medians.__getitem__, reverse=not self.lower_is_better)
 
-    def ratio(self, peer: str) -> float | None:
+    def ratio(self, peer: str, engine: str = OURS) -> float | None:
         """Return how many times better Twostroke is than a peer; None without both."""
-        ours, theirs = self.best("Twostroke"), self.best(peer)
+        ours, theirs = self.best(engine), self.best(peer)
         if ours is None or theirs is None:
             return None
         ratio = ours.median / theirs.median

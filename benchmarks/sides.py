@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import environments
 from pipe import Worker, WorkerError
+from records import COARSE, OURS
 from report import note
 from twostroke.models import build_program
 from twostroke.program import FLOAT16
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from twostroke.weights import LoadedModel
     from workload import Work
 
-OURS = "Twostroke"
 LLAMA = "llama.cpp"
 PEERS = ("llama.cpp", "vllm", "openvino", "transformers")
 _HERE = Path(__file__).parent
@@ -55,8 +55,8 @@ class Side:
         except WorkerError as error:
             self.failure = str(error)
             note(f"{self.name} {error}")
-            if self.name == OURS:
-                raise SystemExit(f"{OURS} {error}") from None
+            if self.name in {OURS, COARSE}:
+                raise SystemExit(f"{self.name} {error}") from None
             return None
 
 
@@ -114,7 +114,10 @@ def _sides(
     ours = ["--backend", given.backend, *(("--level", given.level) if given.level else ())]
     if kv_memory := _kv_memory(loaded, works):
         ours += ["--kv-memory", str(kv_memory)]
-    yield Side(OURS, worker(OURS, sys.executable, _script("twostroke"), model, *ours))
+    own = [sys.executable, _script("twostroke"), model, *ours]
+    yield Side(OURS, worker(OURS, *own))
+    if given.backend in {"auto", "cpu"}:
+        yield Side(COARSE, worker(COARSE, *own, "--activation-bits", "8"))
     if LLAMA in given.peers:
         python = environments.llama_python(given.llama_level, given.llama_env)
         flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}

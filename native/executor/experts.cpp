@@ -36,7 +36,7 @@ class Mixture {
 
   void run() {
     choose();
-    groups_.make(chosen_, num_rows_, num_generated_, op_.num_used, op_.num_experts);
+    groups_.make(op_, chosen_, num_rows_, num_generated_);
     const float* x = worker_.buffer(op_.x);
     const int64_t stride = worker_.stride(op_.x);
     prepare(kGate, kUp, op_.width,
@@ -248,9 +248,9 @@ MixtureBytes mixture_bytes(const Plan& plan, size_t index, const StepRecord& ste
   };
   const auto bytes_for = [&](int32_t weight) {
     const PackedWeight& matrix = plan.weights[static_cast<size_t>(weight)];
-    return prepared_bytes(matrix.type, RowKind::Generated, matrix.num_inputs,
+    return prepared_bytes(matrix.type, row_kind(op.precision, false), matrix.num_inputs,
                           padded(num_generated)) +
-           prepared_bytes(matrix.type, RowKind::Prompt, matrix.num_inputs,
+           prepared_bytes(matrix.type, row_kind(op.precision, true), matrix.num_inputs,
                           padded(step.num_rows - num_generated));
   };
   MixtureBytes bytes{0, 0, 0};
@@ -267,8 +267,10 @@ MixtureBytes mixture_bytes(const Plan& plan, size_t index, const StepRecord& ste
 
 }  // namespace
 
-void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_generated,
-                        int64_t num_used, int64_t num_experts) {
+void ExpertGroups::make(const OpRecord& op, const int32_t* choices, int64_t num_rows,
+                        int64_t num_generated) {
+  const int64_t num_used = op.num_used;
+  const int64_t num_experts = op.num_experts;
   const auto key = [&](int64_t row, int64_t rank) {
     const int64_t kind = row < num_generated ? 0 : num_experts;
     return static_cast<size_t>(kind + choices[row * num_used + rank]);
@@ -283,7 +285,7 @@ void ExpertGroups::make(const int32_t* choices, int64_t num_rows, int64_t num_ge
     const int64_t count = next_[static_cast<size_t>(i)];
     next_[static_cast<size_t>(i)] = begin;
     if (count == 0) continue;
-    const RowKind kind = i < num_experts ? RowKind::Generated : RowKind::Prompt;
+    const RowKind kind = row_kind(op.precision, i >= num_experts);
     groups.push_back(
         {kind, static_cast<int32_t>(i % num_experts), begin, count, {0, 0}, false, false});
     begin += count;

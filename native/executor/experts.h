@@ -42,8 +42,7 @@ struct ExpertGroups {
   void reserve(int64_t num_pairs, int64_t num_experts);
 
   /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt.
-  void make(const int32_t* chosen, int64_t num_rows, int64_t num_generated, int64_t num_used,
-            int64_t num_experts);
+  void make(const OpRecord& op, const int32_t* chosen, int64_t num_rows, int64_t num_generated);
 
   std::vector<ExpertGroup> groups;
   std::vector<int32_t> row_at;    // for each place

@@ -9,6 +9,13 @@
 
 namespace ts {
 
+RowKind row_kind(Precision precision, bool is_prompt) {
+  // Tiles are worth more than what coarse rows would save.
+  if (precision == Precision::Coarse && !(is_prompt && TS_LEVEL == 3)) return RowKind::Coarse;
+  if (!is_prompt) return RowKind::Generated;
+  return precision == Precision::Precise ? RowKind::PrecisePrompt : RowKind::Prompt;
+}
+
 namespace {
 
 constexpr int64_t kRowTile = 16;               // rows that are prepared together: at most
@@ -71,17 +78,13 @@ Prepared place(const Input& input, uint8_t* memory) {
   return prepared;
 }
 
-RowKind prompt_kind(const OpRecord& op) {
-  return op.is_precise != 0 ? RowKind::PrecisePrompt : RowKind::Prompt;
-}
-
 /// Input rows of which so many, in the order of the step, are of each kind.
 Input input_of(const Plan& plan, size_t index, int64_t num_generated, int64_t num_prompt) {
   return {plan.ops[index],
           plan.facts[index],
           nullptr,
-          {{RowKind::Generated, 0, num_generated},
-           {prompt_kind(plan.ops[index]), num_generated, num_prompt}}};
+          {{row_kind(plan.ops[index].precision, false), 0, num_generated},
+           {row_kind(plan.ops[index].precision, true), num_generated, num_prompt}}};
 }
 
 /// Normalizes or gathers up to 16 rows if need be, and prepares them.
@@ -328,11 +331,11 @@ void run_logits(Worker& worker, size_t index) {
   for (int64_t begin = 0; begin < record.num_sampled; begin += kLogitRows) {
     const int64_t end = std::min<int64_t>(begin + kLogitRows, record.num_sampled);
     const int64_t middle = std::clamp(num_generated, begin, end);
-    const Input input{
-        op,
-        worker.plan.facts[index],
-        rows,
-        {{RowKind::Generated, begin, middle - begin}, {prompt_kind(op), middle, end - middle}}};
+    const Input input{op,
+                      worker.plan.facts[index],
+                      rows,
+                      {{row_kind(op.precision, false), begin, middle - begin},
+                       {row_kind(op.precision, true), middle, end - middle}}};
     const Prepared prepared = prepare(worker, input);
     float* logits =
         record.logits == nullptr ? worker.plan.logits.floats() : record.logits + begin * vocab_size;

@@ -7,6 +7,9 @@
 
 namespace ts {
 
+/// How rows are prepared for the products of an operation.
+RowKind row_kind(Precision precision, bool is_prompt);
+
 /// `index` is the operation's place in the plan.
 void run_linear(Worker& worker, size_t index);
 void run_gated(Worker& worker, size_t index);

@@ -29,6 +29,10 @@ enum class OpKind : int32_t {
   Experts = 11,    // outputs[0] = mixture of experts of x, the scores being y
 };
 
+/// How an operation's products are computed. Plain: 15 bits of an activation, on AMX bfloat16 tiles
+/// for prompt rows. Precise: tiles split in two. Coarse: 8 bits of an activation in place of 15.
+enum class Precision : int32_t { Plain = 0, Precise = 1, Coarse = 2 };
+
 /// What becomes of a product once it is computed.
 enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };
 
@@ -68,9 +72,9 @@ struct OpRecord {
   int32_t window;     // Attention: each row sees so many keys up to its own, 0: all
   int32_t first_expert;
   int32_t num_experts;
-  int32_t num_used;    // experts of a row
-  int32_t normalize;   // Experts: whether the shares of a row's experts sum to one
-  int32_t is_precise;  // Linear, Gated, Logits: prompt rows are RowKind::PrecisePrompt
+  int32_t num_used;     // experts of a row
+  int32_t normalize;    // Experts: whether the shares of a row's experts sum to one
+  Precision precision;  // Linear, Gated, Logits, Experts
   int32_t num_outputs;
   OutputRecord outputs[kMaxOutputs];
 };

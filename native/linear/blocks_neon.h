@@ -62,9 +62,9 @@ TS_INLINE void read_part(const uint8_t* group, int64_t block, int sub, int part,
 }
 
 /// Adds a sub-block's part to the sums of rows [row, row + R).
-template <WeightType T, int R>
-TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock& block, int row,
-                        int sub, int part, Lanes sums[R]) {
+template <WeightType T, int R, int Planes>
+TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock<Planes>& block,
+                        int row, int sub, int part, Lanes sums[R]) {
   constexpr BlockFormat format = block_format(T);
   constexpr int offset = offset_beside(format);
   const PartCodes<T> codes = load_part<T>(group + format.quant_offset(index) + 16 * part, sub);
@@ -77,7 +77,7 @@ TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock& b
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
     const int32x4_t start = vdupq_n_s32(offset == 0 ? 0 : offset * minus_sum[r]);
-    const int32x4_t dots = dot_row<T>(codes, bytes + 64 * r, sub, start);
+    const int32x4_t dots = dot_row<T, Planes>(codes, bytes + block.kRowBytes * r, sub, start);
     const float32x4_t factor = vmulq_n_f32(scale, block.scale[row + r]);
     float32x4_t sum = vfmaq_f32(sums[r].v[part], vcvtq_f32_s32(dots), factor);
     if constexpr (format.has_minimum) sum = vfmaq_n_f32(sum, minimum, scaled_sum[r]);
@@ -86,9 +86,9 @@ TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock& b
 }
 
 /// `panel` holds 8 rows; rows [row, row + R) of them are computed.
-template <WeightType T, int R>
-void multiply_blocks(const uint8_t* group, const PanelBlock* panel, int row, int64_t num_blocks,
-                     Lanes out[R]) {
+template <WeightType T, int R, int Planes>
+void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int row,
+                     int64_t num_blocks, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
   TS_UNROLL
   for (int r = 0; r < R; ++r) out[r] = zero_lanes();

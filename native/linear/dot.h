@@ -2,11 +2,11 @@
 //
 // Every level computes the same integers: sum of (code - offset) * q, where a format with a table
 // looks its codes up first. All partial sums fit in int32. A level defines
-//   store_activations(q, row): lays 32 quantized numbers into a row's 64 bytes,
+//   store_activations<Planes>(q, row): lays 32 quantized numbers into a row's bytes,
 //   Codes<T>, load_codes<T>(quants): a block's codes, as far as it pays to unpack them for all
 //   rows, dot_sub<T, R>(codes, block, row, sub, sums): sub-block `sub` x rows [row, row + R).
 // NEON goes by four outputs instead: PartCodes<T>, load_part<T>(quants, sub) and
-//   dot_row<T>(codes, row, sub, start).
+//   dot_row<T, Planes>(codes, row, sub, start).
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,16 @@ namespace ts {
 /// The rows' bytes of a block, at an address of which the compiler knows nothing: else GCC keeps a
 /// pointer for each row, or broadcasts for later use, and moves all these in and out of its few
 /// registers.
-inline const uint8_t* row_bytes(const PanelBlock& block, int row) {
+template <int Planes>
+inline const uint8_t* row_bytes(const PanelBlock<Planes>& block, int row) {
   const uint8_t* bytes = block.rows[row];
   asm("" : "+r"(bytes));
   return bytes;
 }
 
 /// What is taken back for each 1 of offset, for rows from `row` on.
-template <WeightType T>
-inline const int32_t* minus_sums(const PanelBlock& block, int row, int sub) {
+template <WeightType T, int Planes>
+inline const int32_t* minus_sums(const PanelBlock<Planes>& block, int row, int sub) {
   return block.minus_sum[sum_index(block_format(T).num_subs, sub)] + row;
 }
 

@@ -1,6 +1,7 @@
 // Dot products with VNNI: bytes of codes x two int8 planes of activations.
 //
-// A row's 64 bytes are two planes, q = 128 hi + lo: 32 x hi in [-127, 127], 32 x lo.
+// A row's 64 bytes are two planes, q = 128 hi + lo: 32 x hi in [-127, 127], 32 x lo. A coarse row
+// has 32 bytes: a plane of q.
 #pragma once
 
 #include <immintrin.h>
@@ -12,10 +13,15 @@
 
 namespace ts {
 
+template <int Planes>
 inline void store_activations(const int32_t* q, uint8_t* row) {
   TS_UNROLL
   for (int i = 0; i < kBlockSize; i += kGroupSize) {
     const __m512i values = _mm512_loadu_si512(q + i);
+    if constexpr (Planes == 1) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), _mm512_cvtepi32_epi8(values));
+      continue;
+    }
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
     const __m512i low = _mm512_sub_epi32(values, _mm512_slli_epi32(high, 7));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), _mm512_cvtepi32_epi8(high));
@@ -76,8 +82,8 @@ inline __m512i high_start(const int32_t* minus_sum) {
 }
 
 /// Takes back any other offset.
-template <WeightType T>
-inline __m512i take_back(__m512i sum, const PanelBlock& block, int row, int sub) {
+template <WeightType T, int Planes>
+inline __m512i take_back(__m512i sum, const PanelBlock<Planes>& block, int row, int sub) {
   constexpr int offset = block_format(T).offset;
   if constexpr (offset == 0 || offset == 128) return sum;
   if constexpr (T == WeightType::Q4_0) {
@@ -87,49 +93,48 @@ inline __m512i take_back(__m512i sum, const PanelBlock& block, int row, int sub)
   return _mm512_add_epi32(sum, _mm512_slli_epi32(minus_sum, shift_of(offset)));
 }
 
-/// Few rows: the planes in sums of their own, for shorter chains of dependent instructions.
-template <WeightType T, int R>
-TS_INLINE void dot_sub_apart(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
-                             Integers sums[R]) {
+/// sums += a sub-block's quads x one plane of R rows.
+template <WeightType T, int R, int Planes>
+TS_INLINE void dot_plane(const Codes<T>& codes, const uint8_t* bytes, int sub, Integers sums[R]) {
   constexpr int count = block_format(T).quads_per_sub();
-  const uint8_t* bytes = row_bytes(block, row);
-  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    __m512i high = high_start<T>(minus_sum + r);
-    __m512i low = take_back<T>(_mm512_setzero_si512(), block, row + r, sub);
-    TS_UNROLL
-    for (int i = sub * count; i < (sub + 1) * count; ++i) {
-      dot_accumulate(&high, codes.quads[i], bytes + 64 * r + 4 * i);
-      dot_accumulate(&low, codes.quads[i], bytes + 64 * r + kBlockSize + 4 * i);
-    }
-    sums[r].v = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
-  }
-}
-
-template <WeightType T, int R>
-TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
-                       Integers sums[R]) {
-  if constexpr (R <= 2) return dot_sub_apart<T, R>(codes, block, row, sub, sums);
-  constexpr int count = block_format(T).quads_per_sub();
-  const uint8_t* bytes = row_bytes(block, row);
-  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(minus_sum + r);
-  TS_UNROLL
-  for (int i = sub * count; i < (sub + 1) * count; ++i) {
-    TS_UNROLL
-    for (int r = 0; r < R; ++r) dot_accumulate(&sums[r].v, codes.quads[i], bytes + 64 * r + 4 * i);
-  }
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
   TS_UNROLL
   for (int i = sub * count; i < (sub + 1) * count; ++i) {
     TS_UNROLL
     for (int r = 0; r < R; ++r) {
-      dot_accumulate(&sums[r].v, codes.quads[i], bytes + 64 * r + kBlockSize + 4 * i);
+      dot_accumulate(&sums[r].v, codes.quads[i], bytes + Planes * kBlockSize * r + 4 * i);
     }
   }
+}
+
+/// Few rows: the planes in sums of their own, for shorter chains of dependent instructions.
+template <WeightType T, int R>
+TS_INLINE void dot_sub_apart(const Codes<T>& codes, const PanelBlock<2>& block, int row, int sub,
+                             Integers sums[R]) {
+  const uint8_t* bytes = row_bytes(block, row);
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    Integers high = {high_start<T>(minus_sum + r)};
+    Integers low = {take_back<T>(_mm512_setzero_si512(), block, row + r, sub)};
+    dot_plane<T, 1, 2>(codes, bytes + 64 * r, sub, &high);
+    dot_plane<T, 1, 2>(codes, bytes + 64 * r + kBlockSize, sub, &low);
+    sums[r].v = _mm512_add_epi32(_mm512_slli_epi32(high.v, 7), low.v);
+  }
+}
+
+/// The shift makes an offset of 128 of what the sums start from; with one plane it comes first.
+template <WeightType T, int R, int Planes>
+TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
+                       Integers sums[R]) {
+  if constexpr (Planes == 2 && R <= 2) return dot_sub_apart<T, R>(codes, block, row, sub, sums);
+  const uint8_t* bytes = row_bytes(block, row);
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(minus_sum + r);
+  if constexpr (Planes == 2) dot_plane<T, R, Planes>(codes, bytes, sub, sums);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
+  dot_plane<T, R, Planes>(codes, bytes + (Planes - 1) * kBlockSize, sub, sums);
   TS_UNROLL
   for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, block, row + r, sub);
 }

@@ -40,8 +40,13 @@ TS_INLINE uint8x16_t load_quad(const uint8_t* quants, int quad) {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
+template <int Planes>
 inline void store_activations(const int32_t* q, uint8_t* row) {
   for (int i = 0; i < kBlockSize; ++i) {
+    if constexpr (Planes == 1) {
+      row[i] = static_cast<uint8_t>(q[i]);
+      continue;
+    }
     const int32_t high = (q[i] + 64) >> 7;
     row[i] = static_cast<uint8_t>(high);
     row[kBlockSize + i] = static_cast<uint8_t>(q[i] - high * 128);
@@ -92,7 +97,7 @@ TS_INLINE int32x4_t dot_four(int32x4_t sum, const int8x16_t* quads, const uint8_
 }
 
 /// start + codes x one row.
-template <WeightType T>
+template <WeightType T, int Planes>
 TS_INLINE int32x4_t dot_row(const PartCodes<T>& codes, const uint8_t* row, int sub,
                             int32x4_t start) {
   constexpr int count = block_format(T).quads_per_sub();
@@ -101,15 +106,21 @@ TS_INLINE int32x4_t dot_row(const PartCodes<T>& codes, const uint8_t* row, int s
   TS_UNROLL
   for (int i = 0; i < count; i += 4) {
     const uint8_t* activations = row + 4 * (sub * count + i);
-    high = dot_four(high, codes.quads + i, activations);
-    low = dot_four(low, codes.quads + i, activations + kBlockSize);
+    if constexpr (Planes == 1) {
+      low = dot_four(low, codes.quads + i, activations);
+    } else {
+      high = dot_four(high, codes.quads + i, activations);
+      low = dot_four(low, codes.quads + i, activations + kBlockSize);
+    }
   }
-  return vaddq_s32(vshlq_n_s32(high, 7), low);
+  return Planes == 1 ? low : vaddq_s32(vshlq_n_s32(high, 7), low);
 }
 
 #else
 
+template <int Planes>
 inline void store_activations(const int32_t* q, uint8_t* row) {
+  static_assert(Planes == 2);
   int16_t values[kBlockSize];
   for (int i = 0; i < kBlockSize; ++i) values[i] = static_cast<int16_t>(q[i]);
   std::memcpy(row, values, sizeof values);
@@ -147,7 +158,7 @@ TS_INLINE PartCodes<T> load_part(const uint8_t* quants, int sub) {
   return codes;
 }
 
-template <WeightType T>
+template <WeightType T, int Planes>
 TS_INLINE int32x4_t dot_row(const PartCodes<T>& codes, const uint8_t* row, int sub,
                             int32x4_t start) {
   constexpr int count = block_format(T).quads_per_sub();

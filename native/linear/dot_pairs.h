@@ -15,7 +15,9 @@
 
 namespace ts {
 
+template <int Planes>
 inline void store_activations(const int32_t* q, uint8_t* row) {
+  static_assert(Planes == 2);
   int16_t values[kBlockSize];
   for (int quad = 0; quad < kBlockSize; quad += 4) {
     values[quad] = static_cast<int16_t>(q[quad]);
@@ -138,8 +140,8 @@ TS_INLINE void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pa
   }
 }
 
-template <WeightType T, int R>
-TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+template <WeightType T, int R, int Planes>
+TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
                        Integers sums[R]) {
   constexpr int offset = block_format(T).offset;
   const int32_t* minus_sum = minus_sums<T>(block, row, sub);

@@ -11,7 +11,9 @@
 
 namespace ts {
 
+template <int Planes>
 inline void store_activations(const int32_t* q, uint8_t* row) {
+  static_assert(Planes == 2);
   int16_t values[kBlockSize];
   for (int i = 0; i < kBlockSize; ++i) values[i] = static_cast<int16_t>(q[i]);
   std::memcpy(row, values, sizeof values);
@@ -54,8 +56,8 @@ inline void load_input(const uint8_t* quants, int quad, int i, int16_t codes[kGr
   }
 }
 
-template <WeightType T, int R>
-inline void dot_sub(const Codes<T>& codes, const PanelBlock& block, int row, int sub,
+template <WeightType T, int R, int Planes>
+inline void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
                     Integers sums[R]) {
   constexpr int count = 4 * block_format(T).quads_per_sub();
   int16_t activations[R][kBlockSize];

@@ -35,16 +35,16 @@ inline void prefetch(const uint8_t* p) {
 #if !defined(__aarch64__)
 
 /// Block formats. `panel` holds 8 rows; rows [row, row + R) of them are computed.
-template <WeightType T, int R>
-void multiply_blocks(const uint8_t* group, const PanelBlock* panel, int row, int64_t num_blocks,
-                     Lanes out[R]) {
+template <WeightType T, int R, int Planes>
+void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int row,
+                     int64_t num_blocks, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
   ScaleReader<T> reader;
   Lanes sums[R];
   TS_UNROLL
   for (int r = 0; r < R; ++r) sums[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
-    const PanelBlock& block = panel[index];
+    const PanelBlock<Planes>& block = panel[index];
     prefetch<format.block_bytes()>(group + index * format.block_bytes());
     const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
     reader.enter(group, index);

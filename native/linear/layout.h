@@ -168,15 +168,19 @@ bool with_type(WeightType type, const Visitor& visit) {
 }
 
 /// 32 inputs of 8 rows, quantized; panels of 8 rows follow each other, each with all its blocks.
-/// What a row's 64 bytes hold is the level's own business (two int8 planes, or int16).
+/// What a row's bytes hold is the level's own business: two int8 planes, or one for activations of
+/// 8 bits, or int16, which counts as two.
+template <int Planes>
 struct alignas(64) PanelBlock {
-  uint8_t rows[kPanelRows][64];
+  static constexpr int kRowBytes = Planes * kBlockSize;
+
+  uint8_t rows[kPanelRows][kRowBytes];
   float scale[kPanelRows];
   float scaled_sum[3][kPanelRows];   // scale * sum of q: of all 32, of the first 16, of the others
   int32_t minus_sum[3][kPanelRows];  // -(sum of q), likewise
   int32_t minus_eight_sum[kPanelRows];  // -8 (sum of all q), which spares Q4_0 a shift
 };
-static_assert(sizeof(PanelBlock) == 768);
+static_assert(sizeof(PanelBlock<1>) == 512 && sizeof(PanelBlock<2>) == 768);
 
 /// Which of a panel's sums belong to sub-block `sub` of `num_subs`.
 constexpr int sum_index(int num_subs, int sub) { return num_subs - 1 + sub; }
@@ -187,15 +191,26 @@ struct alignas(64) FloatBlock {
   float rows[kPanelRows][kFloatsPerLine];
 };
 
-/// What the rows were made into. Tiles: 16 rows x 32 inputs of bfloat16, 1 KB each; split tiles:
-/// each followed by that of what rounding took away.
-enum class Preparation { Blocks, Floats, Tiles, SplitTiles };
+/// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8. Tiles: 16
+/// rows x 32 inputs of bfloat16, 1 KB each; split tiles: each followed by that of what rounding
+/// took away.
+enum class Preparation { Blocks, CoarseBlocks, Floats, Tiles, SplitTiles };
 
 constexpr Preparation preparation(WeightType type, RowKind kind) {
-  if (TS_LEVEL == 3 && kind != RowKind::Generated && type != WeightType::F32) {
-    return kind == RowKind::PrecisePrompt ? Preparation::SplitTiles : Preparation::Tiles;
+  if (TS_LEVEL == 3 && type != WeightType::F32) {
+    if (kind == RowKind::Prompt) return Preparation::Tiles;
+    if (kind == RowKind::PrecisePrompt) return Preparation::SplitTiles;
   }
-  return is_block_format(type) ? Preparation::Blocks : Preparation::Floats;
+  if (!is_block_format(type)) return Preparation::Floats;
+  return kind == RowKind::Coarse ? Preparation::CoarseBlocks : Preparation::Blocks;
 }
+
+/// Planes of int8 that coarse blocks take. Levels without planes keep their layout and the kernels
+/// that they have: the integers are merely smaller.
+#if TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
+constexpr int kCoarsePlanes = 1;
+#else
+constexpr int kCoarsePlanes = 2;
+#endif
 
 }  // namespace ts

@@ -10,8 +10,9 @@
 // q = round(x / scale), so that integer dot products are exact in int32 over the 16 or 32 inputs
 // that share a scale of the weight; then one float multiply-add for each of these sub-blocks (and
 // one more for its minimum), in their order. A block whose amax is below 2^-100 counts as zero; one
-// with an infinity or a NaN gives NaN. F32, F16 and BF16 weights meet float32
-// activations: even and odd inputs are summed apart, in order, then added.
+// with an infinity or a NaN gives NaN. Coarse rows have activations of 8 bits instead, scale = amax
+// / 127. F32, F16 and BF16 weights meet float32 activations, whatever the kind of row: even and odd
+// inputs are summed apart, in order, then added.
 // The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead: weights and
 // activations are rounded to bfloat16, for precise rows to the sum of two, of which the product of
 // the two small terms is left out.
@@ -45,6 +46,7 @@ enum class RowKind : int32_t {
   Generated = 0,
   Prompt = 1,
   PrecisePrompt = 2,  // a prompt's, where small differences have large consequences
+  Coarse = 3,         // any, with activations of 8 bits where weights are quantized
 };
 
 /// Outputs come in groups of this many; the last group is padded with zeros.

@@ -32,7 +32,9 @@ void store_group(const Lanes& sums, float* out, int64_t num_columns, bool accumu
   }
 }
 
-/// A product in progress: everything but the group and the rows.
+/// A product in progress: everything but the group and the rows. `Planes` are those of prepared
+/// blocks.
+template <int Planes>
 struct Product {
   const PackedWeight& weight;
   const uint8_t* prepared;
@@ -44,14 +46,14 @@ struct Product {
 };
 
 /// Rows [row, row + R) of a panel against one group.
-template <WeightType T, int R>
-void multiply_rows(const Product& product, int64_t group, int64_t panel, int row) {
+template <WeightType T, int R, int Planes>
+void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row) {
   const int64_t size = group_bytes(T, product.weight.num_inputs);
   const int64_t num_blocks = product.num_blocks();
   const uint8_t* data = product.weight.data + group * size;
   Lanes sums[R];
   if constexpr (is_block_format(T)) {
-    const auto* blocks = reinterpret_cast<const PanelBlock*>(product.prepared);
+    const auto* blocks = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared);
     multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
   } else {
     const auto* lines = reinterpret_cast<const FloatBlock*>(product.prepared);
@@ -66,8 +68,9 @@ void multiply_rows(const Product& product, int64_t group, int64_t panel, int row
 }
 
 /// Cuts rows [row, num_rows) of a panel into powers of two, largest first.
-template <WeightType T>
-void multiply_panel(const Product& product, int64_t group, int64_t panel, int row, int num_rows) {
+template <WeightType T, int Planes>
+void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel, int row,
+                    int num_rows) {
   constexpr int largest = max_kernel_rows<T>();
   if constexpr (largest >= 8) {
     for (; row + 8 <= num_rows; row += 8) multiply_rows<T, 8>(product, group, panel, row);
@@ -82,8 +85,8 @@ void multiply_panel(const Product& product, int64_t group, int64_t panel, int ro
 }
 
 /// Rows [row_begin, row_end) against groups few at a time: read from the packed form each time.
-template <WeightType T>
-void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
+template <WeightType T, int Planes>
+void multiply_packed(const Product<Planes>& product, int64_t row_begin, int64_t row_end,
                      int64_t group_begin, int64_t group_end) {
   const int64_t size = group_bytes(T, product.weight.num_inputs);
   const int64_t step = std::max(int64_t{1}, kCachedGroupBytes / size);
@@ -106,10 +109,10 @@ void multiply_packed(const Product& product, int64_t row_begin, int64_t row_end,
 constexpr int64_t kCachedRowBytes = 1024 * 1024;
 
 /// G groups against rows [row_begin, row_end), a few blocks of inputs at a time.
-template <WeightType T, int G>
+template <WeightType T, int G, int Planes>
 class WideProduct {
  public:
-  WideProduct(const Product& product, int64_t row_begin, int64_t row_end)
+  WideProduct(const Product<Planes>& product, int64_t row_begin, int64_t row_end)
       : product_(product), row_begin_(row_begin), row_end_(row_end) {
     static thread_local Scratch blocks;
     static thread_local Scratch sums;
@@ -151,10 +154,10 @@ class WideProduct {
   int64_t num_parts() const { return (row_end_ - row_begin_) / kWideRows; }
 
   void add(int64_t begin, int64_t end, NextBlocks next) {
-    const auto* panels = reinterpret_cast<const PanelBlock*>(product_.prepared);
+    const auto* panels = reinterpret_cast<const PanelBlock<Planes>*>(product_.prepared);
     for (int64_t part = 0; part < num_parts(); ++part) {
       const int64_t row = row_begin_ + part * kWideRows;
-      const PanelBlock* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
+      const PanelBlock<Planes>* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
       multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
           blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
           sums_[part].lanes);
@@ -173,7 +176,7 @@ class WideProduct {
     }
   }
 
-  const Product& product_;
+  const Product<Planes>& product_;
   int64_t row_begin_;
   int64_t row_end_;
   Block* blocks_;
@@ -181,18 +184,18 @@ class WideProduct {
 };
 
 /// Rows in fours (on AMX in eights), groups in threes and twos.
-template <WeightType T>
-void multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_end,
+template <WeightType T, int Planes>
+void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_t row_end,
                        int64_t group_begin, int64_t group_end) {
 #if TS_LEVEL == 3
   const TileSession session(byte_tiles(WideShape<T>::num_subs));
 #endif
-  WideProduct<T, 3> threes(product, row_begin, row_end);
+  WideProduct<T, 3, Planes> threes(product, row_begin, row_end);
   int64_t group = group_begin;
   for (; wide_groups(group_end - group) == 3; group += 3) {
     threes.multiply(group, group + 6 <= group_end);
   }
-  WideProduct<T, 2> twos(product, row_begin, row_end);
+  WideProduct<T, 2, Planes> twos(product, row_begin, row_end);
   for (; wide_groups(group_end - group) == 2; group += 2) {
     twos.multiply(group, group + 4 <= group_end);
   }
@@ -202,14 +205,14 @@ void multiply_unpacked(const Product& product, int64_t row_begin, int64_t row_en
 #endif
 
 /// Chooses by the number of rows how weights are read; every way gives the same bits.
-template <WeightType T>
-void multiply_groups(const Product& product, int64_t num_rows, int64_t group_begin,
+template <WeightType T, int Planes>
+void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                      int64_t group_end) {
   int64_t row = 0;
 #if TS_LEVEL >= 2
   if constexpr (is_block_format(T)) {
     const int64_t row_bytes =
-        product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock)) / kPanelRows;
+        product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock<Planes>)) / kPanelRows;
     const int64_t step =
         std::max(kPanelRows, kCachedRowBytes / row_bytes / kPanelRows * kPanelRows);
     const int64_t num_wide_rows =
@@ -224,26 +227,35 @@ void multiply_groups(const Product& product, int64_t num_rows, int64_t group_beg
   if (row < num_rows) multiply_packed<T>(product, row, num_rows, group_begin, group_end);
 }
 
+template <int Planes>
+void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
+                   int64_t group_end) {
+  with_type(product.weight.type,
+            [&](auto type) { multiply_groups<type()>(product, num_rows, group_begin, group_end); });
+}
+
 }  // namespace
 
 void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
               int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
               bool accumulate) {
-#if TS_LEVEL == 3
+  const auto* bytes = static_cast<const uint8_t*>(prepared);
   const Preparation form = preparation(weight.type, kind);
+#if TS_LEVEL == 3
   if (form == Preparation::Tiles || form == Preparation::SplitTiles) {
-    multiply_tiles({weight, static_cast<const uint8_t*>(prepared), form == Preparation::SplitTiles,
-                    num_rows, out, out_stride, accumulate},
-                   group_begin, group_end);
+    multiply_tiles(
+        {weight, bytes, form == Preparation::SplitTiles, num_rows, out, out_stride, accumulate},
+        group_begin, group_end);
     return;
   }
-#else
-  (void)kind;
 #endif
-  const Product product = {weight, static_cast<const uint8_t*>(prepared), out, out_stride,
-                           accumulate};
-  with_type(weight.type,
-            [&](auto type) { multiply_groups<type()>(product, num_rows, group_begin, group_end); });
+  if (form == Preparation::CoarseBlocks) {
+    const Product<kCoarsePlanes> product = {weight, bytes, out, out_stride, accumulate};
+    multiply_type(product, num_rows, group_begin, group_end);
+  } else {
+    const Product<2> product = {weight, bytes, out, out_stride, accumulate};
+    multiply_type(product, num_rows, group_begin, group_end);
+  }
 }
 
 }  // namespace ts

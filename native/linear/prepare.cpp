@@ -13,6 +13,7 @@ namespace ts {
 namespace {
 
 constexpr float kMaxQuant = 16256.0F;  // 127 * 128: the high plane stays within [-127, 127]
+constexpr float kMaxCoarseQuant = 127.0F;
 
 /// The largest magnitude of 32 numbers as its bits: as integers, magnitudes keep their order and
 /// NaN comes last.
@@ -24,13 +25,15 @@ int32_t largest_bits(const float* x) {
   return largest;
 }
 
-/// Quantizes 32 numbers of one row; 1 / scale stays finite because tiny blocks count as zero.
-void prepare_block(const float* x, PanelBlock* block, int64_t row) {
+/// Quantizes 32 numbers of one row to [-max_quant, max_quant]; 1 / scale stays finite because tiny
+/// blocks count as zero.
+template <int Planes>
+void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, int64_t row) {
   const int32_t largest = largest_bits(x);
   const float amax = float_from_bits(static_cast<uint32_t>(largest));
   const bool is_finite = largest < 0x7f800000;
   const bool usable = amax >= 0x1p-100f && is_finite;
-  const float scale = usable ? amax / kMaxQuant : 0.0F;
+  const float scale = usable ? amax / max_quant : 0.0F;
   const float inverse = usable ? 1.0F / scale : 0.0F;
   // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
   constexpr float magic = 12582912.0F;
@@ -40,7 +43,7 @@ void prepare_block(const float* x, PanelBlock* block, int64_t row) {
   for (int i = 0; i < kBlockSize; ++i) {
     q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
   }
-  store_activations(q, block->rows[row]);
+  store_activations<Planes>(q, block->rows[row]);
   block->scale[row] = is_finite ? scale : float_from_bits(0x7fc00000U);
   // Integers below 2^24: exact in float32, in any order.
   const Lanes minus_magic = broadcast(-magic);
@@ -54,11 +57,13 @@ void prepare_block(const float* x, PanelBlock* block, int64_t row) {
   block->minus_eight_sum[row] = 8 * block->minus_sum[0][row];
 }
 
-void prepare_blocks(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+template <int Planes>
+void prepare_blocks(const float* x, int64_t num_inputs, float max_quant, int64_t row,
+                    void* prepared) {
   const int64_t num_blocks = num_inputs / kBlockSize;
-  PanelBlock* panel = static_cast<PanelBlock*>(prepared) + row / kPanelRows * num_blocks;
+  auto* panel = static_cast<PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks;
   for (int64_t block = 0; block < num_blocks; ++block) {
-    prepare_block(x + block * kBlockSize, panel + block, row % kPanelRows);
+    prepare_block<Planes>(x + block * kBlockSize, max_quant, panel + block, row % kPanelRows);
   }
 }
 
@@ -106,7 +111,9 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
   const int64_t num_panels = round_up(num_rows, kPanelRows) / kPanelRows;
   switch (preparation(type, kind)) {
     case Preparation::Blocks:
-      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock));
+      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<2>));
+    case Preparation::CoarseBlocks:
+      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<kCoarsePlanes>));
     case Preparation::Floats:
       return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
     case Preparation::Tiles:
@@ -123,7 +130,9 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
   for (int64_t row = row_begin; row < row_end; ++row) {
     const float* values = x + row * x_stride;
     if (form == Preparation::Blocks) {
-      prepare_blocks(values, num_inputs, row, prepared);
+      prepare_blocks<2>(values, num_inputs, kMaxQuant, row, prepared);
+    } else if (form == Preparation::CoarseBlocks) {
+      prepare_blocks<kCoarsePlanes>(values, num_inputs, kMaxCoarseQuant, row, prepared);
     } else if (form == Preparation::Floats) {
       prepare_floats(values, num_inputs, row, prepared);
     } else {
@@ -133,7 +142,8 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
 }
 
 bool same_preparation(WeightType a, WeightType b) {
-  constexpr RowKind kinds[] = {RowKind::Generated, RowKind::Prompt, RowKind::PrecisePrompt};
+  constexpr RowKind kinds[] = {RowKind::Generated, RowKind::Prompt, RowKind::PrecisePrompt,
+                               RowKind::Coarse};
   return std::all_of(std::begin(kinds), std::end(kinds),
                      [&](RowKind kind) { return preparation(a, kind) == preparation(b, kind); });
 }

@@ -49,8 +49,8 @@ struct NextBlocks {
 
 /// Adds unpacked blocks of G groups to the sums of a panel's rows from `row` on, or writes them
 /// if these are the first blocks. Meanwhile the next ones are fetched into the second-level cache.
-template <int NumSubs, bool HasMinimum, int G>
-void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock* panel, int row,
+template <int NumSubs, bool HasMinimum, int G, int Planes>
+void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock<Planes>* panel, int row,
                    int64_t num_blocks, const NextBlocks& next, bool is_first,
                    Lanes in_out[kWideRows][G]) {
   Lanes sums[kWideRows][G];

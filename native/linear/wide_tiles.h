@@ -26,7 +26,7 @@ inline TileConfig byte_tiles(int num_subs) {
   return config;
 }
 
-/// Integer sums of one sub-block, eight rows and one group, for each plane.
+/// Integer sums of one sub-block, eight rows and one group, for each plane; the only one is high.
 struct alignas(64) PlaneSums {
   int32_t high[kPanelRows][kGroupSize];
   int32_t low[kPanelRows][kGroupSize];
@@ -34,55 +34,63 @@ struct alignas(64) PlaneSums {
 
 /// Tiles 4 and 5 x `quads`, which are `stride` bytes apart. Groups take turns with the other tiles,
 /// so that one's products need not wait for the other's sums to be stored.
-template <bool IsOdd>
+template <bool IsOdd, int Planes>
 TS_INLINE void dot_tiles(const uint8_t* quads, int64_t stride, PlaneSums* sums) {
   if constexpr (IsOdd) {
     TS_TILE_LOAD(7, quads, stride);
     TS_TILE_ZERO(2);
     TS_TILE_DOT_BYTES(2, 4, 7);
-    TS_TILE_ZERO(3);
-    TS_TILE_DOT_BYTES(3, 5, 7);
+    if constexpr (Planes == 2) {
+      TS_TILE_ZERO(3);
+      TS_TILE_DOT_BYTES(3, 5, 7);
+      TS_TILE_STORE(3, sums->low, 64);
+    }
     TS_TILE_STORE(2, sums->high, 64);
-    TS_TILE_STORE(3, sums->low, 64);
   } else {
     TS_TILE_LOAD(6, quads, stride);
     TS_TILE_ZERO(0);
     TS_TILE_DOT_BYTES(0, 4, 6);
-    TS_TILE_ZERO(1);
-    TS_TILE_DOT_BYTES(1, 5, 6);
+    if constexpr (Planes == 2) {
+      TS_TILE_ZERO(1);
+      TS_TILE_DOT_BYTES(1, 5, 6);
+      TS_TILE_STORE(1, sums->low, 64);
+    }
     TS_TILE_STORE(0, sums->high, 64);
-    TS_TILE_STORE(1, sums->low, 64);
   }
 }
 
 /// The shift by 7 makes the 128 of signed weights of what is taken from the high sums.
-template <bool HasMinimum>
+template <bool HasMinimum, int Planes>
 TS_INLINE Lanes join_planes(const PlaneSums& sums, int row, int32_t minus_sum) {
+  if constexpr (Planes == 1) minus_sum *= 128;
   __m512i high = _mm512_load_si512(sums.high[row]);
   if constexpr (!HasMinimum) high = _mm512_add_epi32(high, _mm512_set1_epi32(minus_sum));
+  if constexpr (Planes == 1) return to_lanes({high});
   const __m512i low = _mm512_load_si512(sums.low[row]);
   return to_lanes({_mm512_add_epi32(_mm512_slli_epi32(high, 7), low)});
 }
 
 /// Adds one sub-block's part to the sums of a panel's rows, from the first on, and G groups.
-template <int NumSubs, bool HasMinimum, int G>
-TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int,
-                            int sub, Lanes sums[kWideRows][G]) {
+template <int NumSubs, bool HasMinimum, int G, int Planes>
+TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock<Planes>& panel,
+                            int, int sub, Lanes sums[kWideRows][G]) {
   constexpr int quads_per_sub = kQuads / NumSubs;
   const uint8_t* planes = panel.rows[0] + sub * kBlockSize / NumSubs;
   PlaneSums dots[G];
-  TS_TILE_LOAD(4, planes, 64);
-  TS_TILE_LOAD(5, planes + kBlockSize, 64);
-  dot_tiles<false>(block.quads[sub * quads_per_sub][0], G * 64, &dots[0]);
-  if constexpr (G > 1) dot_tiles<true>(block.quads[sub * quads_per_sub][1], G * 64, &dots[1]);
-  if constexpr (G > 2) dot_tiles<false>(block.quads[sub * quads_per_sub][2], G * 64, &dots[2]);
+  TS_TILE_LOAD(4, planes, panel.kRowBytes);
+  if constexpr (Planes == 2) TS_TILE_LOAD(5, planes + kBlockSize, panel.kRowBytes);
+  dot_tiles<false, Planes>(block.quads[sub * quads_per_sub][0], G * 64, &dots[0]);
+  if constexpr (G > 1)
+    dot_tiles<true, Planes>(block.quads[sub * quads_per_sub][1], G * 64, &dots[1]);
+  if constexpr (G > 2)
+    dot_tiles<false, Planes>(block.quads[sub * quads_per_sub][2], G * 64, &dots[2]);
   const int part = sum_index(NumSubs, sub);
   TS_UNROLL
   for (int g = 0; g < G; ++g) {
     const Lanes scale = load_lanes(block.scale[sub][g]);
     TS_UNROLL
     for (int r = 0; r < kWideRows; ++r) {
-      const Lanes dot = join_planes<HasMinimum>(dots[g], r, panel.minus_sum[part][r]);
+      const Lanes dot = join_planes<HasMinimum, Planes>(dots[g], r, panel.minus_sum[part][r]);
       sums[r][g] = multiply_add(dot, multiply(scale, broadcast(panel.scale[r])), sums[r][g]);
       if constexpr (HasMinimum) {
         const Lanes minimum = load_lanes(block.minimum[sub][g]);

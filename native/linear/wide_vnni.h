@@ -12,10 +12,10 @@
 
 namespace ts {
 
-/// sums += a sub-block's quads of G groups x one plane of four rows, whose bytes are 64 apart.
-template <int NumSubs, int G>
-TS_INLINE void dot_plane(const WideBlock<NumSubs, G>& block, int sub, const uint8_t* bytes,
-                         __m512i sums[kWideRows][G]) {
+/// sums += a sub-block's quads of G groups x one plane of four rows.
+template <int Planes, int NumSubs, int G>
+TS_INLINE void dot_wide_plane(const WideBlock<NumSubs, G>& block, int sub, const uint8_t* bytes,
+                              __m512i sums[kWideRows][G]) {
   constexpr int count = kQuads / NumSubs;
   TS_UNROLL
   for (int i = sub * count; i < (sub + 1) * count; ++i) {
@@ -25,7 +25,7 @@ TS_INLINE void dot_plane(const WideBlock<NumSubs, G>& block, int sub, const uint
     TS_UNROLL
     for (int r = 0; r < kWideRows; ++r) {
       int32_t four;
-      std::memcpy(&four, bytes + 64 * r + 4 * i, sizeof four);
+      std::memcpy(&four, bytes + Planes * kBlockSize * r + 4 * i, sizeof four);
       const __m512i activations = _mm512_set1_epi32(four);
       TS_UNROLL
       for (int g = 0; g < G; ++g) {
@@ -36,30 +36,32 @@ TS_INLINE void dot_plane(const WideBlock<NumSubs, G>& block, int sub, const uint
 }
 
 /// The shift by 7 makes the 128 of signed weights of what the sums start from.
-template <int NumSubs, bool HasMinimum, int G>
-TS_INLINE void dot_wide(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int row,
-                        int sub, __m512i sums[kWideRows][G]) {
+template <int NumSubs, bool HasMinimum, int G, int Planes>
+TS_INLINE void dot_wide(const WideBlock<NumSubs, G>& block, const PanelBlock<Planes>& panel,
+                        int row, int sub, __m512i sums[kWideRows][G]) {
   const uint8_t* bytes = row_bytes(panel, row);
   const int32_t* minus_sum = panel.minus_sum[sum_index(NumSubs, sub)] + row;
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
-    const __m512i start = HasMinimum ? _mm512_setzero_si512() : _mm512_set1_epi32(minus_sum[r]);
+    const int32_t minus_offset = Planes == 1 ? 128 * minus_sum[r] : minus_sum[r];
+    const __m512i start = HasMinimum ? _mm512_setzero_si512() : _mm512_set1_epi32(minus_offset);
     TS_UNROLL
     for (int g = 0; g < G; ++g) sums[r][g] = start;
   }
-  dot_plane(block, sub, bytes, sums);
+  dot_wide_plane<Planes>(block, sub, bytes, sums);
+  if constexpr (Planes == 1) return;
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) {
     TS_UNROLL
     for (int g = 0; g < G; ++g) sums[r][g] = _mm512_slli_epi32(sums[r][g], 7);
   }
-  dot_plane(block, sub, bytes + kBlockSize, sums);
+  dot_wide_plane<Planes>(block, sub, bytes + kBlockSize, sums);
 }
 
 /// Adds one sub-block's part to the sums of four rows and G groups.
-template <int NumSubs, bool HasMinimum, int G>
-TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock& panel, int row,
-                            int sub, Lanes sums[kWideRows][G]) {
+template <int NumSubs, bool HasMinimum, int G, int Planes>
+TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock<Planes>& panel,
+                            int row, int sub, Lanes sums[kWideRows][G]) {
   __m512i dots[kWideRows][G];
   dot_wide<NumSubs, HasMinimum, G>(block, panel, row, sub, dots);
   const float* scaled_sum = panel.scaled_sum[sum_index(NumSubs, sub)] + row;

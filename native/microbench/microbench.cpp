@@ -8,7 +8,7 @@
 // take one matrix of outputs x inputs (default 1536 x 768); `formats` such as Q4_1,Q8_0 chooses
 // some, and `kernels` among them attention and the kernels between products. The floor is the
 // longer of two times: reading the weights, or the keys and values, at the streaming bandwidth, and
-// multiplying at the peak of tiles, of dpbusd (two planes an activation), or of float32
+// multiplying at the peak of tiles, of dpbusd (two planes an activation, or one), or of float32
 // multiply-adds; for the kernels between products, reading and writing rows at the first-level
 // cache's bandwidth. All are measured first, in the same run.
 #include <string>
@@ -33,6 +33,7 @@ constexpr Format kFormats[] = {
     {"F16", 1, false, 512},  {"BF16", 30, false, 512}, {"F32", 0, false, 1024}};
 constexpr int32_t kGenerated = 0;
 constexpr int32_t kPrompt = 1;
+constexpr int32_t kCoarse = 3;
 
 /// The functions of one library.
 struct Library {
@@ -116,9 +117,10 @@ void measure(const Library& library, const Case& c, const Peaks& peaks) {
   const double macs = static_cast<double>(c.num_rows) *
                       static_cast<double>(c.num_matrices * c.num_outputs * c.num_inputs);
   double peak = c.format.blocks ? peaks.quantized_macs_s : peaks.float_macs_s;
+  if (c.kind == kCoarse) peak *= 2;  // one plane
   if (c.format.blocks || c.kind == kPrompt) peak = std::max(peak, peaks.tile_macs_s);
-  std::printf("%-6s %4ld rows  %6.2f MB", c.format.name, c.num_rows,
-              static_cast<double>(bytes) / 1e6);
+  std::printf("%-6s %4ld %s rows  %6.2f MB", c.format.name, c.num_rows,
+              c.kind == kCoarse ? "coarse" : "      ", static_cast<double>(bytes) / 1e6);
   print_rates(time, static_cast<double>(bytes), macs,
               std::max(static_cast<double>(bytes) / peaks.read_bytes_s, macs / peak));
   std::printf("  prepare %.1f us\n", prepare_s * 1e6);
@@ -171,6 +173,11 @@ int main(int argc, char** argv) {
       measure(library, {format, num_outputs, num_inputs, num_rows, copies, kGenerated}, peaks);
     }
     measure(library, {format, num_outputs, num_inputs, 512, 1, kPrompt}, peaks);
+    if (!format.blocks) continue;
+    for (const int64_t num_rows : {1, 4, 8, 16, 32}) {
+      measure(library, {format, num_outputs, num_inputs, num_rows, copies, kCoarse}, peaks);
+    }
+    measure(library, {format, num_outputs, num_inputs, 512, 1, kCoarse}, peaks);
   }
   if (argc <= 5 || std::strstr(argv[5], "kernels") != nullptr)
     measure_kernels(library.handle, footprint, peaks);

@@ -42,10 +42,10 @@ def test_engine_options_reach_their_fields() -> None:
         "--backend cpu --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
         "--page-size 32 --kv-format int8 --no-prefix-cache --strict-prefix --policy dynamic "
         "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9 "
-        "--speculate draft --draft small --drafts 4"
+        "--speculate draft --draft small --drafts 4 --activation-bits 8"
     )
     assert engine_options(given(serve.command, *line.split())) == EngineOptions(
-        ComputeOptions("cpu", 3, "avx2"),
+        ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
         SpeculationOptions("draft", "small", 4),
@@ -102,6 +102,11 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     [
         ("--backend reference --level avx2", "--level is the cpu backend's, not reference's."),
         ("--device cuda", "--device is the torch backend's: add --backend torch."),
+        ("--activation-bits 9", "--activation-bits must be 15 or 8, not 9."),
+        (
+            "--activation-bits 8 --backend reference",
+            "--activation-bits are the cpu backend's, not reference's.",
+        ),
         ("--threads 0", "--threads must be from 1 to 1024, not 0."),
         ("--page-size 17", "--page-size must be one of (16, 32, 64), not 17."),
         ("--kv-memory 0", "--kv-memory must be above 0 bytes, not 0."),

@@ -36,11 +36,19 @@ class Pair:
     shared: CpuBackend
 
     @classmethod
-    def of(cls, path: Path, level: str | None) -> Pair:
+    def of(cls, path: Path, level: str | None, activation_bits: int = 15) -> Pair:
         loaded = load_path(path)
         program = build_program(loaded.spec)
         plain, shared = (
-            CpuBackend(program, loaded.tensors, NUM_PAGES, 16, num_threads, level=level)
+            CpuBackend(
+                program,
+                loaded.tensors,
+                NUM_PAGES,
+                16,
+                num_threads,
+                level=level,
+                activation_bits=activation_bits,
+            )
             for num_threads in (1, 2)
         )
         return cls(plain, shared)
@@ -91,6 +99,24 @@ def windowed() -> Iterator[Pair]:
     pair.close()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[(level, name) for level in (None, "amx_emulated") for name in ("llama", "qwen3-moe")],
+    ids=lambda param: "-".join(filter(None, param)),
+)
+def coarse(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Activations of 8 bits."""
+    level, name = request.param
+    load_level(level or "portable")
+    sizes = replace(tiny_of(name), fmt="Q4_0", embedding_fmt="Q8_0")
+    path = write_tiny_gguf(tmp_path_factory.mktemp(name) / "tiny.gguf", sizes)
+    pair = Pair.of(path, level, activation_bits=8)
+    yield pair
+    pair.close()
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Iterator[Pair]:
     pair = Pair.of(smollm2_path, None)
@@ -120,6 +146,15 @@ def test_tokens_over_windows_and_int8_do_not_depend_on_the_schedule(
     chance = random.Random(seed)
     requests = random_requests(chance, 32, vocab_size=250, longest=80, most_output=60)
     assert_same_tokens(windowed, chance, requests, fewest_pages=30)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_with_8_bit_activations_do_not_depend_on_the_schedule(
+    coarse: Pair, seed: int
+) -> None:
+    chance = random.Random(seed)
+    requests = random_requests(chance, 24, vocab_size=280, longest=80, most_output=40)
+    assert_same_tokens(coarse, chance, requests, fewest_pages=10)
 
 
 @pytest.mark.model

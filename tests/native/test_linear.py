@@ -10,10 +10,12 @@ from support.native import IS_ARM, NEEDS, VECTOR_LEVELS
 from support.native_linear import (
     BF16,
     BLOCK_TYPES,
+    COARSE,
     F16,
     F32,
     FLOAT_TYPES,
     GENERATED,
+    MOST_8_BITS,
     NAMES,
     PRECISE_PROMPT,
     PROMPT,
@@ -79,6 +81,28 @@ def test_generated_rows_equal_the_twin_bit_for_bit(
     actual = lib.multiply(matrix, x)
     assert same_bits(actual, twin(matrix, x, fused))
     assert close(actual, matrix, x, 1e-4)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
+@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
+def test_coarse_rows_equal_the_twin_with_8_bits_bit_for_bit(
+    lib: Library, kind: int, shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = np.random.default_rng(num_rows)
+    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
+    x = random_rows(num_rows, matrix.exact.shape[1], rng)
+    fused = lib.name != "portable" or IS_ARM
+    actual = lib.multiply(matrix, x, COARSE)
+    assert same_bits(actual, multiply_blocks(matrix, x, fused, MOST_8_BITS))
+    assert close(actual, matrix, x, 1e-2)
+
+
+@pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
+def test_coarse_rows_meet_float_weights_as_generated_rows_do(lib: Library, kind: int) -> None:
+    rng = np.random.default_rng(12)
+    matrix = random_matrix(kind, (72, 192), rng)
+    x = random_rows(19, 192, rng)
+    assert same_bits(lib.multiply(matrix, x, COARSE), lib.multiply(matrix, x, GENERATED))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
@@ -164,8 +188,9 @@ def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
     rng = np.random.default_rng(6)
     matrix = random_matrix(kind, whole_blocks(kind, (200, 320)), rng)
     x = random_rows(33, matrix.exact.shape[1], rng)
-    first, second = (library(level).multiply(matrix, x) for level in VECTOR_LEVELS)
-    assert same_bits(first, second)
+    for row_kind in (GENERATED, COARSE):
+        first, second = (library(level).multiply(matrix, x, row_kind) for level in VECTOR_LEVELS)
+        assert same_bits(first, second)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
@@ -173,7 +198,9 @@ def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int
     rng = np.random.default_rng(7)
     matrix = random_matrix(kind, whole_blocks(kind, (48, 128)), rng)
     x = random_rows(9, matrix.exact.shape[1], rng)
-    assert same_bits(tiles.multiply(matrix, x), library("avx512").multiply(matrix, x))
+    for row_kind in (GENERATED, COARSE):
+        expected = library("avx512").multiply(matrix, x, row_kind)
+        assert same_bits(tiles.multiply(matrix, x, row_kind), expected)
 
 
 @pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
@@ -209,6 +236,8 @@ def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, 
     x *= rng.choice(np.array([-3, 3], np.float32), (40, 1))
     fused = lib.name != "portable" or IS_ARM
     assert same_bits(lib.multiply(matrix, x), multiply_blocks(matrix, x, fused))
+    coarse = multiply_blocks(matrix, x, fused, MOST_8_BITS)
+    assert same_bits(lib.multiply(matrix, x, COARSE), coarse)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)

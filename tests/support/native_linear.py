@@ -17,7 +17,8 @@ NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
 TYPES = tuple(NAMES)
 FLOAT_TYPES = (F32, F16, BF16)
 BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
-GENERATED, PROMPT, PRECISE_PROMPT = ROW_KINDS = 0, 1, 2
+GENERATED, PROMPT, PRECISE_PROMPT, COARSE = ROW_KINDS = 0, 1, 2, 3
+MOST_15_BITS, MOST_8_BITS = 16256, 127  # magnitudes of quantized activations
 
 
 def aligned(num_bytes: int) -> np.ndarray:
@@ -179,26 +180,28 @@ def random_rows(num_rows: int, num_inputs: int, rng: np.random.Generator) -> np.
 # The twins
 
 
-def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """15-bit activations: scales (rows, blocks) float32 and q (rows, blocks, 32) int64."""
+def quantize_rows(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Activations up to `most`: scales (rows, blocks) float32 and q (rows, blocks, 32) int64."""
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(axis=-1)
     usable = amax >= np.float32(2.0**-100)
-    scales = np.where(usable, amax / np.float32(16256), np.float32(0)).astype(np.float32)
+    scales = np.where(usable, amax / np.float32(most), np.float32(0)).astype(np.float32)
     with np.errstate(divide="ignore"):
         inverse = np.where(usable, np.float32(1) / scales, np.float32(0)).astype(np.float32)
     q = np.rint(blocks * inverse[..., None]).astype(np.int64)
-    assert np.abs(q).max(initial=0) <= 16256
+    assert np.abs(q).max(initial=0) <= most
     return scales, q
 
 
-def multiply_blocks(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
+def multiply_blocks(
+    matrix: Matrix, x: np.ndarray, fused: bool, most: int = MOST_15_BITS
+) -> np.ndarray:
     """The block formats' arithmetic, step by step: (rows, outputs) float32.
 
     `fused` multiply-adds round once: 64 bits of mantissa hold the product exactly, and the sum
     closely enough that a second rounding could only show in one case of 2^40.
     """
-    scales, q = quantize_rows(x)
+    scales, q = quantize_rows(x, most)
     parts = matrix.parts
     assert parts is not None
     num_subs, size = parts.quants.shape[1:]

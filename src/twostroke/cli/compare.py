@@ -11,7 +11,13 @@ import click
 
 from twostroke.cli.help import OneOf
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.config import BACKENDS, KV_FORMATS, CacheOptions, ComputeOptions
+from twostroke.core.config import (
+    ACTIVATION_BITS,
+    BACKENDS,
+    KV_FORMATS,
+    CacheOptions,
+    ComputeOptions,
+)
 from twostroke.core.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -32,6 +38,11 @@ _LAYERS_SHOWN: Final = 6
 @click.option(
     "--kv-formats",
     help="How the cpu reader stores keys and values: 'all', or such as f16,int8 [default: f16].",
+)
+@click.option(
+    "--activation-bits",
+    metavar="BITS",
+    help="What the cpu reader keeps of activations: 'all', or such as 15,8 [default: 15].",
 )
 @click.option("--against", metavar="MODEL", help="The model that is right [default: the same].")
 @click.option(
@@ -96,8 +107,12 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     for reader in _names(given["readers"], _READERS, "reader"):
         compute = _compute(reader, given)
         computes, caches = [compute], [CacheOptions()]
+        if reader == "cpu" and given["activation_bits"] is not None:
+            kept = _activation_bits(given["activation_bits"])
+            computes = [replace(compute, activation_bits=bits) for bits in kept]
         if reader == "cpu" and given["levels"] is not None:
-            computes = [replace(compute, level=level) for level in _levels(given["levels"])]
+            levels = _levels(given["levels"])
+            computes = [replace(one, level=level) for one in computes for level in levels]
         if reader == "cpu" and given["kv_formats"] is not None:
             caches = [CacheOptions(kv_format=name) for name in _kv_formats(given["kv_formats"])]
         subjects += [Subject(model, one, cache) for one in computes for cache in caches]
@@ -105,6 +120,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
     for name, reader, all_readers in (
         ("levels", "cpu", readers),
         ("kv_formats", "cpu", readers),
+        ("activation_bits", "cpu", readers),
         ("device", "torch", readers | {given["right"]}),
     ):
         if given[name] not in {None, "auto"} and reader not in all_readers:
@@ -125,6 +141,11 @@ def _levels(wanted: str) -> list[str]:
     if wanted == "all":
         return [name for name, report in reports.items() if report.startswith("runs")]
     return wanted.split(",")  # the cpu reader says which of them it does not know
+
+
+def _activation_bits(wanted: str) -> list[int]:
+    known = [str(bits) for bits in ACTIVATION_BITS]
+    return [int(b) for b in (known if wanted == "all" else _names(wanted, known, "number of bits"))]
 
 
 def _kv_formats(wanted: str) -> list[str]:

@@ -9,6 +9,7 @@ import click
 
 from twostroke.cli.help import ByteSize, OneOf, SectionOption
 from twostroke.core.config import (
+    ACTIVATION_BITS,
     BACKENDS,
     KV_FORMATS,
     POLICIES,
@@ -32,6 +33,7 @@ _NAMES: Final = {
     "threads": "--threads",
     "level": "--level",
     "device": "--device",
+    "activation bits": "--activation-bits",
     "page size": "--page-size",
     "kv_format": "--kv-format",
     "KV memory": "--kv-memory",
@@ -100,6 +102,14 @@ def compute_options(function: F) -> F:
         (("--threads",), {"type": int, "help": "Compute threads [default: one a core]."}),
         (("--level",), {"help": "Instruction set [default: the best here, see doctor]."}),
         (("--device",), {"default": "auto", "help": "Of the torch backend, such as cuda:1."}),
+        (
+            ("--activation-bits",),
+            {
+                "type": int,
+                "default": ACTIVATION_BITS[0],
+                "help": "Against quantized weights: 15, or 8 as others keep, which is faster.",
+            },
+        ),
         (
             ("--context-length",),
             {"type": int, "help": "Most tokens of prompt and answer [default: the model's]."},
@@ -197,7 +207,11 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
     """Take the engine's options out of `given` and build them."""
     with _named_as_options():
         compute = ComputeOptions(
-            given.pop("backend"), given.pop("threads"), given.pop("level"), given.pop("device")
+            given.pop("backend"),
+            given.pop("threads"),
+            given.pop("level"),
+            given.pop("device"),
+            given.pop("activation_bits"),
         )
         cache = CacheOptions(
             memory_bytes=given.pop("kv_memory"),

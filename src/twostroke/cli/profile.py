@@ -14,7 +14,13 @@ from twostroke.cli.fetch import fetch
 from twostroke.cli.help import OneOf
 from twostroke.cli.roofline import Point, Roof, Series, draw
 from twostroke.cli.terminal import printable, show_table
-from twostroke.core.config import BACKENDS, KV_FORMATS, CacheOptions, ComputeOptions
+from twostroke.core.config import (
+    ACTIVATION_BITS,
+    BACKENDS,
+    KV_FORMATS,
+    CacheOptions,
+    ComputeOptions,
+)
 from twostroke.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +84,13 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--kv-format", type=OneOf(KV_FORMATS), default="auto", help="How keys and values are stored."
 )
+@click.option(
+    "--activation-bits",
+    type=int,
+    default=ACTIVATION_BITS[0],
+    show_default=True,
+    help="Against quantized weights.",
+)
 @click.option("--backend", type=OneOf(BACKENDS), default="auto", hidden=True)
 def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     """Measure what each operation of a step takes, beside the least that this machine needs.
@@ -93,7 +106,12 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
         _shapes(given),
         given["steps"],
         given["layers"],
-        ComputeOptions(given["backend"], given["threads"], given["level"]),
+        ComputeOptions(
+            given["backend"],
+            given["threads"],
+            given["level"],
+            activation_bits=given["activation_bits"],
+        ),
         CacheOptions(kv_format=given["kv_format"]),
     )
     fetch(model, quiet=as_json)

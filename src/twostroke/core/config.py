@@ -10,6 +10,7 @@ from twostroke.core.errors import UsageError, nearest
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
+ACTIVATION_BITS: Final = (15, 8)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 SPECULATE: Final = ("auto", "off", "ngram", "draft")
 MAX_DRAFTS: Final = 24  # behind one request in one step
@@ -20,13 +21,16 @@ class ComputeOptions:
     """Who computes: the backend, its threads, and the instruction-set level of the cpu backend.
 
     `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
-    one of several.
+    one of several. `activation_bits` is what the cpu backend keeps of an activation that meets
+    quantized weights: 8 take up to half of the time of 15, and change answers as other engines that
+    keep 8 do (docs/adr/0019-eight-bits-as-a-choice.md).
     """
 
     backend: str = "auto"
     num_threads: int | None = None
     level: str | None = None
     device: str = "auto"
+    activation_bits: int = ACTIVATION_BITS[0]
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
@@ -35,6 +39,11 @@ class ComputeOptions:
             raise UsageError(f"threads must be from 1 to 1024, not {self.num_threads}.")
         if self.level is not None and self.backend not in {"auto", "cpu"}:
             raise UsageError(f"level is the cpu backend's, not {self.backend}'s.")
+        if self.activation_bits not in ACTIVATION_BITS:
+            bits = " or ".join(map(str, ACTIVATION_BITS))
+            raise UsageError(f"activation bits must be {bits}, not {self.activation_bits}.")
+        if self.activation_bits != ACTIVATION_BITS[0] and self.backend not in {"auto", "cpu"}:
+            raise UsageError(f"activation bits are the cpu backend's, not {self.backend}'s.")
         if self.device != "auto" and self.backend != "torch":
             raise UsageError("device is the torch backend's: add --backend torch.")
 

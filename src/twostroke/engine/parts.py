@@ -81,6 +81,7 @@ def make_backend(
         resolve_num_threads(compute.num_threads),
         level=compute.level,
         kv_format=size.kv_format,
+        activation_bits=compute.activation_bits,
         release=release,
         progress=progress,
         beside=beside if isinstance(beside, CpuBackend) else None,

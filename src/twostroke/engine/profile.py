@@ -165,6 +165,7 @@ def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterat
         num_threads,
         level=level,
         kv_format=kv_format,
+        activation_bits=wanted.compute.activation_bits,
         release=loaded.release,
     )
     try:

@@ -9,7 +9,7 @@ import pytest
 from support.cpu import tiny_model
 from support.programs import PROGRAMS
 from twostroke.backends.cpu.lower import Vector, lower
-from twostroke.backends.cpu.records import NONE, OpKind, Store
+from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
 from twostroke.program import Embed, Logits, Program, RMSNorm
 
@@ -52,10 +52,19 @@ def test_products_with_a_residual_are_added_in_place():
 
 def test_only_the_products_of_a_program_with_routers_are_precise():
     ops = lower(PROGRAMS["experts"]).ops
-    precise = {OpKind(op.kind) for op in ops if op.is_precise}
+    precise = {OpKind(op.kind) for op in ops if op.precision == Precision.PRECISE}
     assert precise == {OpKind.LINEAR}
-    assert all(op.is_precise for op in ops if op.kind == OpKind.LINEAR)
-    assert not any(op.is_precise for op in lower(tiny_model()[0]).ops)
+    assert all(op.precision == Precision.PRECISE for op in ops if op.kind == OpKind.LINEAR)
+    assert not any(op.precision == Precision.PRECISE for op in lower(tiny_model()[0]).ops)
+
+
+def test_eight_bits_are_for_all_products_but_those_that_routers_hang_on():
+    ops = lower(tiny_model()[0], activation_bits=8).ops
+    assert {op.precision for op in ops} == {Precision.COARSE}
+    ops = lower(PROGRAMS["experts"], activation_bits=8).ops
+    of_kind = {OpKind(op.kind): op.precision for op in ops}
+    assert of_kind[OpKind.LINEAR] == Precision.PRECISE
+    assert of_kind[OpKind.EXPERTS] == of_kind[OpKind.LOGITS] == Precision.COARSE
 
 
 def test_heads_that_the_kernels_cannot_run_are_refused():

@@ -15,6 +15,7 @@ from twostroke.backends.cpu.plan import NativePlan, PlanPages
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import StepResult
 
@@ -46,6 +47,7 @@ class CpuBackend:
         *,
         level: str | None = None,
         kv_format: str = DEFAULT_FORMAT,
+        activation_bits: int = ACTIVATION_BITS[0],
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         beside: CpuBackend | None = None,
@@ -54,8 +56,9 @@ class CpuBackend:
 
         One `beside` another computes on that one's threads, and must be closed before it: two sets
         of threads would spin against each other. `level` None means the best one, `kv_format` is
-        a name in `cache.FORMATS`. `release(tensors)` is called with tensors that will not be read
-        again, `progress(done, total)` with bytes of weights as they are packed.
+        a name in `cache.FORMATS`, `activation_bits` one of `core.config.ACTIVATION_BITS`.
+        `release(tensors)` is called with tensors that will not be read again, `progress(done,
+        total)` with bytes of weights as they are packed.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -69,7 +72,8 @@ class CpuBackend:
             message = f"num_threads must be at least 1, not {num_threads}."
             raise UsageError(message, param="num_threads")
         choice = choose_level(level)
-        self._program, self._lowered, self._kv_format = program, lower(program), kv_format
+        self._program, self._kv_format, self._activation_bits = program, kv_format, activation_bits
+        self._lowered = lower(program, activation_bits=activation_bits)
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
@@ -92,10 +96,9 @@ class CpuBackend:
         self._steps = StepArrays(
             len(groups.windows), -(-longest // page_size), one_arithmetic=one_arithmetic
         )
-        stored = "" if kv_format == DEFAULT_FORMAT else f", {kv_format} keys and values"
         self.facts = BackendFacts(
             name="cpu",
-            detail=f"{choice.level}, {num_threads} threads{stored}",
+            detail=_detail(choice.level, num_threads, activation_bits, kv_format),
             level=choice.level,
             num_threads=num_threads,
             num_pages=num_pages,
@@ -137,7 +140,7 @@ class CpuBackend:
         widths = self._program.value_widths
         found = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
         taps = [name for name in found if name != self._program.ops[-1].output]
-        lowered = lower(self._program, taps)
+        lowered = lower(self._program, taps, activation_bits=self._activation_bits)
         logits = found.get(self._program.ops[-1].output)
         kept = [found[name] for name in taps]
         self._evaluate(lowered, tokens, logits, kept, generated=generated)
@@ -211,3 +214,12 @@ class CpuBackend:
             evaluate(plan, tokens, logits, taps, num_groups=num_groups, generated=generated)
         finally:
             plan.close()
+
+
+def _detail(level: str, num_threads: int, activation_bits: int, kv_format: str) -> str:
+    parts = [level, f"{num_threads} threads"]
+    if activation_bits != ACTIVATION_BITS[0]:
+        parts.append(f"{activation_bits}-bit activations")
+    if kv_format != DEFAULT_FORMAT:
+        parts.append(f"{kv_format} keys and values")
+    return ", ".join(parts)

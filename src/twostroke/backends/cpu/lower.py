@@ -15,8 +15,10 @@ from twostroke.backends.cpu.records import (
     OpKind,
     OpRecord,
     OutputRecord,
+    Precision,
     Store,
 )
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.program import (
     Add,
@@ -69,14 +71,18 @@ class Lowered:
     buffer_widths: tuple[int, ...]
 
 
-def lower(program: Program, taps: Sequence[str] = ()) -> Lowered:
+def lower(
+    program: Program, taps: Sequence[str] = (), *, activation_bits: int = ACTIVATION_BITS[0]
+) -> Lowered:
     """Lower a Program whose values `taps` leave the step.
+
+    `activation_bits` is what quantized weights meet, except in front of routers.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
     """
     _check(program)
-    return _Lowering(program, taps).lower()
+    return _Lowering(program, taps, activation_bits).lower()
 
 
 def _check(program: Program) -> None:
@@ -94,7 +100,7 @@ def _check(program: Program) -> None:
 class _Lowering:
     """One pass over the fused Program."""
 
-    def __init__(self, program: Program, taps: Sequence[str]) -> None:
+    def __init__(self, program: Program, taps: Sequence[str], activation_bits: int) -> None:
         self._program, self._taps = program, taps
         self._readers: dict[str, list[Op]] = {}
         for op in program.ops:
@@ -104,6 +110,8 @@ class _Lowering:
         self._matrices: Table[str] = Table()
         self._vectors: Table[Vector] = Table()
         self._ropes: Table[Rope] = Table()
+        is_coarse = activation_bits != ACTIVATION_BITS[0]
+        self._precision = Precision.COARSE if is_coarse else Precision.PLAIN
         self._has_routers = any(isinstance(op, MixtureOfExperts) for op in program.ops)
         self._absorbed: set[str] = set()  # outputs of what is done right behind a product
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product
@@ -336,8 +344,10 @@ class _Lowering:
 
     def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
+        record.precision = self._precision
         # Where a router reads what products made, a hair decides which experts compute a row.
-        record.is_precise = int(self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED})
+        if self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED}:
+            record.precision = Precision.PRECISE
         record.x = NONE if x is None else self._buffers.of_value[x]
         if norm is not None:
             record.norm = self._vectors.place(Vector(norm.weight, norm.offset))

@@ -34,6 +34,14 @@ class OpKind(IntEnum):
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
+class Precision(IntEnum):
+    """How an operation's products are computed."""
+
+    PLAIN = 0
+    PRECISE = 1
+    COARSE = 2
+
+
 class Store(IntEnum):
     """What becomes of a product once it is computed."""
 
@@ -92,7 +100,7 @@ class OpRecord(ctypes.Structure):
         ("num_experts", c_int32),
         ("num_used", c_int32),
         ("normalize", c_int32),
-        ("is_precise", c_int32),
+        ("precision", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
     )
