@@ -96,6 +96,8 @@ def plain(path: Path) -> list[Any]:
         {"method": "draft", "draft": "other", "count": 5},
         {"method": "auto", "draft": "other"},
         {"method": "auto", "draft": "same", "count": 24},
+        {"method": "lookahead"},
+        {"method": "lookahead", "count": 24},
     ],
     ids=str,
 )
@@ -161,6 +163,22 @@ def test_one_request_can_do_without(path: Path) -> None:
             RequestError, match="speculate can be auto, off, draft here, not 'ngram'"
         ):
             llm.generate("hello", GREEDY, speculate="ngram")
+
+
+def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
+    with engine_of(path, count=24) as llm:
+        proposed = llm.engine.client.loop.speculation.proposed
+        [[answer]] = llm.generate("hello", GREEDY)
+        assert not proposed["lookahead"]
+        [[again]] = llm.generate("hello", GREEDY, speculate="lookahead")
+        assert again.token_ids == answer.token_ids
+        assert proposed["lookahead"] > 100
+        assert again.usage.accepted_tokens > 20
+    with (
+        engine_of(path, method="ngram") as llm,
+        pytest.raises(RequestError, match="auto, off, ngram here, not 'lookahead'"),
+    ):
+        llm.generate("hello", GREEDY, speculate="lookahead")
 
 
 def test_async_callers_give_hints_too(path: Path) -> None:
@@ -232,6 +250,8 @@ def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
         ({"method": "drafts"}, "Unknown speculate 'drafts'.*Did you mean 'draft'"),
         ({"method": "draft"}, "add --draft MODEL"),
         ({"method": "off", "draft": "a"}, "of no use where --speculate is off"),
+        ({"method": "lookahead", "draft": "a"}, "of no use where --speculate is lookahead"),
+        ({"method": "lookahed"}, "Did you mean 'lookahead'"),
         ({"count": 0}, "drafts must be from 1 to 24, not 0"),
         ({"count": 25}, "drafts must be from 1 to 24, not 25"),
     ],

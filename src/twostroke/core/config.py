@@ -12,7 +12,7 @@ POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 ACTIVATION_BITS: Final = (15, 8)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
-SPECULATE: Final = ("auto", "off", "ngram", "draft")
+SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead")
 MAX_DRAFTS: Final = 24  # behind one request in one step
 
 
@@ -118,8 +118,9 @@ class SpeculationOptions:
 
     `method` is who guesses: "ngram" looks for the same words earlier in the request, in what its
     caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`,
-    with the same vocabulary; "auto" is n-gram, and the draft if one is named. `count` None takes as
-    many guesses as pay, a number that many always.
+    with the same vocabulary; "lookahead" lets the model itself guess several tokens at once; "auto"
+    is n-gram, and the draft if one is named. `count` None takes as many guesses as pay, a number
+    that many always.
     """
 
     method: str = "auto"

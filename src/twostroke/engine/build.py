@@ -29,7 +29,7 @@ from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import Always, ContextProposer, Pace, Speculator, WhilePaying
+from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
 from twostroke.weights import LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
@@ -180,8 +180,11 @@ def build_speculator(
         proposers.append(ContextProposer())
     if draft is not None:
         proposers.append(draft)
+    if options.method == "lookahead":
+        proposers.append(Lookahead())
+    on_request = [Lookahead()] if options.method == "auto" else []
     chooser = WhilePaying(pace) if options.count is None else Always(options.count)
-    return Speculator(proposers, chooser, pace)
+    return Speculator(proposers, chooser, pace, on_request)
 
 
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:

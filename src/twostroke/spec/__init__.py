@@ -8,6 +8,7 @@ answer: it can only cost or save time.
 from twostroke.spec.choice import Always, Chooser, WhilePaying
 from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
+from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.pace import Pace
 from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer
 from twostroke.spec.speculator import SpeculationStats, Speculator
@@ -17,6 +18,7 @@ __all__ = [
     "Chooser",
     "ContextProposer",
     "DraftModel",
+    "Lookahead",
     "Outcome",
     "Pace",
     "Price",

@@ -75,11 +75,16 @@ class RequestOdds:
         """Hear what became of a proposal."""
         kinds = proposal.kinds
         for guess, is_right in outcome.trials(proposal):
-            self._add(kinds[guess], right=is_right)
+            self.add(kinds[guess], right=is_right)
         if not outcome.tried:
-            self._all.fade(kinds[0])
-            self._own[kinds[0]].fade(_FADE)
+            self.fade(kinds[0])
 
-    def _add(self, kind: int, *, right: bool) -> None:
+    def add(self, kind: int, *, right: bool) -> None:
+        """Count a guess, for the request and for all."""
         self._all.add(kind, right=right)
         self._own[kind].add(right=right)
+
+    def fade(self, kind: int) -> None:
+        """Trust what was learned a little less, so that it will be tried again some day."""
+        self._all.fade(kind)
+        self._own[kind].fade(_FADE)

@@ -70,11 +70,21 @@ class _Guess:
 class Speculator:
     """Lets proposers guess behind the slices of a plan, as many tokens as a chooser says."""
 
-    def __init__(self, proposers: Sequence[Proposer], chooser: Chooser, pace: Pace) -> None:
-        """Ask `proposers` in order, later ones where earlier ones do not expect much."""
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        chooser: Chooser,
+        pace: Pace,
+        on_request: Sequence[Proposer] = (),
+    ) -> None:
+        """Ask `proposers` in order, later ones where earlier ones do not expect much.
+
+        Those `on_request` are asked only about requests that name them.
+        """
         self.stats = SpeculationStats()
-        self.methods = tuple(proposer.name for proposer in proposers)
-        self._proposers = proposers
+        self._proposers = (*proposers, *on_request)
+        self.methods = tuple(proposer.name for proposer in self._proposers)
+        self._by_default = {proposer.name for proposer in proposers}
         self._chooser = chooser
         self._pace = pace
         self._tried: dict[int, _Guess] = {}  # by the slice's identity
@@ -157,10 +167,11 @@ class Speculator:
     def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
         """Ask about the slices of which no one expects much yet, and keep the better guesses."""
         known = self._tried
+        names = {proposer.name, "auto"} if proposer.name in self._by_default else {proposer.name}
         asked = [
             part
             for part in parts
-            if part.request.hints.speculate in {"auto", proposer.name}
+            if part.request.hints.speculate in names
             and (id(part) not in known or known[id(part)].num_expected < _ENOUGH)
         ]
         if not asked:
