@@ -16,6 +16,7 @@ constexpr int32_t kAvx2 = 1;
 constexpr int32_t kAvx512 = 2;
 constexpr int32_t kAmx = 4;
 constexpr int32_t kNeonDotprod = 8;
+constexpr int32_t kBfloat16 = 16;  // AVX-512 with BF16, which emulated tiles need
 
 #if defined(__x86_64__)
 
@@ -55,10 +56,11 @@ int32_t probe() {
   const bool avx512 = avx2 && (states & kZmm) == kZmm && has(extended.ebx, 16) &&  // F
                       has(extended.ebx, 17) && has(extended.ebx, 30) &&            // DQ, BW
                       has(extended.ebx, 31) && has(extended.ecx, 11);              // VL, VNNI
-  const bool amx = avx512 && (states & kTiles) == kTiles && has(more.eax, 5) &&    // AVX512_BF16
-                   has(extended.edx, 22) && has(extended.edx, 24) &&               // BF16, TILE
-                   has(extended.edx, 25);                                          // INT8
-  return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0);
+  const bool bfloat16 = avx512 && has(more.eax, 5);
+  const bool amx = bfloat16 && (states & kTiles) == kTiles && has(extended.edx, 22) &&  // BF16
+                   has(extended.edx, 24) && has(extended.edx, 25);  // TILE, INT8
+  return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0) |
+         (bfloat16 ? kBfloat16 : 0);
 }
 
 #elif defined(__aarch64__) && defined(__linux__)
@@ -79,5 +81,5 @@ int32_t probe() { return 0; }
 }  // namespace
 
 /// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked),
-/// 8 NEON with dot products.
+/// 8 NEON with dot products; and 16, AVX-512 with BF16.
 TS_EXPORT int32_t ts_probe() { return probe(); }

@@ -93,6 +93,17 @@ def test_a_forgotten_requests_place_serves_another():
         assert row[name] == fresh[name]
 
 
+def test_a_forgotten_request_that_comes_again_is_met_anew():
+    request = make_request(SamplingParams(repetition_penalty=2.0), prompt=[1, 2, 3])
+    table = RowTable()
+    table.rows([request])
+    table.forget(request)
+    request.tokens[2] = 9
+    row = table.rows([request])[0]
+    assert len(table) == 1
+    assert ints(row, "tokens", "num_tokens") == [1, 2, 9]
+
+
 def test_forgetting_a_stranger_is_no_error():
     RowTable().forget(make_request(SamplingParams()))
 

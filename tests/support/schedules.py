@@ -68,7 +68,11 @@ class Setting:
 def random_requests(
     chance: random.Random, count: int, vocab_size: int, longest: int, most_output: int
 ) -> list[Request]:
-    """Return requests with shared prefixes, of several lengths, greedy and sampled."""
+    """Return requests with shared prefixes, of several lengths, greedy and sampled.
+
+    Now and then none of them has penalties, so that rows of the sampler go from step to step.
+    """
+    penalties = chance.choice(((1.0,), (1.0, 1.2)))
     prefixes = [
         [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest // 2))]
         for _ in range(3)
@@ -83,7 +87,7 @@ def random_requests(
             temperature=chance.choice((0.0, 0.0, 0.8, 1.5)),
             top_k=chance.choice((0, 5)),
             top_p=chance.choice((1.0, 0.9)),
-            repetition_penalty=chance.choice((1.0, 1.2)),
+            repetition_penalty=chance.choice(penalties),
             logprobs=2,
         )
         requests.append(
@@ -144,8 +148,8 @@ def run_schedule(
             add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
         for delta in scheduler.commit(plan, backend.run(plan)):
             logprobs[delta.request.id] += delta.logprobs
+            if delta.request.finish_reason is not None:
+                backend.forget(delta.request)
     scheduler.check()
-    for request in requests:
-        backend.forget(request)
     answers = {r.id: (tuple(r.output), tuple(logprobs[r.id])) for r in requests}
     return answers, sum(r.num_preemptions for r in requests)

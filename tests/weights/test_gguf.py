@@ -11,6 +11,7 @@ import pytest
 
 from support import gguf_writer
 from support.gguf_writer import Typed, gguf_bytes, write_gguf
+from support.resident import resident_bytes
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.gguf import read_gguf
 
@@ -122,8 +123,10 @@ def test_released_pages_read_the_same_again(tmp_path: Path) -> None:
     tensors = {"a": QuantTensor.from_floats(rng, FORMATS["F32"])}
     file = read_gguf(write_gguf(tmp_path / "a.gguf", {}, tensors))
     before = file.tensors["a"].dequantize()
+    assert resident_bytes(tmp_path / "a.gguf") >= rng.nbytes
     elsewhere = np.ones(8, dtype=np.uint8)
     file.mapping.release([file.tensors["a"].data, elsewhere])
+    assert resident_bytes(tmp_path / "a.gguf") < rng.nbytes / 4
     assert np.array_equal(file.tensors["a"].dequantize(), before)
     assert elsewhere.all()
 

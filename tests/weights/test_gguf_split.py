@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.gguf_writer import I32, U16, Typed, write_gguf
+from support.resident import resident_bytes
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf, write_tiny_split
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.weights import load_path
@@ -50,12 +51,14 @@ def test_parts_are_read_as_one_model(tmp_path: Path, num_parts: int) -> None:
     model = load_path(write_tiny_split(tmp_path / "parts", TINY, num_parts))
     assert (model.name, model.spec) == ("tiny", whole.spec)
     assert len(model.mappings) == num_parts
-    files = (tmp_path / "parts").iterdir()
+    files = list((tmp_path / "parts").iterdir())
     assert model.file_bytes == sum(path.stat().st_size for path in files)
     assert model.tensors.keys() == whole.tensors.keys()
     for name, tensor in model.tensors.items():
         assert np.array_equal(tensor.data, whole.tensors[name].data)
+        held = sum(map(resident_bytes, files))
         model.release([tensor])
+        assert sum(map(resident_bytes, files)) < held
         assert np.array_equal(tensor.data, whole.tensors[name].data)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.gguf_writer import gguf_bytes, tensor_info, write_gguf
+from support.resident import resident_bytes
 from support.tiny import (
     CHAT_TEMPLATE,
     Tiny,
@@ -105,7 +106,9 @@ def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
     tensor = model.tensors["blk.0.ffn_up.weight"]
     assert tensor.format is FORMATS[fmt]
     before = tensor.dequantize()
+    held = resident_bytes(model.path)
     model.release([tensor])
+    assert resident_bytes(model.path) < held
     assert np.array_equal(tensor.dequantize(), before)
 
 

@@ -26,7 +26,7 @@ _X86_LEVELS = {
 # Best first; each with its bit in `ts_probe` and what it needs of the processor.
 _LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | _PORTABLE
 # Chosen only by name: the AMX level on emulated tiles, for tests on machines without them.
-_EMULATED = {} if _IS_ARM else {"amx_emulated": _X86_LEVELS["avx512"]}
+_EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
 
 _SIGNATURES = {
     "ts_interface_version": (c_int32, ()),
