@@ -54,7 +54,7 @@ class FreeBackend:
         self.began_s.append(time.thread_time())
         began = time.perf_counter()
         requests = self._steps.fill(plan)
-        tokens, logprobs = self._steps.results(plan, requests)
+        tokens, logprobs, _ = self._steps.results(plan, requests)
         return StepResult(tokens, logprobs, time.perf_counter() - began)
 
     def forget(self, request: Request) -> None:

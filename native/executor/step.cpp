@@ -56,6 +56,17 @@ void run_tap(Worker& worker, const OpRecord& op) {
   worker.meet();
 }
 
+void run_given(Worker& worker, const OpRecord& op) {
+  const float* values = worker.step.record.given;
+  const OutputRecord& output = op.outputs[0];
+  const int64_t num_rows = worker.step.record.num_rows;
+  for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
+    float* out = worker.buffer(output.buffer) + row * worker.stride(output.buffer);
+    std::copy_n(values + row * output.width, output.width, out);
+  }
+  worker.meet();
+}
+
 void run_rope(Worker& worker, const OpRecord& op) {
   const RopeTable& rope = worker.plan.ropes[static_cast<size_t>(op.outputs[0].rope)];
   for_rows(worker, op, [&](const float* x, float* out, int64_t row) {
@@ -159,6 +170,8 @@ void run_op(Worker& worker, size_t index) {
       return run_experts(worker, op);
     case OpKind::Tap:
       return run_tap(worker, op);
+    case OpKind::Given:
+      return run_given(worker, op);
   }
 }
 

@@ -45,6 +45,7 @@ _NAMES: Final = {
     "max_waiting_requests": "--max-waiting",
     "drafts": "--drafts",
     "draft": "--draft",
+    "heads": "--heads",
     "speculate": "--speculate",
 }
 _BATCH = BatchOptions()
@@ -197,6 +198,10 @@ def speculation_options(function: F) -> F:
             {"help": "A smaller model with the same vocabulary, to guess for this one."},
         ),
         (
+            ("--heads",),
+            {"help": "A folder of heads trained for the model (twostroke train-heads)."},
+        ),
+        (
             ("--drafts",),
             {"type": int, "help": "Always guess so many [default: as many as pay]."},
         ),
@@ -222,7 +227,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             kv_format=given.pop("kv_format"),
         )
         speculation = SpeculationOptions(
-            given.pop("speculate"), given.pop("draft"), given.pop("drafts")
+            given.pop("speculate"), given.pop("draft"), given.pop("heads"), given.pop("drafts")
         )
         if "policy" not in given:
             return EngineOptions(compute, cache, speculation=speculation)

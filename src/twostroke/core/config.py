@@ -12,7 +12,7 @@ POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 ACTIVATION_BITS: Final = (15, 8)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
-SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead")
+SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # behind one request in one step
 
 
@@ -118,13 +118,15 @@ class SpeculationOptions:
 
     `method` is who guesses: "ngram" looks for the same words earlier in the request, in what its
     caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`,
-    with the same vocabulary; "lookahead" lets the model itself guess several tokens at once; "auto"
-    is n-gram, and the draft if one is named. `count` None takes as many guesses as pay, a number
-    that many always.
+    with the same vocabulary; "lookahead" lets the model itself guess several tokens at once;
+    "medusa" and "eagle" are heads that were trained for the model and lie in the folder `heads`;
+    "auto" is n-gram, and the draft and the heads if they are named. `count` None takes as many
+    guesses as pay, a number that many always.
     """
 
     method: str = "auto"
     draft: str | None = None
+    heads: str | None = None
     count: int | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +137,14 @@ class SpeculationOptions:
         if self.draft is not None and self.method not in {"auto", "draft"}:
             message = (
                 f"draft is of no use where --speculate is {self.method}: leave one of them out."
+            )
+            raise UsageError(message)
+        if self.method in {"medusa", "eagle"} and self.heads is None:
+            message = f"speculate can be {self.method} only with trained heads: add --heads FOLDER."
+            raise UsageError(message)
+        if self.heads is not None and self.method not in {"auto", "medusa", "eagle"}:
+            message = (
+                f"heads is of no use where --speculate is {self.method}: leave one of them out."
             )
             raise UsageError(message)
         if self.count is not None and not 1 <= self.count <= MAX_DRAFTS:

@@ -53,12 +53,14 @@ class StepPlan:
     """Who computes which of their tokens in this step.
 
     `preempted` lost their pages to make room and wait again; they are not in `slices`. `budget` is
-    how many rows may be added to it as drafts.
+    how many rows may be added to it as drafts. `given` is what the Program's `Given` reads, (rows,
+    width) in the order of the slices, where it has one.
     """
 
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
     budget: int = 0
+    given: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -83,13 +85,15 @@ class StepResult:
 
     A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
     asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
-    where the backend does not measure.
+    where the backend does not measure. `hidden` has a row for each drawn token: the backend's
+    `shown` value where the token was drawn, if there is one.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     elapsed_s: float = 0.0
     kernel_s: float = 0.0
+    hidden: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)  # as Slice

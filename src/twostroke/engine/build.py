@@ -14,6 +14,7 @@ from twostroke.core.machine import give_back_memory, memory_available, resolve_n
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.drafts import Draft
 from twostroke.engine.hardware import Limits
+from twostroke.engine.heads import Heads
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.parts import (
@@ -27,13 +28,14 @@ from twostroke.engine.parts import (
 from twostroke.engine.prompts import Chat
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
+from twostroke.models.heads import last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
 from twostroke.weights import LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from twostroke.backends import Backend, BackendFacts
     from twostroke.core.config import (
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from twostroke.engine.sizing import CacheSize
     from twostroke.program import Program
     from twostroke.program.cost import StepCost
-    from twostroke.spec import DraftModel, Proposer
+    from twostroke.spec import Proposer, Watcher
 
     Progress = Callable[[int, int], None]
 
@@ -89,11 +91,13 @@ def build(
     options: EngineOptions | None = None,
     progress: Progress | None = None,
     accept: Callable[[ModelCard], None] | None = None,
+    watcher: Watcher | None = None,
 ) -> Engine:
     """Load `model` (any name that `weights.load` understands) and start an engine for it.
 
     `accept(card)` is called before the weights are read: what it raises ends the build.
-    `progress(done, total)` is called with bytes of weights as they are made ready.
+    `progress(done, total)` is called with bytes of weights as they are made ready. A `watcher` is
+    shown every step, with the last hidden states of the rows in which it drew.
 
     Raises:
         ModelNotFoundError, ModelFormatError, DownloadError: there is no such model, it cannot be
@@ -117,19 +121,30 @@ def build(
     if accept is not None:
         accept(card)
     draft = Draft.of(options.speculation.draft, card) if options.speculation.draft else None
+    guessing = options.speculation
+    heads = Heads.of(guessing.heads, guessing.method, loaded) if guessing.heads else None
     tensors, give_back = loaded.tensors, partial(release_tensors, loaded.mappings)
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
     limits = _limits(options.compute, size_of_weights)
-    backend = make_backend(tensors, program, options.compute, size, give_back, progress)
-    helper: DraftModel | None = None
+    shown = None if watcher is None and heads is None else last_hidden(program)
+    backend = make_backend(
+        tensors, program, options.compute, size, give_back, progress, shown=shown
+    )
+    helpers: list[Proposer] = []
+    watchers: list[Watcher] = [] if watcher is None else [watcher]
     try:
         scheduler = _build_scheduler(options.cache, options.batch, size, backend)
-        helper = draft.build(options, card, backend, limits.hardware()) if draft else None
-        speculator = build_speculator(options.speculation, card.cost.per_step(), limits, helper)
+        if heads is not None:
+            trained = heads.build(options, _max_running(options.batch), backend, limits.hardware())
+            helpers.append(trained)
+            watchers.append(trained)
+        if draft is not None:
+            helpers.append(draft.build(options, card, backend, limits.hardware()))
+        speculator = build_speculator(guessing, card.cost.per_step(), limits, helpers, watchers)
         loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     except BaseException:
-        if helper is not None:
+        for helper in helpers:
             helper.close()
         backend.close()
         raise
@@ -159,7 +174,7 @@ def _build_scheduler(
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(
         context_length=size.context_length,
-        max_running=batch.max_running or min(_MAX_RUNNING, batch.token_budget),
+        max_running=_max_running(batch),
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,
@@ -167,24 +182,31 @@ def _build_scheduler(
     return Scheduler(config, pool, index, make_policy(batch))
 
 
+def _max_running(batch: BatchOptions) -> int:
+    return batch.max_running or min(_MAX_RUNNING, batch.token_budget)
+
+
 def build_speculator(
     options: SpeculationOptions,
     cost: StepCost,
     limits: Limits | None,
-    draft: DraftModel | None = None,
+    helpers: Sequence[Proposer] = (),
+    watchers: Sequence[Watcher] = (),
 ) -> Speculator:
-    """Return who guesses tokens, for steps of this cost on a machine with these limits."""
+    """Return who guesses tokens, for steps of this cost on a machine with these limits.
+
+    `helpers` are proposers with models of their own.
+    """
     pace = Pace(cost, limits.hardware() if limits else None)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
         proposers.append(ContextProposer())
-    if draft is not None:
-        proposers.append(draft)
+    proposers += helpers
     if options.method == "lookahead":
         proposers.append(Lookahead())
     on_request = [Lookahead()] if options.method == "auto" else []
     chooser = WhilePaying(pace) if options.count is None else Always(options.count)
-    return Speculator(proposers, chooser, pace, on_request)
+    return Speculator(proposers, chooser, pace, on_request, watchers)
 
 
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:

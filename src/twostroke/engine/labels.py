@@ -10,6 +10,7 @@ from twostroke.program import (
     Attention,
     Embed,
     GatedActivation,
+    Given,
     Linear,
     Logits,
     MixtureOfExperts,
@@ -53,6 +54,7 @@ def labels(program: Program, fused: Sequence[tuple[Op, ...]]) -> Iterator[Label]
 
 
 _WORDS: Final = {
+    Given: "given",
     Embed: "embed",
     RMSNorm: "norm",
     Rope: "rope",

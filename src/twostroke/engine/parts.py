@@ -55,7 +55,7 @@ def build_backend(
     return make_backend(loaded.tensors, program, compute, size, loaded.release, None)
 
 
-def make_backend(
+def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder knows
     tensors: Mapping[str, QuantTensor],
     program: Program,
     compute: ComputeOptions,
@@ -64,15 +64,16 @@ def make_backend(
     progress: Progress | None,
     *,
     beside: Backend | None = None,
+    shown: str | None = None,
 ) -> Backend:
-    """Return a backend that has read its weights; `release` and `progress` as in `CpuBackend`.
+    """Return a backend that has read its weights; the last arguments are as in `CpuBackend`.
 
     It shares the threads of the one `beside` it, where that has any of its own.
     """
     if compute.backend == "reference":
-        return ReferenceBackend(program, tensors, size.num_pages, size.page_size)
+        return ReferenceBackend(program, tensors, size.num_pages, size.page_size, shown=shown)
     if compute.backend == "torch":
-        return _torch_backend(tensors, program, compute, size)
+        return _torch_backend(tensors, program, compute, size, shown)
     return CpuBackend(
         program,
         tensors,
@@ -85,16 +86,21 @@ def make_backend(
         release=release,
         progress=progress,
         beside=beside if isinstance(beside, CpuBackend) else None,
+        shown=shown,
     )
 
 
 def _torch_backend(
-    tensors: Mapping[str, QuantTensor], program: Program, compute: ComputeOptions, size: CacheSize
+    tensors: Mapping[str, QuantTensor],
+    program: Program,
+    compute: ComputeOptions,
+    size: CacheSize,
+    shown: str | None,
 ) -> Backend:
     device = _torch_device(compute)
     from twostroke.backends.torch import TorchBackend
 
-    return TorchBackend(program, tensors, size.num_pages, size.page_size, device)
+    return TorchBackend(program, tensors, size.num_pages, size.page_size, device, shown=shown)
 
 
 def _torch_device(compute: ComputeOptions) -> str:

@@ -44,6 +44,22 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """`output[r]` is handed to the step from outside (`StepPlan.given`), a row for each token."""
+
+    output: str
+    width: int
+
+    inputs: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+
+    def flops(self, batch: BatchShape) -> int:
+        """Floating-point operations for the batch."""
+        del batch
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
 class RMSNorm:
     """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
@@ -316,6 +332,7 @@ class Logits:
 
 Op = (
     Embed
+    | Given
     | RMSNorm
     | Linear
     | Rope

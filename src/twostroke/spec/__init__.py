@@ -8,9 +8,12 @@ answer: it can only cost or save time.
 from twostroke.spec.choice import Always, Chooser, WhilePaying
 from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
+from twostroke.spec.eagle import EagleHeads
+from twostroke.spec.guesses import HeadsOdds
 from twostroke.spec.lookahead import Lookahead
+from twostroke.spec.medusa import MedusaHeads
 from twostroke.spec.pace import Pace
-from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer
+from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher
 from twostroke.spec.speculator import SpeculationStats, Speculator
 
 __all__ = [
@@ -18,7 +21,10 @@ __all__ = [
     "Chooser",
     "ContextProposer",
     "DraftModel",
+    "EagleHeads",
+    "HeadsOdds",
     "Lookahead",
+    "MedusaHeads",
     "Outcome",
     "Pace",
     "Price",
@@ -26,5 +32,6 @@ __all__ = [
     "Proposer",
     "SpeculationStats",
     "Speculator",
+    "Watcher",
     "WhilePaying",
 ]

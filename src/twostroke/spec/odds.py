@@ -67,6 +67,11 @@ class RequestOdds:
     _all: Odds
     _own: list[_Count] = field(repr=False)
 
+    @property
+    def num_kinds(self) -> int:
+        """How many kinds of guesses there are."""
+        return len(self._own)
+
     def of(self, kind: int) -> float:
         """Return the odds of a guess of a kind, if those before it are right."""
         return self._own[kind].mean(self._all.of(kind), _SHARED_WEIGHT)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,16 @@ class Price:
     def least_chance(self, seconds: float) -> float:
         """Return the chance from which on a guess pays that takes `seconds` to be made."""
         return self.row_chance + self.rate * seconds
+
+
+class Watcher(Protocol):
+    """Sees what every step drew, whether or not anything was guessed."""
+
+    def see(self, plan: StepPlan, result: StepResult) -> None:
+        """Hear what a step drew; the requests have taken over their tokens by now."""
+
+    def finish(self, request: Request) -> None:
+        """Hear that a request has ended."""
 
 
 class Proposer(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan, StepResult
     from twostroke.spec.choice import Chooser
     from twostroke.spec.pace import Pace
-    from twostroke.spec.proposal import Price, Proposal, Proposer
+    from twostroke.spec.proposal import Price, Proposal, Proposer, Watcher
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
 
@@ -76,13 +76,15 @@ class Speculator:
         chooser: Chooser,
         pace: Pace,
         on_request: Sequence[Proposer] = (),
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         """Ask `proposers` in order, later ones where earlier ones do not expect much.
 
-        Those `on_request` are asked only about requests that name them.
+        Those `on_request` are asked only about requests that name them. All steps are shown to the
+        `watchers`, which may be proposers, too: then they hear of ends twice.
         """
         self.stats = SpeculationStats()
-        self._proposers = (*proposers, *on_request)
+        self._proposers, self._watchers = (*proposers, *on_request), watchers
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
         self._chooser = chooser
@@ -124,6 +126,8 @@ class Speculator:
 
         What proposers took is theirs: they know it, and it says nothing about steps of this size.
         """
+        for watcher in self._watchers:
+            watcher.see(plan, result)
         if self._proposers and not self._rest:
             self._pace.learn(batch, elapsed_s - self._asking_s)
         if not self._tried:
@@ -149,6 +153,8 @@ class Speculator:
         """Hear that a request has ended."""
         for proposer in self._proposers:
             proposer.finish(request)
+        for watcher in self._watchers:
+            watcher.finish(request)
 
     def close(self) -> None:
         """Give back what proposers hold."""

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from twostroke.weights.catalogue import CATALOGUE, PackagedModel
+from twostroke.weights.heads import (
+    HeadsFacts,
+    LoadedHeads,
+    load_heads,
+    numbers_table,
+    target_identity,
+)
 from twostroke.weights.inventory import (
     Leftover,
     ModelListing,
@@ -23,8 +30,10 @@ from twostroke.weights.sources import load, pull, resolve
 __all__ = [
     "CATALOGUE",
     "GgufTokenizer",
+    "HeadsFacts",
     "JsonTokenizer",
     "Leftover",
+    "LoadedHeads",
     "LoadedModel",
     "ModelListing",
     "PackagedModel",
@@ -36,11 +45,14 @@ __all__ = [
     "leftovers",
     "list_models",
     "load",
+    "load_heads",
     "load_path",
+    "numbers_table",
     "pull",
     "release_tensors",
     "remove",
     "resolve",
+    "target_identity",
     "unused",
     "verify",
 ]

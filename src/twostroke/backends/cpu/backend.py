@@ -51,6 +51,7 @@ class CpuBackend:
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         beside: CpuBackend | None = None,
+        shown: str | None = None,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
@@ -58,7 +59,8 @@ class CpuBackend:
         of threads would spin against each other. `level` None means the best one, `kv_format` is
         a name in `cache.FORMATS`, `activation_bits` one of `core.config.ACTIVATION_BITS`.
         `release(tensors)` is called with tensors that will not be read again, `progress(done,
-        total)` with bytes of weights as they are packed.
+        total)` with bytes of weights as they are packed. Steps hand out the value `shown` of the
+        rows in which they draw.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -73,7 +75,10 @@ class CpuBackend:
             raise UsageError(message, param="num_threads")
         choice = choose_level(level)
         self._program, self._kv_format, self._activation_bits = program, kv_format, activation_bits
-        self._lowered = lower(program, activation_bits=activation_bits)
+        self._scored = lower(program, activation_bits=activation_bits)
+        self._lowered = self._scored
+        if shown is not None:
+            self._lowered = lower(program, (shown,), activation_bits=activation_bits)
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
@@ -90,23 +95,15 @@ class CpuBackend:
         except BaseException:
             self.close()  # whatever stopped the loading, Ctrl-C included: its memory is large
             raise
-        one_arithmetic = bool(self._library.ts_one_arithmetic())
-        groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
-        longest = groups.most_tokens(num_pages, program.context_length)
-        self._steps = StepArrays(
-            len(groups.windows), -(-longest // page_size), one_arithmetic=one_arithmetic
+        self.facts = facts = self._facts(pages, choice.level, num_threads)
+        longest = PageGroups(page_size, facts.windows).most_tokens(
+            num_pages, program.context_length
         )
-        self.facts = BackendFacts(
-            name="cpu",
-            detail=_detail(choice.level, num_threads, activation_bits, kv_format),
-            level=choice.level,
-            num_threads=num_threads,
-            num_pages=num_pages,
-            page_size=page_size,
-            windows=groups.windows,
-            one_arithmetic=one_arithmetic,
-            weight_bytes=self._loaded[1].num_bytes,
-            cache_bytes=num_pages * program.page_bytes(page_size, FORMATS[kv_format]),
+        self._steps = StepArrays(
+            len(facts.windows),
+            -(-longest // page_size),
+            one_arithmetic=facts.one_arithmetic,
+            shown_width=0 if shown is None else program.value_widths[shown],
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -115,8 +112,8 @@ class CpuBackend:
         sampled = self._steps.fill(plan)
         step = self._steps.record
         self._loaded[2].run(step)
-        tokens, logprobs = self._steps.results(plan, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s)
+        tokens, logprobs, hidden = self._steps.results(plan, sampled)
+        return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s, hidden)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
@@ -125,7 +122,7 @@ class CpuBackend:
         while requests are running.
         """
         logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
-        self._evaluate(self._lowered, tokens, logits, (), generated=generated)
+        self._evaluate(self._scored, tokens, logits, (), generated=generated)
         return logits
 
     def trace(
@@ -172,6 +169,21 @@ class CpuBackend:
         if self._pool is not None and self._owns_pool:
             self._library.ts_pool_destroy(self._pool)
         self._plan, self._weights, self._pool = None, None, None
+
+    def _facts(self, pages: PlanPages, level: str, num_threads: int) -> BackendFacts:
+        page_bytes = self._program.page_bytes(pages.page_size, FORMATS[pages.kv_format])
+        return BackendFacts(
+            name="cpu",
+            detail=_detail(level, num_threads, self._activation_bits, pages.kv_format),
+            level=level,
+            num_threads=num_threads,
+            num_pages=pages.num_pages,
+            page_size=pages.page_size,
+            windows=tuple(group.window for group in self._program.cache_groups),
+            one_arithmetic=bool(self._library.ts_one_arithmetic()),
+            weight_bytes=self._loaded[1].num_bytes,
+            cache_bytes=pages.num_pages * page_bytes,
+        )
 
     @property
     def _loaded(self) -> tuple[int, PackedWeights, NativePlan]:

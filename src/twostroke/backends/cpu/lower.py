@@ -25,6 +25,7 @@ from twostroke.program import (
     Attention,
     Embed,
     GatedActivation,
+    Given,
     Linear,
     Logits,
     MixtureOfExperts,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from twostroke.program import Op, Program
     from twostroke.program.fuse import Fused
 
+_PLAIN = {Given: OpKind.GIVEN, Add: OpKind.ADD}
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
 _MOST_TOKENS = 2**31 - 1
@@ -182,8 +184,8 @@ class _Lowering:
                 self._mixture(op, None)
             case Scale():
                 self._emit(OpKind.SCALE, op).factor = op.factor
-            case Add():
-                self._emit(OpKind.ADD, op)
+            case Given() | Add():
+                self._emit(_PLAIN[type(op)], op)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {type(op).__name__}.")
 

@@ -28,6 +28,7 @@ class OpKind(IntEnum):
     SCALE = 9
     TAP = 10
     EXPERTS = 11
+    GIVEN = 12
 
 
 # What the kernels call the functions of a gate.
@@ -202,6 +203,7 @@ class StepRecord(ctypes.Structure):
         ("results", c_void_p),
         ("logits", c_void_p),
         ("taps", POINTER(c_void_p)),
+        ("given", c_void_p),
         ("stores", c_void_p),
         ("copies", c_void_p),
         ("table_stride", c_int64),

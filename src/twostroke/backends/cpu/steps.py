@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
 class StepArrays:
     """Flattens plans; what does not change from one step to the next is not touched again."""
 
-    def __init__(self, num_groups: int, max_pages: int, *, one_arithmetic: bool) -> None:
-        """`max_pages` is the most that one request's list in one of the cache groups can hold."""
+    def __init__(
+        self, num_groups: int, max_pages: int, *, one_arithmetic: bool, shown_width: int = 0
+    ) -> None:
+        """`max_pages` is the most that one request's list in one of the cache groups can hold.
+
+        With a `shown_width` steps have one tap, of values of that width.
+        """
         self.tables = PageTables(num_groups, max_pages)
         self._sampling = RowTable()
         self._one_arithmetic = one_arithmetic
@@ -37,6 +43,8 @@ class StepArrays:
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = np.zeros(0, np.int32)
+        self._shown = np.zeros((0, shown_width), np.float32)
+        self._taps = (c_void_p * 1)()
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> list[Slice]:
@@ -88,6 +96,7 @@ class StepArrays:
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
+        record.given = None if plan.given is None else plan.given.ctypes.data
         return sampling
 
     def _lay_out(self, parts: Sequence[Slice]) -> None:
@@ -129,22 +138,24 @@ class StepArrays:
 
     def results(
         self, plan: StepPlan, sampled: list[Slice]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Return what the last step drew, in the plan's order."""
+    ) -> tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None]:
+        """Return what the last step drew, in the plan's order, and what it showed of these rows."""
         num_sampled = self.record.num_sampled
-        results = self._results[:num_sampled]
+        results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
         wanted = [part for part in plan.slices if part.samples]
         if sampled != wanted:
             ends = accumulate(part.num_drawn for part in sampled)
             rows = {
                 p.request: range(e - p.num_drawn, e) for p, e in zip(sampled, ends, strict=True)
             }
-            results = results[[row for part in wanted for row in rows[part.request]]]
+            order = [row for part in wanted for row in rows[part.request]]
+            results, drawn = results[order], drawn[order]
         if num_sampled == len(wanted):
             requests = [part.request for part in wanted]
         else:
             requests = [part.request for part in wanted for _ in range(part.num_drawn)]
-        return read_results(results, requests)
+        hidden = self._shown[drawn] if self._shown.shape[1] else None
+        return *read_results(results, requests), hidden
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request."""
@@ -188,6 +199,10 @@ class StepArrays:
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
         record.results = self._results.ctypes.data
+        if width := self._shown.shape[1]:
+            self._shown = np.zeros((2 * num_tokens, width), np.float32)
+            self._taps[0] = self._shown.ctypes.data
+            record.taps = self._taps
 
 
 def _tokens(part: Slice) -> list[int]:

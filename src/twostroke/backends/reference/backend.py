@@ -35,9 +35,14 @@ class ReferenceBackend:
         tensors: Mapping[str, QuantTensor],
         num_pages: int,
         page_size: int,
+        *,
+        shown: str | None = None,
     ) -> None:
-        """Dequantize the Program's weights and reserve its pages."""
-        self._program = program
+        """Dequantize the Program's weights and reserve its pages.
+
+        Steps hand out the value `shown` of the rows in which they draw.
+        """
+        self._program, self._shown = program, shown
         self._logits = program.ops[-1].output
         self._weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
         self._cache = PagedCache(program, num_pages, page_size)
@@ -57,12 +62,14 @@ class ReferenceBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        state = StepState(*flatten(plan.slices), self._weights, self._cache)
+        state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.given)
         self._cache.copy_pages(state.spans)
-        logits = self._forward(state)[self._logits]
-        drawn = draw_all(plan.slices, logits)
+        shown = self._shown
+        values = self._forward(state, frozenset() if shown is None else frozenset([shown]))
+        drawn = draw_all(plan.slices, values[self._logits])
+        hidden = None if shown is None else values[shown][state.sampled]
         elapsed = time.perf_counter() - started
-        return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed, elapsed)
+        return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed, elapsed, hidden)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

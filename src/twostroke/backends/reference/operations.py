@@ -14,6 +14,7 @@ from twostroke.program import (
     Attention,
     Embed,
     GatedActivation,
+    Given,
     Linear,
     Logits,
     MixtureOfExperts,
@@ -76,6 +77,7 @@ class StepState:
     sampled: NDArray[np.int64]
     weights: Mapping[str, Array]
     cache: PagedCache
+    given: Array | None = None
 
 
 def apply(  # noqa: PLR0911 - one return an operation
@@ -85,6 +87,9 @@ def apply(  # noqa: PLR0911 - one return an operation
     match op:
         case Embed():
             return state.weights[op.table][state.tokens]
+        case Given():
+            assert state.given is not None
+            return state.given
         case RMSNorm():
             return _rms_norm(op, values[op.x], state.weights[op.weight])
         case Linear():

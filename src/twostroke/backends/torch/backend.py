@@ -39,9 +39,14 @@ class TorchBackend:
         num_pages: int,
         page_size: int,
         device: str = "cpu",
+        *,
+        shown: str | None = None,
     ) -> None:
-        """Dequantize the Program's weights onto `device` and reserve its pages there."""
-        self._program = program
+        """Dequantize the Program's weights onto `device` and reserve its pages there.
+
+        Steps hand out the value `shown` of the rows in which they draw.
+        """
+        self._program, self._shown = program, shown
         self._model = TorchModel(program, tensors, device)
         self._pages = Pages(program, num_pages, page_size, self._model.device)
         self.facts = BackendFacts(
@@ -68,14 +73,18 @@ class TorchBackend:
             torch.from_numpy(sampled).to(device),
             self._model.weights,
             PagedStep(self._pages, spans),
+            None if plan.given is None else torch.from_numpy(plan.given).to(device),
         )
+        shown = self._shown
         with torch.inference_mode():
-            (logits,) = self._model.run(state).values()
-            rows = logits.cpu().numpy()
+            values = self._model.run(state, () if shown is None else (shown,))
+            rows = values[self._program.ops[-1].output].cpu().numpy()
+            hidden = None if shown is None else values[shown][state.sampled].cpu().numpy()
         kernel_s = time.perf_counter() - started
         drawn = draw_all(plan.slices, rows)
         elapsed_s = time.perf_counter() - started
-        return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed_s, kernel_s)
+        tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
+        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

@@ -15,6 +15,7 @@ from twostroke.program import (
     Attention,
     Embed,
     GatedActivation,
+    Given,
     Linear,
     Logits,
     MixtureOfExperts,
@@ -43,6 +44,7 @@ class StepState:
     sampled: Tensor
     weights: Mapping[str, Tensor]
     keeper: Keeper
+    given: Tensor | None = None
 
 
 def apply(  # noqa: PLR0911 - one return an operation
@@ -53,6 +55,9 @@ def apply(  # noqa: PLR0911 - one return an operation
     match op:
         case Embed():
             return functional.embedding(state.tokens, weights[op.table])
+        case Given():
+            assert state.given is not None
+            return state.given
         case RMSNorm():
             return _rms_norm(op, values[op.x], weights[op.weight])
         case Linear():

@@ -1,0 +1,139 @@
+"""Heads that guess a model's next tokens from its hidden states, as Programs of their own.
+
+Sources: Medusa (arXiv:2401.10774), EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840), and of the
+reduced vocabulary FR-Spec (arXiv:2502.14856).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from twostroke.models.blocks import norm, residual_layer
+from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
+from twostroke.program import (
+    Add,
+    CacheLayer,
+    Embed,
+    Expert,
+    Given,
+    Linear,
+    Logits,
+    MixtureOfExperts,
+    Program,
+)
+
+if TYPE_CHECKING:
+    from twostroke.program import Op
+
+EAGLE: Final = "eagle"
+MEDUSA: Final = "medusa"
+KINDS: Final = (EAGLE, MEDUSA)
+TABLE: Final = "token_embd.weight"  # EAGLE reads the target's own
+NUMBERS: Final = "numbers.weight"  # Medusa: which block a row takes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsSpec:
+    """The shapes of heads.
+
+    `layer` has those of the decoder layer (EAGLE) or of the residual blocks (Medusa); its
+    `vocab_size` and `hidden_size` are the target's. Heads guess one of `num_tokens` tokens, and
+    learned to guess `depth` of them in a row.
+    """
+
+    kind: str
+    layer: ModelSpec
+    num_tokens: int
+    depth: int
+
+
+def heads_for(
+    target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
+) -> HeadsSpec:
+    """Return the shapes of heads for a model, whose attention sees `window` tokens."""
+    rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
+    layer = ModelSpec(
+        architecture="llama",
+        name=target.name,
+        num_layers=1,
+        hidden_size=target.hidden_size,
+        ffn_size=ffn_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        context_length=target.context_length,
+        norm_epsilon=target.norm_epsilon,
+        rope=rope,
+        tied_embeddings=False,
+        window=WindowSpec(window, (True,)),
+    )
+    return HeadsSpec(kind, layer, num_tokens, depth)
+
+
+def build_heads(spec: HeadsSpec) -> Program:
+    """Return the Program of heads; `last_hidden` names what it hands on."""
+    return _eagle(spec) if spec.kind == EAGLE else _medusa(spec)
+
+
+def last_hidden(program: Program) -> str:
+    """Return the hidden state from which a Program's logits are computed, before its last norm."""
+    return program.layer_outputs[-1]
+
+
+def _eagle(spec: HeadsSpec) -> Program:
+    """Return one decoder layer that writes the next hidden state, and from it the next token.
+
+    A row's input is a token's embedding and the hidden state from which that token was drawn: the
+    target's, or the layer's own where the token is a guess. Both are normed and projected.
+    """
+    layer = spec.layer
+    hidden = layer.hidden_size
+    ops: list[Op] = [
+        Embed("embedding", TABLE, hidden),
+        Given("given", hidden),
+        norm(layer, "embedding.normed", "embedding", "embd_norm"),
+        Linear("embedding.part", "embedding.normed", "fc_embd.weight", hidden, hidden),
+        norm(layer, "given.normed", "given", "given_norm"),
+        Linear("given.part", "given.normed", "fc_given.weight", hidden, hidden),
+        Add("x0", "embedding.part", "given.part", hidden),
+        *residual_layer(layer, 0, "x0", "x1"),
+    ]
+    return _finished(spec, ops, "x1", layer.vocab_size)
+
+
+def _medusa(spec: HeadsSpec) -> Program:
+    """Return residual blocks that all read one hidden state; block i guesses i tokens further on.
+
+    A row's "token" is the number of its block. The blocks are experts of which a row takes the one
+    whose number it bears: the table of scores is a large number on its diagonal.
+    """
+    layer, count = spec.layer, spec.depth
+    hidden = layer.hidden_size
+    blocks = tuple(
+        Expert(*(f"blk.{index}.ffn_{part}.weight" for part in ("gate", "up", "down")))
+        for index in range(count)
+    )
+    ops: list[Op] = [
+        Given("given", hidden),
+        norm(layer, "given.normed", "given", "given_norm"),
+        Embed("scores", NUMBERS, count),
+        MixtureOfExperts(
+            "part", "given.normed", "scores", blocks, hidden, layer.ffn_size, 1, normalize=True
+        ),
+        Add("x1", "given", "part", hidden),
+    ]
+    return _finished(spec, ops, "x1", count)
+
+
+def _finished(spec: HeadsSpec, ops: list[Op], x: str, num_ids: int) -> Program:
+    layer = spec.layer
+    last: list[Op] = [
+        norm(layer, "last", x, "output_norm"),
+        Logits("logits", "last", "output.weight", layer.hidden_size, spec.num_tokens),
+    ]
+    window = None if layer.window is None else layer.window.size
+    kept = (CacheLayer(layer.num_kv_heads, layer.head_dim, window),)
+    name = f"{spec.kind} heads of {layer.name}"
+    return Program(name, (*ops, *last), kept, num_ids, layer.context_length, (x,))

@@ -1,0 +1,189 @@
+"""Heads in a folder: `heads.json` with what they are, `heads.safetensors` with their weights.
+
+The JSON file has the shapes, the identity of the model that they were trained for, the tokens that
+they can guess, and how often they were right on text that they had not learned from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.models.fields import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Fields,
+)
+from twostroke.models.heads import KINDS, NUMBERS, TABLE, HeadsSpec, build_heads
+from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights.hf_model import read_json
+from twostroke.weights.safetensors import read_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+HEADS_JSON = "heads.json"
+HEADS_WEIGHTS = "heads.safetensors"
+SURENESS_KINDS = 10  # guesses are told apart by how sure the head was, in tenths
+
+_FORMAT = 1
+_MAX_DEPTH = 24
+_FAR = 1e4  # between the scores of the block that a Medusa row takes and of the others
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsFacts:
+    """What `heads.json` says.
+
+    `target_name` and `target_id` tell for which model they are (`target_identity`). `token_ids[i]`
+    is the target's id of the i-th token that they can guess. `accepted[d]` is the share of right
+    guesses at depth d where all before were right, and `right_if_sure[k]` that of guesses of which
+    the head was sure by k to k + 1 tenths, both on held-out text.
+    """
+
+    spec: HeadsSpec
+    target_name: str
+    target_id: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[float, ...]
+    right_if_sure: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHeads:
+    """Heads whose files are mapped and checked; `tensors` are the weights of their own."""
+
+    path: Path
+    facts: HeadsFacts
+    tensors: Mapping[str, QuantTensor]
+
+
+def target_identity(tensors: Mapping[str, QuantTensor]) -> str:
+    """Return what tells a model from others, and is the same however its matrices are stored.
+
+    It is the SHA-256 of its last norm, which files hold in float32 or in numbers that become
+    float32 without loss.
+    """
+    return hashlib.sha256(tensors["output_norm.weight"].dequantize().tobytes()).hexdigest()
+
+
+def load_heads(folder: Path) -> LoadedHeads:
+    """Map and check the heads in a folder.
+
+    Raises:
+        ModelNotFoundError: there are none.
+        ModelFormatError: a file is damaged, or its weights do not fit what `heads.json` says.
+    """
+    for name in (HEADS_JSON, HEADS_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ModelNotFoundError(
+                f"{str(folder)!r} holds no {name}: heads are a folder that "
+                "`twostroke train-heads` has written."
+            )
+    facts = _facts(Fields(HEADS_JSON, read_json(folder / HEADS_JSON)))
+    tensors = dict(read_safetensors(folder / HEADS_WEIGHTS).tensors)
+    shapes = stored_shapes(facts.spec)
+    for name, shape in shapes.items():
+        if name not in tensors or tensors[name].shape != shape:
+            found = f"as {tensors[name].shape}" if name in tensors else "not at all"
+            raise ModelFormatError(
+                f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {name} should have the shape "
+                f"{shape}, and is there {found}."
+            )
+    return LoadedHeads(folder, facts, {name: tensors[name] for name in shapes})
+
+
+def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
+    """Return the weights that heads have of their own, with their shapes."""
+    shapes = build_heads(spec).weight_shapes
+    return {name: shape for name, shape in shapes.items() if name not in (TABLE, NUMBERS)}
+
+
+def numbers_table(depth: int) -> QuantTensor:
+    """Return the table by which each row of Medusa heads takes the block of its number."""
+    table = np.eye(depth, dtype=np.float32) * np.float32(_FAR)
+    return QuantTensor.from_floats(table, FORMATS["F32"])
+
+
+def facts_json(facts: HeadsFacts) -> dict[str, object]:
+    """Return what `heads.json` holds."""
+    layer = facts.spec.layer
+    assert layer.window is not None
+    return {
+        "format": _FORMAT,
+        "kind": facts.spec.kind,
+        "target": facts.target_name,
+        "target_id": facts.target_id,
+        "hidden_size": layer.hidden_size,
+        "ffn_size": layer.ffn_size,
+        "num_heads": layer.num_heads,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "vocab_size": layer.vocab_size,
+        "context_length": layer.context_length,
+        "window": layer.window.size,
+        "norm_epsilon": layer.norm_epsilon,
+        "rope_base": layer.rope.base,
+        "rope_interleaved": layer.rope.interleaved,
+        "depth": facts.spec.depth,
+        "accepted": list(facts.accepted),
+        "right_if_sure": list(facts.right_if_sure),
+        "token_ids": list(facts.token_ids),
+    }
+
+
+def _facts(fields: Fields) -> HeadsFacts:
+    if fields.integer("format", 1 << 16) != _FORMAT:
+        fields.refuse("format", f"this version of twostroke reads {_FORMAT}")
+    kind = fields.text("kind")
+    if kind not in KINDS:
+        fields.refuse("kind", f"which is none of {', '.join(KINDS)}")
+    vocab_size = fields.integer("vocab_size", MAX_VOCAB)
+    token_ids = fields.token_ids("token_ids", vocab_size)
+    if not token_ids or list(token_ids) != sorted(set(token_ids)):
+        fields.fault("has token_ids that are not ascending")
+    depth = fields.integer("depth", _MAX_DEPTH)
+    return HeadsFacts(
+        HeadsSpec(kind, _layer(fields, vocab_size), len(token_ids), depth),
+        fields.text("target"),
+        fields.text("target_id"),
+        token_ids,
+        _odds(fields, "accepted", depth),
+        _odds(fields, "right_if_sure", SURENESS_KINDS),
+    )
+
+
+def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
+    head_dim = fields.integer("head_dim", MAX_HEAD_DIM)
+    interleaved = fields.flag("rope_interleaved", default=False)
+    return ModelSpec(
+        architecture="llama",
+        name=fields.text("target"),
+        num_layers=1,
+        hidden_size=fields.integer("hidden_size", MAX_WIDTH),
+        ffn_size=fields.integer("ffn_size", MAX_WIDTH),
+        num_heads=fields.integer("num_heads", MAX_WIDTH),
+        num_kv_heads=fields.integer("num_kv_heads", MAX_WIDTH),
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        context_length=fields.integer("context_length", MAX_CONTEXT),
+        norm_epsilon=fields.number("norm_epsilon"),
+        rope=RopeSpec(fields.number("rope_base"), head_dim, interleaved),
+        tied_embeddings=False,
+        window=WindowSpec(fields.integer("window", MAX_CONTEXT), (True,)),
+    )
+
+
+def _odds(fields: Fields, key: str, count: int) -> tuple[float, ...]:
+    odds = fields.numbers(key, count)
+    if max(odds) > 1:
+        fields.refuse(key, "which has a share above 1")
+    return odds

@@ -1,0 +1,185 @@
+"""Heads in whole engines: whatever they guess, answers are the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.heads import write_random_heads
+from support.native import native_dir
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import (
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.engine.output import Completion
+
+GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(temperature=0.8, max_tokens=60, seed=1, logprobs=2),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.95, max_tokens=60, seed=2, n=3),
+    SamplingParams(max_tokens=60, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=60, min_tokens=40, stop=["e", "th"]),
+    SamplingParams(max_tokens=60, seed=4, logit_bias={20: 5.0, 21: -50.0}, min_p=0.02),
+]
+PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+KINDS = ("eagle", "medusa")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, path: Path) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("heads")
+    return {kind: str(write_random_heads(folder / kind, path, kind)) for kind in KINDS}
+
+
+def engine_of(
+    path: Path, backend: str = "cpu", memory_bytes: int = 6_000_000, **speculation: Any
+) -> LLM:
+    level = None
+    if backend.startswith("cpu"):
+        native_dir()
+        backend, _, level = backend.partition(":")
+    compute = ComputeOptions(backend=backend, num_threads=2, level=level or None)
+    cache = CacheOptions(memory_bytes=memory_bytes if backend == "cpu" else None)
+    guessing = SpeculationOptions(**speculation)
+    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
+
+
+def said(answers: list[list[Completion]]) -> list[Any]:
+    return [
+        (one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop)
+        for answer in answers
+        for one in answer
+    ]
+
+
+def everything(llm: LLM, **hints: Any) -> list[Any]:
+    return [
+        *said(llm.generate(PROMPTS, GREEDY, **hints)),
+        *(one for params in SAMPLED for one in said(llm.generate(PROMPTS, params, **hints))),
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> list[Any]:
+    with engine_of(path, method="off") as llm:
+        return everything(llm)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_same(
+    path: Path, heads: dict[str, str], plain: list[Any], kind: str, count: int | None
+) -> None:
+    with engine_of(path, method=kind, heads=heads[kind], count=count) as llm:
+        assert everything(llm) == plain
+        assert everything(llm) == plain  # with prefix hits
+        stats = llm.engine.client.loop.speculation
+        if count is not None:
+            assert stats.proposed[kind] > 500
+        assert set(stats.proposed) <= {kind}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu:portable", "cpu:amx_emulated"])
+def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str, kind: str) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch")
+    params = [replace(GREEDY, max_tokens=12), SamplingParams(max_tokens=12, seed=1)] * 2
+    with engine_of(path, backend, method="off") as llm:
+        plain = said(llm.generate(PROMPTS, params))
+    with engine_of(path, backend, method=kind, heads=heads[kind], count=3) as llm:
+        assert said(llm.generate(PROMPTS, params)) == plain
+        assert llm.engine.client.loop.speculation.proposed[kind] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], kind: str) -> None:
+    prompts = [f"{prompt} {index}" for index in range(4) for prompt in PROMPTS]
+    with engine_of(path, method="off") as llm:
+        plain = said(llm.generate(prompts, GREEDY))
+    small = {"memory_bytes": 150_000}
+    with engine_of(path, method=kind, heads=heads[kind], count=4, **small) as llm:
+        assert said(llm.generate(prompts, GREEDY)) == plain
+        assert llm.engine.client.loop.stats().num_preemptions > 0
+
+
+def test_heads_and_words_said_before_go_together(
+    path: Path, heads: dict[str, str], plain: list[Any]
+) -> None:
+    with engine_of(path, method="auto", heads=heads["eagle"], count=4) as llm:
+        assert llm.engine.client.loop.methods == ("ngram", "eagle")
+        assert everything(llm) == plain
+        assert everything(llm, speculate="eagle") == plain
+        assert everything(llm, speculate="off") == plain
+        with pytest.raises(RequestError, match=r"speculate can be auto, off, ngram, eagle here"):
+            llm.generate("a", GREEDY, speculate="medusa")
+        assert {"eagle"} < set(llm.engine.client.loop.speculation.proposed)
+
+
+def test_nothing_is_left_of_requests_that_ended(path: Path, heads: dict[str, str]) -> None:
+    for kind in KINDS:
+        with engine_of(path, method=kind, heads=heads[kind], count=4) as llm:
+            llm.generate(PROMPTS * 3, GREEDY)
+            llm.generate("the", GREEDY)  # the others' ends are heard by now
+            (proposer,) = llm.engine.client.loop._speculator._proposers
+            assert len(proposer._followers) <= 1
+
+
+def test_heads_of_another_model_are_refused(tmp_path: Path, heads: dict[str, str]) -> None:
+    other = write_tiny_gguf(tmp_path / "other.gguf", Tiny(hidden_size=32, head_dim=16))
+    with pytest.raises(UsageError, match=r"heads of tiny, which cannot guess for other: train"):
+        engine_of(other, method="eagle", heads=heads["eagle"])
+
+
+def test_heads_of_another_kind_are_refused(path: Path, heads: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"holds medusa heads: use --speculate medusa, or auto"):
+        engine_of(path, method="eagle", heads=heads["medusa"])
+
+
+def test_folders_without_heads_are_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"holds no heads.json"):
+        engine_of(path, method="eagle", heads=str(tmp_path))
+
+
+def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
+    folder = write_random_heads(tmp_path / "heads", path, "eagle")
+    facts = json.loads((folder / "heads.json").read_text())
+    for change, message in (
+        ({"ffn_size": 96}, r"blk.0.ffn_gate.weight should have the shape"),
+        ({"token_ids": [5, 3]}, r"token_ids that are not ascending"),
+        ({"kind": "hydra"}, r"none of eagle, medusa"),
+        ({"accepted": [0.5]}, r"not a list of 4 numbers"),
+        ({"format": 9}, r"this version of twostroke reads 1"),
+    ):
+        (folder / "heads.json").write_text(json.dumps(facts | change))
+        with pytest.raises(ModelFormatError, match=message):
+            engine_of(path, method="eagle", heads=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "eagle"}, r"speculate can be eagle only with trained heads: add --heads"),
+        ({"method": "ngram", "heads": "x"}, r"heads is of no use where --speculate is ngram"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SpeculationOptions(**options)

@@ -1,0 +1,49 @@
+"""Random heads for tiny models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.models.heads import TABLE, heads_for
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import HeadsFacts, load_path, target_identity
+from twostroke.weights.heads import SURENESS_KINDS, stored_shapes
+from twostroke.weights.save_heads import save_heads
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_random_heads(
+    folder: Path, model: Path, kind: str, *, depth: int = 4, window: int = 32, seed: int = 0
+) -> Path:
+    """Write heads that know nothing, for the model of a file; return their folder."""
+    loaded = load_path(model)
+    vocab_size = loaded.spec.vocab_size
+    rng = np.random.default_rng(seed)
+    token_ids = sorted(int(i) for i in rng.choice(vocab_size, size=96, replace=False))
+    spec = heads_for(
+        loaded.spec, kind, num_tokens=len(token_ids), depth=depth, ffn_size=64, window=window
+    )
+    table = loaded.tensors[TABLE].dequantize()
+    tensors = {}
+    for name, shape in stored_shapes(spec).items():
+        values = rng.standard_normal(shape) / np.sqrt(shape[-1])
+        if len(shape) == 1:
+            values = np.ones(shape)
+        elif name == "output.weight":
+            values = table[token_ids]
+        fmt = FORMATS["F32" if len(shape) == 1 else "F16"]
+        tensors[name] = QuantTensor.from_floats(values.astype(np.float32), fmt)
+    facts = HeadsFacts(
+        spec,
+        loaded.name,
+        target_identity(loaded.tensors),
+        tuple(token_ids),
+        (0.5,) * depth,
+        tuple((kind + 0.5) / SURENESS_KINDS for kind in range(SURENESS_KINDS)),
+    )
+    save_heads(folder, facts, tensors)
+    return folder
