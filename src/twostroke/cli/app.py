@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "serve": "Serve a model over an OpenAI-compatible API.",
     "compare": "Measure how far readers, formats or models lie apart.",
     "profile": "Show where a step's time goes, and the least that it could take.",
+    "train-heads": "Teach small layers to guess what a model will say next.",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }
@@ -54,7 +55,7 @@ class Commands(Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"twostroke.cli.{cmd_name}")
+        module = importlib.import_module(f"twostroke.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

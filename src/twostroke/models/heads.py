@@ -122,7 +122,7 @@ def _medusa(spec: HeadsSpec) -> Program:
         MixtureOfExperts(
             "part", "given.normed", "scores", blocks, hidden, layer.ffn_size, 1, normalize=True
         ),
-        Add("x1", "given", "part", hidden),
+        Add("x1", "given.normed", "part", hidden),
     ]
     return _finished(spec, ops, "x1", count)
 

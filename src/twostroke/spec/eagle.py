@@ -85,11 +85,11 @@ class EagleHeads:
         """Keep the hidden states from which requests' tokens were drawn."""
         for part, rows in drawn_rows(plan, result):
             request, position = part.request, part.start + part.count - 1
-            rows = rows[: len(request.tokens) - 1 - position]
-            if result.hidden is None or not rows or request.is_finished:
+            taken = rows[: len(request.tokens) - 1 - position]
+            if result.hidden is None or not taken or request.is_finished:
                 self._drop(request)
             elif request.hints.speculate in {"auto", self.name}:
-                self._keep(request, position, result.hidden[rows])
+                self._keep(request, position, result.hidden[taken])
 
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""

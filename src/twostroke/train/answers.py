@@ -1,0 +1,137 @@
+"""The lesson: a model's own answers with their hidden states, kept in a folder as they come."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twostroke.core.config import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
+from twostroke.core.errors import UsageError
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.build import build
+from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.train.prompts import Prompt, prompts
+from twostroke.train.record import Recorder
+from twostroke.train.store import Store, kept_answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.engine.build import Engine
+    from twostroke.engine.client import Generation, ModelCard
+    from twostroke.models.spec import ModelSpec
+    from twostroke.train.options import TrainOptions
+    from twostroke.train.record import Answer
+
+    Report = Callable[[str], None]
+
+_STREAMS = 48  # that the engine answers together
+_ANSWER_TOKENS = 200
+_PROMPT_TOKENS = 600
+_CONTEXT_LENGTH = 1024
+_TEMPERATURES = (0.0, 0.0, 0.7)  # in turn: greedy answers, and what else the model may say
+
+
+def collect(
+    model: str, spec: ModelSpec, folder: Path, options: TrainOptions, report: Report
+) -> list[Answer]:
+    """Return answers of `options.num_tokens` in all: those in `folder`, and new ones.
+
+    They are kept in parts, so that what was interrupted goes on where it ended. `spec` is
+    the model's.
+
+    Raises:
+        UsageError: the file of prompts is missing, or has too few of them.
+        TwostrokeError: the model cannot be loaded, or the disk is full.
+    """
+    answers = kept_answers(folder, spec.hidden_size)
+    if sum(map(len, answers)) >= options.num_tokens:
+        return answers
+    cache = CacheOptions(context_length=min(_CONTEXT_LENGTH, spec.context_length))
+    batch = BatchOptions(max_running=_STREAMS)
+    engine_options = EngineOptions(
+        cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
+    )
+    store = Store(folder, len(answers))
+    with build(model, engine_options, watcher=Recorder(store.add)) as engine:
+        has_chat = engine.card.chat_template is not None
+        asked = _asked(options, has_chat=has_chat)
+        num_before = sum(map(len, answers))
+        for _ in _answer(engine, asked, len(answers)):
+            num_rows = num_before + store.num_rows
+            report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
+            if num_rows >= options.num_tokens:
+                break
+    store.flush()
+    answers = kept_answers(folder, spec.hidden_size)
+    if sum(map(len, answers)) < options.num_tokens:
+        raise UsageError(
+            f"{options.data} has too few prompts for {options.num_tokens:,} tokens of answers: "
+            "add some, or lower --tokens."
+        )
+    return answers
+
+
+def _asked(options: TrainOptions, *, has_chat: bool) -> Iterator[Prompt]:
+    if options.data == "self":
+        return prompts(options.seed, chat=has_chat)
+    return iter(_read(Path(options.data), has_chat=has_chat))
+
+
+def _read(path: Path, *, has_chat: bool) -> list[Prompt]:
+    """Return a file's prompts: each line a question, or an object with a "prompt" to go on with."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--data {path} cannot be read: {reason}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if not line.startswith("{"):
+            found.append(Prompt(line, has_chat))
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise UsageError(f'--data {path}: line {number} is no object with a "prompt".')
+        found.append(Prompt(text, is_chat=False))
+    return found
+
+
+def _answer(engine: Engine, asked: Iterator[Prompt], first: int) -> Iterator[None]:
+    """Answer prompts, some together, and yield after each; the first `first` are done already."""
+    waiting: deque[Generation] = deque()
+    try:
+        for number, prompt in enumerate(asked):
+            if number < first:
+                continue
+            params = SamplingParams(
+                max_tokens=_ANSWER_TOKENS,
+                temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
+                seed=number,
+                ignore_eos=not prompt.is_chat,
+            )
+            waiting.append(engine.client.generate(_encode(engine.card, prompt), params))
+            if len(waiting) > _STREAMS:
+                waiting.popleft().wait()
+                yield
+        while waiting:
+            waiting.popleft().wait()
+            yield
+    finally:
+        for generation in waiting:
+            generation.cancel()
+
+
+def _encode(card: ModelCard, prompt: Prompt) -> list[int]:
+    if prompt.is_chat:
+        tokens = encode_chat(card, [{"role": "user", "content": prompt.text}])
+    else:
+        tokens = encode_text(card, prompt.text)
+    return tokens[-min(_PROMPT_TOKENS, card.context_length // 2) :]

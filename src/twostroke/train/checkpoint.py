@@ -1,0 +1,95 @@
+"""What training needs to go on another day: weights, and what the optimizer knows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights.disk import write_json
+from twostroke.weights.hf_model import read_json
+from twostroke.weights.safetensors import read_safetensors
+from twostroke.weights.write_safetensors import write_safetensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray[np.float32]]
+
+_NAME = "checkpoint.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Training as it was at some moment.
+
+    `about` says for which model it is and with which options; `arrays` are of any name and shape.
+    """
+
+    about: Mapping[str, Any]
+    token_ids: tuple[int, ...]
+    seconds: float
+    num_steps: int
+    arrays: Arrays
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint; an earlier one is there until this one is whole.
+
+    Raises:
+        TwostrokeError: the disk is full, or the folder cannot be written.
+    """
+    path = folder / f"checkpoint-{checkpoint.num_steps}.safetensors"
+    arrays = checkpoint.arrays
+    try:
+        tensors = {n: QuantTensor.from_floats(a, FORMATS["F32"]) for n, a in arrays.items()}
+        write_safetensors(path, tensors)
+        facts = {
+            "about": dict(checkpoint.about),
+            "seconds": checkpoint.seconds,
+            "num_steps": checkpoint.num_steps,
+            "token_ids": list(checkpoint.token_ids),
+        }
+        write_json(folder / _NAME, facts)
+        for other in folder.glob("checkpoint-*.safetensors"):
+            if other != path:
+                other.unlink()
+    except OSError as error:
+        message = f"The checkpoint cannot be written to {str(folder)!r}: {error.strerror}."
+        raise TwostrokeError(message) from None
+
+
+def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
+    """Return what was saved in a folder, None if nothing was.
+
+    Raises:
+        UsageError: it is damaged, or about something else.
+    """
+    path = folder / _NAME
+    if not path.is_file():
+        return None
+    try:
+        facts = read_json(path)
+        steps = int(facts["num_steps"])
+        files = read_safetensors(folder / f"checkpoint-{steps}.safetensors")
+        found = Checkpoint(
+            facts["about"],
+            tuple(facts["token_ids"]),
+            float(facts["seconds"]),
+            steps,
+            {name: tensor.dequantize() for name, tensor in files.tensors.items()},
+        )
+    except (KeyError, TypeError, ValueError, TwostrokeError) as error:
+        reason = error.message if isinstance(error, ModelFormatError) else "it lacks something."
+        raise UsageError(f"{path} cannot be used: {reason} Delete it to begin anew.") from None
+    if found.about != dict(about):
+        raise UsageError(
+            f"{folder} holds heads that were trained for another model or with other options: "
+            "take those of then, or another --output."
+        )
+    return found

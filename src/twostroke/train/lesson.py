@@ -1,0 +1,112 @@
+"""Answers cut into pieces for training, and what is to be learned from each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from twostroke.models.heads import TABLE
+from twostroke.train.unroll import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from twostroke.models.spec import ModelSpec
+    from twostroke.quant import QuantTensor
+    from twostroke.train.record import Answer
+
+_HELD_OUT = 25  # each answer of which one is not learned from
+_LEAST_ROWS = 8  # of a piece
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A batch, and of each of its rows the token that follows and the state at that token."""
+
+    batch: Batch
+    following: Tensor
+    states: Tensor
+
+
+class Target:
+    """What heads see of the model that they are for: its last norm and its table of logits."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
+    ) -> None:
+        """Read the rows of `token_ids` and the whole embedding."""
+        self.spec = spec
+        self.token_ids = torch.tensor(token_ids)
+        self.table = torch.from_numpy(tensors[TABLE].dequantize())
+        name = TABLE if spec.tied_embeddings else "output.weight"
+        head = self.table if spec.tied_embeddings else torch.from_numpy(tensors[name].dequantize())
+        self.head = head[self.token_ids].clone()
+        self.norm = torch.from_numpy(tensors["output_norm.weight"].dequantize()) + spec.norm_offset
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the target's logits of the tokens that heads can guess, from its states."""
+        normed = functional.rms_norm(states, self.norm.shape, self.norm, self.spec.norm_epsilon)
+        return functional.linear(normed, self.head)
+
+
+class Lesson:
+    """Answers, of which some are held out."""
+
+    def __init__(self, answers: Sequence[Answer], length: int) -> None:
+        """Cut answers into pieces of `length` rows at most."""
+        self._answers = answers
+        self._length = length
+        ours = [index for index in range(len(answers)) if index % _HELD_OUT]
+        self.pieces = self._cut(ours)
+        self.held_out = self._cut([index for index in range(len(answers)) if not index % _HELD_OUT])
+
+    def learned(self) -> list[Answer]:
+        """Return the answers that are not held out."""
+        return [answer for index, answer in enumerate(self._answers) if index % _HELD_OUT]
+
+    def rows(self, pieces: Sequence[tuple[int, int]]) -> Rows:
+        """Return pieces, each the number of an answer and its first row, as a batch."""
+        width = self._answers[0].hidden.shape[1]
+        shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
+        tokens, following = (np.zeros(shape, np.int64) for _ in range(2))
+        hidden, states = (np.zeros((*shape, width), np.float32) for _ in range(2))
+        valid = np.zeros(shape, bool)
+        for row, (index, start) in enumerate(pieces):
+            answer, count = self._answers[index], self._count(index, start)
+            tokens[row, :count] = answer.tokens[start + 1 : start + 1 + count]
+            following[row, :count] = answer.tokens[start + 2 : start + 2 + count]
+            hidden[row, :count] = answer.hidden[start : start + count]
+            states[row, :count] = answer.hidden[start + 1 : start + 1 + count]
+            valid[row, :count] = True
+        batch = Batch(*(torch.from_numpy(part) for part in (tokens, hidden, valid)))
+        return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
+
+    def _count(self, index: int, start: int) -> int:
+        """Return how many rows a piece has: each needs the state behind it, too."""
+        return min(self._length, len(self._answers[index]) - 1 - start)
+
+    def _cut(self, indices: Sequence[int]) -> list[tuple[int, int]]:
+        return [
+            (index, start)
+            for index in indices
+            for start in range(0, len(self._answers[index]), self._length)
+            if self._count(index, start) >= min(_LEAST_ROWS, len(self._answers[index]) - 1)
+        ]
+
+
+def frequent_tokens(answers: Sequence[Answer], vocab_size: int, count: int) -> tuple[int, ...]:
+    """Return the `count` tokens that the answers have most often, in ascending order.
+
+    Where fewer occur, the first others make up the number.
+    """
+    tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
+    counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]
+    order = np.argsort(-counts, kind="stable")[: min(count, vocab_size)]
+    return tuple(sorted(int(token) for token in order))

@@ -1,0 +1,50 @@
+"""What training of heads can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twostroke.core.errors import UsageError
+from twostroke.models.heads import KINDS
+
+MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How heads are trained.
+
+    `data` is "self" or a file of prompts: the model's own answers, `num_tokens` in all, are the
+    lesson. Training takes `minutes`, which is a share of the time that all runs into one folder
+    took together. Heads guess one of `vocab_size` tokens; EAGLE heads learn to go on `depth` times,
+    Medusa heads have so many blocks. `ffn_size` None is two thirds of the model's. A head's
+    attention sees `window` tokens.
+    """
+
+    kind: str = "eagle"
+    data: str = "self"
+    num_tokens: int = 250_000
+    minutes: float = 30.0
+    vocab_size: int = 4096
+    depth: int = 4
+    ffn_size: int | None = None
+    window: int = 256
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.kind not in KINDS:
+            raise UsageError(f"kind must be one of {', '.join(KINDS)}, not {self.kind}.")
+        for name, value, low in (
+            ("tokens", self.num_tokens, 1),
+            ("vocabulary", self.vocab_size, 16),
+            ("window", self.window, 16),
+            ("ffn", 1 if self.ffn_size is None else self.ffn_size, 1),
+        ):
+            if value < low:
+                raise UsageError(f"{name} must be at least {low}, not {value}.")
+        if not 1 <= self.depth <= MAX_DEPTH:
+            raise UsageError(f"depth must be from 1 to {MAX_DEPTH}, not {self.depth}.")
+        if not self.minutes > 0 or not self.learning_rate > 0:
+            raise UsageError("minutes and the learning rate must be above zero.")

@@ -1,0 +1,186 @@
+"""`train_heads`: answers, training, and a folder of heads, each going on where it was left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import UsageError
+from twostroke.models.heads import build_heads, heads_for
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.train.answers import collect
+from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from twostroke.train.learn import Learner
+from twostroke.train.lesson import Lesson, Target, frequent_tokens
+from twostroke.train.start import first_weights
+from twostroke.weights import HeadsFacts, load, target_identity
+from twostroke.weights.heads import stored_shapes
+from twostroke.weights.save_heads import save_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from twostroke.train.learn import Score
+    from twostroke.train.options import TrainOptions
+    from twostroke.train.record import Answer
+    from twostroke.weights import LoadedModel
+
+    Report = Callable[[str], None]
+
+_SAVE_EVERY_S = 120.0
+_REPORT_EVERY_S = 10.0
+_MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
+
+
+def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> Score:
+    """Train heads for `model` in the folder `output`; `report` is told how it goes.
+
+    Answers, weights and the optimizer's state are kept in the folder: whoever stops it with Ctrl-C
+    has heads as good as they are by then, and the same call goes on from there.
+
+    Raises:
+        UsageError: the folder holds heads of another model or with other options, or the data
+            cannot be read.
+        TwostrokeError: the model cannot be loaded, or the disk is full.
+    """
+    loaded = load(model)
+    identity = target_identity(loaded.tensors)
+    about = _about(identity, options)
+    saved = load_checkpoint(output, about)
+    answers = collect(model, loaded.spec, output / "answers", options, report)
+    lesson = Lesson(answers, options.window)
+    if not lesson.pieces or not lesson.held_out:
+        raise UsageError("There are too few answers to learn from: raise --tokens.")
+    learned = lesson.learned()
+    if saved is None:
+        token_ids = frequent_tokens(learned, loaded.spec.vocab_size, options.vocab_size)
+        learner = _learner(loaded, options, lesson, token_ids, learned)
+    else:
+        token_ids = saved.token_ids
+        learner = _learner(loaded, options, lesson, token_ids, [])
+        learner.go_on(saved.arrays)
+        learner.seconds, learner.num_steps = saved.seconds, saved.num_steps
+    keeper = _Keeper(output, loaded.name, about, token_ids, learner)
+    score = _train(learner, keeper, report)
+    report(_scored(score))
+    return score
+
+
+def _train(learner: Learner, keeper: _Keeper, report: Report) -> Score:
+    """Train to the end, with heads saved now and then, and when somebody stops it."""
+    saved_s = shown_s = time.monotonic()
+
+    def pause() -> bool:
+        nonlocal saved_s, shown_s
+        now_s = time.monotonic()
+        if now_s - shown_s >= _REPORT_EVERY_S:
+            shown_s = now_s
+            report(
+                f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
+                f"loss {learner.loss:.3f}"
+            )
+        if now_s - saved_s >= _SAVE_EVERY_S:
+            saved_s = now_s
+            report(_scored(keeper.save()))
+        return False
+
+    try:
+        if learner.seconds < learner.budget_s:
+            learner.learn(pause)
+    except KeyboardInterrupt:
+        score = keeper.save()
+        raise KeyboardInterrupt(
+            f"Stopped; the heads so far are in {keeper.folder} ({_scored(score)}). "
+            "The same command goes on."
+        ) from None
+    return keeper.save()
+
+
+class _Keeper:
+    """Writes heads and what is needed to go on with them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        about: dict[str, Any],
+        token_ids: tuple[int, ...],
+        learner: Learner,
+    ) -> None:
+        self.folder = folder
+        self._name, self._about, self._token_ids = name, about, token_ids
+        self._learner = learner
+
+    def save(self) -> Score:
+        """Write all of it, and return how good the heads are."""
+        learner = self._learner
+        score = learner.test()
+        facts = HeadsFacts(
+            learner.spec,
+            self._name,
+            self._about["target_id"],
+            self._token_ids,
+            score.accepted,
+            score.right_if_sure,
+        )
+        tensors = {}
+        for name, shape in stored_shapes(learner.spec).items():
+            values = learner.weights[name].detach().numpy()
+            tensors[name] = QuantTensor.from_floats(values, _VECTOR if len(shape) == 1 else _MATRIX)
+        save_heads(self.folder, facts, tensors)
+        save_checkpoint(
+            self.folder,
+            Checkpoint(
+                self._about,
+                self._token_ids,
+                learner.seconds,
+                learner.num_steps,
+                learner.arrays(),
+            ),
+        )
+        return score
+
+
+def _learner(
+    loaded: LoadedModel,
+    options: TrainOptions,
+    lesson: Lesson,
+    token_ids: tuple[int, ...],
+    answers: list[Answer],
+) -> Learner:
+    """Return heads to be trained, fitted to answers."""
+    ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
+    spec = heads_for(
+        loaded.spec,
+        options.kind,
+        num_tokens=len(token_ids),
+        depth=options.depth,
+        ffn_size=ffn_size,
+        window=options.window,
+    )
+    program = build_heads(spec)
+    target = Target(loaded.spec, loaded.tensors, token_ids)
+    weights = first_weights(spec, program, target, loaded.tensors, answers, options.seed)
+    return Learner(
+        spec,
+        program,
+        weights,
+        target,
+        lesson,
+        options.learning_rate,
+        60 * options.minutes,
+        options.seed,
+    )
+
+
+def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
+    """Return what cannot change from one run to the next."""
+    free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
+    return {"target_id": identity, **asdict(free)}
+
+
+def _scored(score: Score) -> str:
+    shares = ", ".join(f"{share:.0%}" for share in score.accepted)
+    return f"held out: {shares} right by depth, {score.per_pass:.2f} tokens a pass"

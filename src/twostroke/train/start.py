@@ -1,0 +1,92 @@
+"""Weights to begin with: a head that is right now and then before it has learned anything."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from twostroke.models.heads import EAGLE, NUMBERS, TABLE
+from twostroke.weights.heads import numbers_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from twostroke.models.heads import HeadsSpec
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+    from twostroke.train.lesson import Target
+    from twostroke.train.record import Answer
+
+_RIDGE = 50.0
+_SMALL = 0.1  # what attention and feed-forward add at first
+
+
+def first_weights(
+    spec: HeadsSpec,
+    program: Program,
+    target: Target,
+    tensors: Mapping[str, QuantTensor],
+    answers: Sequence[Answer],
+    seed: int,
+) -> dict[str, Tensor]:
+    """Return the weights of untrained heads; those of their own want gradients.
+
+    Logits are the target's. An EAGLE head's two projections are fitted by least squares, so that
+    their sum is about the next state; its layer begins as the target's last one, where shapes
+    agree, and adds little. Medusa blocks add nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    last = f"blk.{target.spec.num_layers - 1}."
+    weights: dict[str, Tensor] = {}
+    for name, shape in program.weight_shapes.items():
+        twin = tensors.get(last + name.removeprefix("blk.0."))
+        if name == TABLE:
+            weights[name] = target.table
+            continue
+        if name == NUMBERS:
+            weights[name] = torch.from_numpy(numbers_table(spec.depth).dequantize())
+            continue
+        if len(shape) == 1:
+            value = target.norm.clone() if name == "output_norm.weight" else torch.ones(shape)
+        elif name == "output.weight":
+            value = target.head.clone()
+        elif spec.kind == EAGLE and twin is not None and twin.shape == shape:
+            value = torch.from_numpy(twin.dequantize())
+        else:
+            value = torch.randn(shape, generator=generator) / (2 * math.sqrt(shape[1]))
+        if name.endswith(("attn_output.weight", "ffn_down.weight")):
+            value *= _SMALL
+        weights[name] = value
+    if spec.kind == EAGLE:
+        given, embedding = _fit(target, answers)
+        weights["fc_given.weight"], weights["fc_embd.weight"] = given, embedding
+    for name, weight in weights.items():
+        weight.requires_grad_(name not in (TABLE, NUMBERS))
+    return weights
+
+
+def _fit(target: Target, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+    """Return the matrices that make of a state and the token behind it about the next state.
+
+    Ridge regression on normed rows.
+    """
+    width = target.table.shape[1]
+    products = torch.eye(2 * width) * _RIDGE
+    wanted = torch.zeros(2 * width, width)
+    for answer in answers:
+        states = _normed(torch.from_numpy(answer.hidden).float(), target)
+        tokens = torch.from_numpy(answer.tokens).long()[1:-1]
+        inputs = torch.cat([states[:-1], _normed(target.table[tokens], target)], dim=1)
+        products += inputs.T @ inputs
+        wanted += inputs.T @ states[1:]
+    fitted = torch.linalg.solve(products, wanted)
+    return fitted[:width].T.contiguous(), fitted[width:].T.contiguous()
+
+
+def _normed(x: Tensor, target: Target) -> Tensor:
+    return functional.rms_norm(x, (x.shape[1],), None, target.spec.norm_epsilon)

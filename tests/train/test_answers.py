@@ -1,0 +1,120 @@
+"""What heads learn from: prompts, and answers with their states, kept in a folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.native import native_dir
+from support.tiny import write_tiny_gguf
+from twostroke import SamplingParams
+from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.engine.build import build
+from twostroke.train import TrainOptions
+from twostroke.train.answers import collect
+from twostroke.train.prompts import prompts
+from twostroke.train.record import Answer, Recorder
+from twostroke.train.store import Store, kept_answers
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+def test_prompts_are_many_and_the_same_each_time() -> None:
+    some = list(islice(prompts(1, chat=True), 2000))
+    assert some == list(islice(prompts(1, chat=True), 2000))
+    assert some != list(islice(prompts(2, chat=True), 2000))
+    assert len({prompt.text for prompt in some}) > 1500
+    assert all(prompt.text.strip() and "{" + "}" not in prompt.text[:3] for prompt in some)
+    assert 0.6 < sum(prompt.is_chat for prompt in some) / len(some) < 0.8
+
+
+def test_models_that_cannot_chat_get_texts_to_go_on_with() -> None:
+    assert not any(prompt.is_chat for prompt in islice(prompts(1, chat=False), 200))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("method", ["off", "ngram"])
+def test_states_are_those_from_which_tokens_were_drawn(
+    model: Path, backend: str, method: str
+) -> None:
+    if backend == "cpu":
+        native_dir()
+    answers: list[Answer] = []
+    options = EngineOptions(
+        ComputeOptions(backend, num_threads=1),
+        speculation=SpeculationOptions(method, count=3 if method == "ngram" else None),
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = list(range(30, 50))
+    with build(str(model), options, watcher=Recorder(answers.append)) as engine:
+        [said] = engine.client.generate(prompt, params).wait()
+        assert (said.usage.accepted_tokens > 0) == (method == "ngram")
+    with build(str(model), options) as engine:
+        backend_of = engine.client.loop._backend
+        program = engine.card.cost.program
+        name = program.layer_outputs[-1]
+        traced = backend_of.trace([*prompt, *said.token_ids], [name], generated=True)[name]
+    [answer] = answers
+    assert answer.tokens.tolist() == [prompt[-1], *said.token_ids]
+    expected = traced[len(prompt) - 1 : -1]
+    expected = expected / np.sqrt(np.mean(expected**2, axis=1, keepdims=True))
+    np.testing.assert_allclose(answer.hidden, expected, atol=2e-3)
+
+
+def test_answers_are_kept_and_added_to(model: Path, tmp_path: Path) -> None:
+    native_dir()
+    spec, options = load_path(model).spec, TrainOptions(num_tokens=500)
+    lines: list[str] = []
+    first = collect(str(model), spec, tmp_path, options, lines.append)
+    assert sum(map(len, first)) >= 500
+    assert lines
+    again = collect(str(model), spec, tmp_path, options, lambda _: pytest.fail("nothing is new"))
+    assert [a.tokens.tolist() for a in again] == [a.tokens.tolist() for a in first]
+    more = collect(str(model), spec, tmp_path, replace(options, num_tokens=1500), lines.append)
+    assert [a.tokens.tolist() for a in more[: len(first)]] == [a.tokens.tolist() for a in first]
+    assert sum(map(len, more)) >= 1500
+
+
+def test_damaged_answers_are_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path, 0)
+    store.add(Answer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
+    store.flush()
+    [answer] = kept_answers(tmp_path, 8)
+    assert answer.tokens.tolist() == [0, 1, 2, 3]
+    assert answer.hidden.shape == (3, 8)
+    with pytest.raises(UsageError, match=r"damaged or another model's: delete"):
+        kept_answers(tmp_path, 16)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file", 0)
+    store.add(Answer(np.arange(4, dtype=np.int32), np.ones((3, 8), np.float16)))
+    with pytest.raises(TwostrokeError, match=r"Answers cannot be written to"):
+        store.flush()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "hydra"}, r"kind must be one of eagle, medusa, not hydra"),
+        ({"depth": 17}, r"depth must be from 1 to 16, not 17"),
+        ({"num_tokens": 0}, r"tokens must be at least 1, not 0"),
+        ({"minutes": 0}, r"minutes and the learning rate must be above zero"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainOptions(**options)  # type: ignore[arg-type]
