@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--draft", help="a smaller model with the same vocabulary")
+    parser.add_argument("--heads", help="a folder of heads trained for the model")
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
-    guessing = SpeculationOptions(draft=given.draft)
+    guessing = SpeculationOptions(draft=given.draft, heads=given.heads)
     options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
     with build(given.model, options) as engine:
         pairs = [

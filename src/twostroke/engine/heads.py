@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from twostroke.cache import FORMATS as CACHE_FORMATS
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import UsageError
 from twostroke.engine.parts import FLOAT32_BACKENDS, auto_kv_format, make_backend
 from twostroke.engine.sizing import CacheSize
@@ -70,9 +71,13 @@ class Heads:
         """Read the weights; heads compute on the threads of `backend`, which outlives them."""
         facts = self.loaded.facts
         program = build_heads(facts.spec)
-        tensors = self._tensors(packed=options.compute.backend not in FLOAT32_BACKENDS)
+        compute = options.compute
+        if is_packed := compute.backend not in FLOAT32_BACKENDS:
+            # Guesses may be rough where that is faster: nobody's answer depends on them.
+            compute = replace(compute, activation_bits=min(ACTIVATION_BITS))
+        tensors = self._tensors(packed=is_packed)
         page_size = backend.facts.page_size
-        kv_format = auto_kv_format(options.compute)
+        kv_format = auto_kv_format(compute)
         window = facts.spec.layer.window
         num_tokens = _SPARE_TOKENS + (0 if window is None else window.size)
         num_places = -(-num_tokens // page_size) + 1
@@ -83,7 +88,7 @@ class Heads:
         runner = make_backend(
             tensors,
             program,
-            options.compute,
+            compute,
             size,
             lambda _: None,
             None,

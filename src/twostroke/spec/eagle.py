@@ -1,6 +1,6 @@
 """Guesses of an EAGLE head: a small layer that goes on from the target's hidden states.
 
-Source: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840); here in chains.
+Source: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840); here a chain with leaves beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Row = NDArray[np.float32]  # (width)
 
-_MOST_WAITING = 64  # rows of one request that nobody asked about; then it is begun anew
+_MOST_WAITING = 32  # rows of one request that nobody asked about; then it is begun anew
 _LEAST_HOPE = 0.5
 
 
@@ -103,7 +103,8 @@ class EagleHeads:
             if not active:
                 break
             self._guess(active)
-        return [f.guesses.proposal(self.name) if (f := found[r]) else None for r in requests]
+        most = price.most
+        return [f.guesses.proposal(self.name, most) if (f := found[r]) else None for r in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""

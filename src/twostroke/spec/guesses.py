@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from twostroke.spec.odds import RequestOdds
     from twostroke.spec.proposal import Outcome
 
+_NUM_SEEN = 3  # likeliest tokens, of which those that were not drawn are guessed beside
+_LEAST_SURENESS = 0.1  # of a token beside the one that was drawn
 # What heads draw without: nothing that names tokens fits a vocabulary of their own.
 PLAIN: Final[dict[str, Any]] = {
-    "logprobs": 0,
+    "logprobs": _NUM_SEEN,
     "logit_bias": {},
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
@@ -46,7 +48,9 @@ class HeadsOdds:
 class Guesses:
     """Guesses of one request's next tokens, of which each has odds by how sure the head was.
 
-    `hope` is how often the first guess was right lately, `first_hope` what it began with.
+    `tokens` are what the head drew, one behind the other; `others[i]` are what it found likely in
+    the place of `tokens[i]`, each with its kind. `hope` is how often the first guess was right
+    lately, `first_hope` what it began with.
     """
 
     odds: RequestOdds
@@ -54,6 +58,7 @@ class Guesses:
     hope: float = 0.0
     tokens: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    others: list[list[tuple[int, int]]] = field(default_factory=list)
     chance: float = 1.0  # that all are right
 
     def __post_init__(self) -> None:
@@ -62,17 +67,24 @@ class Guesses:
 
     def clear(self) -> None:
         """Drop the guesses."""
-        self.tokens, self.kinds, self.chance = [], [], 1.0
+        self.tokens, self.kinds, self.others, self.chance = [], [], [], 1.0
 
     def add(self, drawn: int, logprobs: TokenLogprobs | None, token_ids: Sequence[int]) -> bool:
         """Take over what a head drew, a place in `token_ids`; False if it drew nothing."""
         if drawn == NO_TOKEN or logprobs is None:
             return False
-        num_kinds = self.odds.num_kinds
-        kind = min(int(math.exp(logprobs.logprob) * num_kinds), num_kinds - 1)
+        kind = self._kind(math.exp(logprobs.logprob))
         self.tokens.append(token_ids[drawn])
         self.kinds.append(kind)
         self.chance *= self.odds.of(kind)
+        likely = zip(logprobs.top_ids, map(math.exp, logprobs.top_logprobs), strict=True)
+        self.others.append(
+            [
+                (token_ids[other], self._kind(sureness))
+                for other, sureness in likely
+                if other != drawn and sureness >= _LEAST_SURENESS
+            ]
+        )
         return True
 
     def is_hopeless(self, least: float) -> bool:
@@ -88,9 +100,22 @@ class Guesses:
             self.odds.learn(proposal, outcome)
             self.hope += _HOPE_STEP * (bool(outcome.right) - self.hope)
 
-    def proposal(self, source: str) -> Proposal | None:
-        """Return the guesses."""
+    def proposal(self, source: str, most: int) -> Proposal | None:
+        """Return `most` guesses: a chain, with leaves beside it where the head was in doubt."""
         if not self.tokens:
             return None
-        odds = tuple(self.odds.of(kind) for kind in self.kinds)
-        return Proposal(source, tuple(self.tokens), odds, tuple(self.kinds))
+        tokens, kinds = [*self.tokens], [*self.kinds]
+        parents = list(range(-1, len(tokens) - 1))
+        for place, others in enumerate(self.others):
+            for token, kind in others:
+                if len(tokens) < most:
+                    tokens.append(token)
+                    kinds.append(kind)
+                    parents.append(place - 1)
+        odds = tuple(self.odds.of(kind) for kind in kinds)
+        if len(tokens) == len(self.tokens):
+            return Proposal(source, tuple(tokens), odds, tuple(kinds))
+        return Proposal(source, tuple(tokens), odds, tuple(kinds), tuple(parents)).best_first()
+
+    def _kind(self, sureness: float) -> int:
+        return min(int(sureness * self.odds.num_kinds), self.odds.num_kinds - 1)

@@ -1,6 +1,6 @@
 """Guesses of Medusa heads: several tokens from one hidden state, all at once.
 
-Source: Medusa (arXiv:2401.10774); here in chains.
+Source: Medusa (arXiv:2401.10774); here a chain with leaves beside it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class MedusaHeads:
         asked = [follower for follower in found.values() if follower is not None]
         if asked and depth:
             self._run(asked, depth)
-        return [f.guesses.proposal(self.name) if (f := found[r]) else None for r in requests]
+        most = price.most
+        return [f.guesses.proposal(self.name, most) if (f := found[r]) else None for r in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""

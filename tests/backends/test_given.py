@@ -1,0 +1,104 @@
+"""Rows that are handed to a step, and states that it hands out: all backends alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.cpu import LEVELS
+from support.native import load_level
+from support.tiny import write_tiny_gguf
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan
+from twostroke.models import build_program
+from twostroke.models.heads import KINDS, NUMBERS, TABLE, build_heads, heads_for, last_hidden
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import load_path, numbers_table
+
+if TYPE_CHECKING:
+    from twostroke.weights import LoadedModel
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_path(write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
+
+
+def cpu(level: str, *given: Any, **named: Any) -> CpuBackend:
+    library = load_level(level)
+    if level == "amx" and library.ts_linear_request_tiles() == 0:
+        pytest.skip("the operating system refuses tiles")
+    return CpuBackend(*given, 2, level=level, **named)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, kind: str) -> None:
+    depth = 4
+    spec = heads_for(model.spec, kind, num_tokens=64, depth=depth, ffn_size=96, window=24)
+    program = build_heads(spec)
+    rng = np.random.default_rng(2)
+    tensors = {
+        name: QuantTensor.from_floats(
+            (rng.standard_normal(shape) / 8).astype(np.float32), FORMATS["F32"]
+        )
+        for name, shape in program.weight_shapes.items()
+    } | {TABLE: model.tensors[TABLE], NUMBERS: numbers_table(depth)}
+    shown = last_hidden(program)
+    right = ReferenceBackend(program, tensors, 8, 16, shown=shown)
+    tested = cpu(level, program, tensors, 8, 16, shown=shown)
+    params = SamplingParams(temperature=0, logprobs=0)
+    for start, count in ((0, 5), (5, 1), (6, 3), (9, 30), (39, 1)):
+        pieces = []
+        for number in range(2):
+            tokens = [int(t) for t in rng.integers(0, depth if kind == "medusa" else 200, 40)]
+            pages = [[4 * number + place for place in range(3)]]
+            request = Request(str(number), tokens[: start + count], 0, params, 0, pages=pages)
+            pieces.append(Slice(request, start, count, samples=True))
+        rows = rng.standard_normal((2 * count, model.spec.hidden_size)).astype(np.float32)
+        plan = StepPlan(tuple(pieces), given=rows)
+        expected, found = right.run(plan), tested.run(plan)
+        assert expected.hidden is not None
+        assert found.hidden is not None
+        assert found.hidden.shape == (2, model.spec.hidden_size)
+        np.testing.assert_allclose(found.hidden, expected.hidden, atol=0.02, rtol=0.02)
+    tested.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_states_are_shown_of_drawn_rows_in_the_plans_order(model: LoadedModel, level: str) -> None:
+    program = build_program(model.spec)
+    backend = cpu(level, program, model.tensors, 8, 16, shown=last_hidden(program))
+    plain = cpu(level, program, model.tensors, 8, 16)
+    params = SamplingParams(temperature=0)
+    tokens = list(range(20, 32))
+    prompt = Request("prompt", tokens, 12, params, 0, pages=[[0]])
+    output = Request("output", tokens, 4, params, 0, pages=[[1]])
+    silent = Request("silent", tokens, 12, params, 0, pages=[[2]])
+    parts = (
+        Slice(prompt, 0, 12, samples=True),
+        Slice(silent, 0, 5, samples=False),
+        Slice(output, 0, 12, samples=True, drafts=(50, 51)),
+    )
+    result = backend.run(StepPlan(parts))
+    hidden = result.hidden
+    assert hidden is not None
+    assert hidden.shape == (4, model.spec.hidden_size)
+    name = last_hidden(program)
+    first = backend.trace(tokens, [name])[name][-1]
+    np.testing.assert_allclose(hidden[0], first, atol=2e-2, rtol=2e-2)
+    followed = backend.trace([*tokens, 50, 51], [name], generated=True)[name][-3:]
+    np.testing.assert_allclose(hidden[1:], followed, atol=2e-2, rtol=2e-2)
+    # To show them changes nothing: each step draws what it draws without.
+    without = plain.run(StepPlan(tuple(replace(part) for part in parts)))
+    assert without.hidden is None
+    assert without.tokens == result.tokens
+    np.testing.assert_array_equal(backend.score(tokens), plain.score(tokens))
+    backend.close()
+    plain.close()

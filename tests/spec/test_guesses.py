@@ -1,0 +1,91 @@
+"""What heads have guessed: odds by sureness, leaves beside the chain, and when to leave it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from twostroke.core.step import NO_TOKEN, TokenLogprobs
+from twostroke.core.tree import ROOT
+from twostroke.spec.guesses import Guesses
+from twostroke.spec.odds import Odds
+from twostroke.spec.proposal import Outcome
+
+TOKEN_IDS = (10, 20, 30, 40)
+
+
+def guesses_of(*draws: tuple[int, dict[int, float]]) -> Guesses:
+    """Return guesses of which each was drawn with these chances beside it."""
+    found = Guesses(Odds([(kind + 0.5) / 10 for kind in range(10)]).for_request(), 0.6)
+    for drawn, chances in draws:
+        top = sorted(chances.items(), key=lambda item: -item[1])
+        logprobs = TokenLogprobs(
+            math.log(chances[drawn]),
+            tuple(token for token, _ in top),
+            tuple(math.log(chance) for _, chance in top),
+        )
+        assert found.add(drawn, logprobs, TOKEN_IDS)
+    return found
+
+
+def test_guesses_bear_the_targets_ids_and_the_odds_of_their_sureness() -> None:
+    proposal = guesses_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
+    assert proposal is not None
+    assert proposal.tokens == (20, 40)
+    assert proposal.odds == pytest.approx((0.95, 0.95))
+    assert proposal.parents == ()
+    assert proposal.source == "eagle"
+
+
+def test_what_was_nearly_drawn_stands_beside_it() -> None:
+    found = guesses_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
+    proposal = found.proposal("eagle", 8)
+    assert proposal is not None
+    by_token = dict(zip(proposal.tokens, proposal.parents, strict=True))
+    first, second = proposal.tokens.index(10), proposal.tokens.index(40)
+    assert proposal.parents[first] == ROOT
+    assert proposal.parents[second] == first
+    assert by_token[20] == ROOT
+    assert sorted(proposal.tokens) == [10, 10, 20, 40]  # of the third token it was too unsure
+    assert list(proposal.worths) == sorted(proposal.worths, reverse=True)
+
+
+def test_no_more_are_proposed_than_are_wanted() -> None:
+    found = guesses_of((0, {0: 0.5, 1: 0.3, 2: 0.2}), (0, {0: 0.5, 1: 0.3, 2: 0.2}))
+    proposal = found.proposal("eagle", 3)
+    assert proposal is not None
+    assert len(proposal.tokens) == 3
+
+
+def test_nothing_drawn_is_nothing_guessed() -> None:
+    found = guesses_of()
+    assert not found.add(NO_TOKEN, None, TOKEN_IDS)
+    assert found.proposal("eagle", 8) is None
+
+
+def test_a_text_that_is_guessed_wrong_is_left_alone_and_tried_again() -> None:
+    found = guesses_of((1, {1: 0.97}))
+    proposal = found.proposal("eagle", 8)
+    assert proposal is not None
+    for _ in range(40):
+        found.learn(proposal, Outcome([0], [], [10]))
+    assert found.hope < 0.1
+    assert found.is_hopeless(0.2)
+    assert not found.is_hopeless(0.01)
+    tries = 0
+    while found.is_hopeless(0.2):
+        tries += 1
+    assert 10 < tries < 1000
+
+
+def test_odds_learn_from_leaves_too() -> None:
+    found = guesses_of((0, {0: 0.55, 1: 0.45}))
+    before = found.odds.of(4)
+    for _ in range(30):
+        proposal = found.proposal("eagle", 8)
+        assert proposal is not None
+        leaf = proposal.tokens.index(20)
+        found.learn(proposal, Outcome(range(2), [leaf], [20, 30, 30]))
+    assert found.odds.of(4) > before + 0.2
+    assert found.odds.of(5) < 0.4
