@@ -128,7 +128,7 @@ def test_heads_and_words_said_before_go_together(
         assert everything(llm) == plain
         assert everything(llm, speculate="eagle") == plain
         assert everything(llm, speculate="off") == plain
-        with pytest.raises(RequestError, match=r"speculate can be auto, off, ngram, eagle here"):
+        with pytest.raises(RequestError, match=r"speculate can be auto, off, ngram, eagle, lookahead here"):
             llm.generate("a", GREEDY, speculate="medusa")
         assert {"eagle"} < set(llm.engine.client.loop.speculation.proposed)
 
