@@ -227,7 +227,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             kv_format=given.pop("kv_format"),
         )
         speculation = SpeculationOptions(
-            given.pop("speculate"), given.pop("draft"), given.pop("heads"), given.pop("drafts")
+            given.pop("speculate"), given.pop("draft"), given.pop("drafts"), given.pop("heads")
         )
         if "policy" not in given:
             return EngineOptions(compute, cache, speculation=speculation)

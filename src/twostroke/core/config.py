@@ -126,8 +126,8 @@ class SpeculationOptions:
 
     method: str = "auto"
     draft: str | None = None
-    heads: str | None = None
     count: int | None = None
+    heads: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
