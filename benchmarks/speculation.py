@@ -76,6 +76,12 @@ class Pair:
         return right / tried if tried else 0.0
 
     @property
+    def per_pass(self) -> float:
+        """How many tokens of one stream a step brought."""
+        num_tokens = sum(len(answer) for run in self.guessed for answer in run.answers)
+        return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
+
+    @property
     def disturbed(self) -> int:
         """How many runs others disturbed."""
         return sum(run.others_share > MAX_SHARE for run in (*self.plain, *self.guessed))
@@ -105,6 +111,7 @@ def main() -> None:
     parser.add_argument("--draft", help="a smaller model with the same vocabulary")
     parser.add_argument("--heads", help="a folder of heads trained for the model")
     parser.add_argument("--speculate", default="auto")
+    parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -112,7 +119,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
-    guessing = SpeculationOptions(draft=given.draft, heads=given.heads)
+    guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
     options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
     with build(given.model, options) as engine:
         pairs = [
@@ -223,24 +230,13 @@ def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -
     disturbed = sum(pair.disturbed for pair in pairs)
     num_runs = sum(len(pair.plain) + len(pair.guessed) for pair in pairs)
     lowest = min(pair.ratios.median for pair in pairs)
-    header = ("task", "streams", "without, tokens/s", "with", "faster", "guesses right")
-    rows = [
-        (
-            pair.task,
-            str(pair.streams),
-            *(rate.text() for rate in pair.rates),
-            pair.ratios.text(2, " x"),
-            f"{pair.accepted:.0%}",
-        )
-        for pair in pairs
-    ]
     least = (
         f"The least is {lowest:.2f} x; `auto` is meant never to be below {_LEAST}. "
         f"Others disturbed {disturbed} of {num_runs} runs."
     )
     parts = [
         f"# Guessing ahead: {given.model}, {given.speculate}",
-        table(header, rows),
+        _table(pairs),
         least,
     ]
     by_task: dict[str, list[tuple[float, float]]] = {}
@@ -249,6 +245,8 @@ def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -
     lines = [Curve(name, points) for name, points in by_task.items()]
     RESULTS.mkdir(parents=True, exist_ok=True)
     name = f"speculation-{given.model}-{given.speculate}"
+    if given.drafts:
+        name += f"-{given.drafts}"
     load = curves("Speed-up by streams", "streams", "times faster", lines)
     (RESULTS / f"{name}-load.svg").write_text(load)
     parts.append(f"![Speed-up by streams]({name}-load.svg)")
@@ -265,6 +263,7 @@ def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -
                 "plain": [run.tokens_per_s for run in pair.plain],
                 "guessed": [run.tokens_per_s for run in pair.guessed],
                 "accepted": pair.accepted,
+                "per_pass": pair.per_pass,
             }
             for pair in pairs
         ],
@@ -274,6 +273,26 @@ def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -
         ],
     }
     save(name, result, "\n\n".join(parts))
+
+
+def _table(pairs: list[Pair]) -> str:
+    """Return what guesses bring for each task and number of streams."""
+    header = (
+        *("task", "streams", "without, tokens/s", "with"),
+        *("faster", "tokens a step", "guesses right"),
+    )
+    rows = [
+        (
+            pair.task,
+            str(pair.streams),
+            *(rate.text() for rate in pair.rates),
+            pair.ratios.text(2, " x"),
+            f"{pair.per_pass:.2f}",
+            f"{pair.accepted:.0%}",
+        )
+        for pair in pairs
+    ]
+    return table(header, rows)
 
 
 def _acceptance(name: str, chosen: list[Chosen]) -> list[str]:

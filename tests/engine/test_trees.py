@@ -9,16 +9,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.cpu import tiny_model
+from support.engines import tiny_client
+from support.guesses import guess_tree
 from support.native import native_dir
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.tree import ROOT
+from twostroke.program.cost import Cost, StepCost
 from twostroke.schedule import Continuous, drafting
+from twostroke.spec import Always, Outcome, Pace, Price, Proposal, Speculator
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from twostroke.core.request import Request
+    from twostroke.engine.client import Client
+    from twostroke.engine.output import Completion
 
 NUM_PAGES = 400
 CONTEXT = 200
@@ -92,3 +101,78 @@ def test_backends_that_interpret_take_trees(name: str, windows: tuple[int | None
     assert [found[r.id][0] for r in again] == [plain[r.id][0] for r in again]
     assert sum(request.num_moves for request in again) > 5
     backend.close()
+
+
+class GuessesTrees:
+    """Knows the answers, and offers them among others."""
+
+    name = "ngram"
+
+    def __init__(self, outputs: dict[int, tuple[int, ...]]) -> None:
+        self.outputs = outputs  # by the prompt's first token
+        self.chance = random.Random(1)
+        self.outcomes: list[tuple[int, int]] = []
+
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: Request) -> Proposal:
+        output = self.outputs[request.tokens[0]]
+        tokens, parents = guess_tree(self.chance, request, output, 200)
+        while not tokens:
+            tokens, parents = guess_tree(self.chance, request, output, 200)
+        count = len(tokens)
+        return Proposal("tree", tokens, (0.5,) * count, (0,) * count, parents).best_first()
+
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        right = set(outcome.right)
+        assert right <= set(outcome.tried) <= set(range(len(proposal.tokens)))
+        said = [proposal.tokens[i] for i in outcome.right]
+        output = self.outputs[request.tokens[0]]
+        assert any(list(output[i : i + len(said)]) == said for i in range(len(output)))
+        self.outcomes.append((len(right), len(outcome.tried)))
+
+    def finish(self, request: Request) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def complete(client: Client, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    """Answer all prompts together."""
+    generations = [client.generate(prompt, params) for prompt in prompts]
+    return [generation.wait()[0] for generation in generations]
+
+
+def test_an_engine_answers_the_same_with_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[token, 7, 8] for token in (5, 6, 9)]
+    cases = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=0.7, max_tokens=30, seed=3, logprobs=2, frequency_penalty=0.4),
+        SamplingParams(temperature=0, max_tokens=30, stop=["e"]),
+    ]
+    with tiny_client(tmp_path) as (client, _):
+        plain = [complete(client, prompts, params) for params in cases]
+    for params, expected in zip(cases, plain, strict=True):
+        outputs = {
+            prompt[0]: tuple(answer.token_ids) + (1,) * 9
+            for prompt, answer in zip(prompts, expected, strict=True)
+        }
+        guesser = GuessesTrees(outputs)
+        pace = Pace(StepCost(Cost(0, 1, 0), Cost(1, 0, 0), 0, 0, (), ()), None)
+        speculator = Speculator([guesser], Always(24), pace)
+        monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
+        with tiny_client(tmp_path) as (client, _):
+            found = complete(client, prompts, params)
+            stats, pages = client.loop.speculation, client.loop.stats()
+        for got, right in zip(found, expected, strict=True):
+            assert (got.text, got.token_ids, got.stop) == (right.text, right.token_ids, right.stop)
+            assert [p and p.top_ids for p in got.logprobs or ()] == [
+                p and p.top_ids for p in right.logprobs or ()
+            ]
+        assert stats.accepted["tree"] == sum(right for right, _ in guesser.outcomes) > 5
+        assert stats.proposed["tree"] == sum(tried for _, tried in guesser.outcomes)
+        assert pages.num_referenced_pages == 0

@@ -30,6 +30,9 @@ _PRIOR = tuple(odd for rank in range(_MOST_RANK + 1) for odd in (0.3 / (1 + rank
 _NUM_KINDS = len(_PRIOR)
 _GAIN = 0.5  # accepted tokens a step, before anything is known
 _GAIN_STEP = 0.03
+_TRIAL = 48  # steps of which nothing is expected but to learn
+_TRIAL_PRICE = 0.3  # unless a row must be worth more than this
+_WARM_UP = 12  # steps of a window before runs are what the model says
 _GAIN_FADE = 0.002  # of the way back to the beginning, each time that the window was not computed
 
 
@@ -44,7 +47,8 @@ class Lookahead:
 
     Of the runs that begin with the newest token, the `most_tried` that were met last are guesses of
     what follows. What the window's rows are worth is what these guesses have brought lately, less
-    what they cost, so that a request for which runs are seldom right soon gets no window.
+    what they cost, so that a request for which runs are seldom right soon gets no window. An
+    engine's first steps with a window are a trial, or nobody would ever know.
     """
 
     name = "lookahead"
@@ -56,6 +60,7 @@ class Lookahead:
         self.num_columns, self.length, self.most_tried = num_columns, length, most_tried
         self._odds = Odds(_PRIOR)
         self._gain = _GAIN
+        self._trial = _TRIAL
         self._requests: dict[Request, _Search] = {}
 
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
@@ -75,8 +80,11 @@ class Lookahead:
         if not num_tried and kinds[0] < _NUM_KINDS:
             search.odds.fade(kinds[0])
         if outcome.tried:
-            search.gain += _GAIN_STEP * (num_right - search.gain)
-            search.num_tried += _GAIN_STEP * (num_tried - search.num_tried)
+            self._trial = max(0, self._trial - 1)
+            search.num_steps += 1
+            if search.num_steps > _WARM_UP:
+                search.gain += _GAIN_STEP * (num_right - search.gain)
+                search.num_tried += _GAIN_STEP * (num_tried - search.num_tried)
         search.collect(proposal, outcome, self.most_tried)
         search.advance(num_right + 1, request.tokens)
 
@@ -100,6 +108,8 @@ class Lookahead:
         search.add_runs(comb)
         num_rows = self.num_columns * (self.length - 1) - 1
         worth = (search.gain - search.num_tried * price.row_chance) / num_rows
+        if self._trial and price.row_chance < _TRIAL_PRICE:
+            worth = max(worth, 2 * price.row_chance)
         if worth > price.row_chance:
             search.add_window(comb, worth)
         else:
@@ -156,6 +166,7 @@ class _Search:
     rng: random.Random
     gain: float
     num_tried: float = 0.0  # runs' tokens, a step
+    num_steps: int = 0  # in which something was tried
     newest: int = 0
     window: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
