@@ -6,6 +6,10 @@ import random
 
 import pytest
 
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import Slice, StepPlan
+from twostroke.core.tree import ROOT, Branch
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.program import BatchShape
 from twostroke.program.cost import CostModel
@@ -75,3 +79,15 @@ def test_the_running_engines_form_equals_the_full_count() -> None:
         )
         batch = BatchShape(spans, chance.randrange(len(spans) + 1))
         assert short.of(batch) == model.step(batch)
+
+
+def test_a_branch_reads_its_context_by_itself() -> None:
+    request = Request("r", [1] * 21, 20, SamplingParams(), 0)
+    branches = (
+        Branch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True),
+        Branch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True),
+    )
+    tree = Slice(request, 20, 1, True, (5, 6, 7, 8, 9), branches)
+    batch = BatchShape.of(StepPlan((Slice(request, 0, 4, False), tree)))
+    assert sorted(batch.spans) == [(0, 4), (20, 3), (21, 2), (22, 1)]
+    assert (batch.num_rows, batch.num_sampled) == (10, 6)

@@ -8,7 +8,8 @@ import numpy as np
 
 from support.sampling import make_request
 from twostroke.core.sampling import SamplingParams
-from twostroke.core.step import TokenLogprobs
+from twostroke.core.step import Slice, TokenLogprobs
+from twostroke.core.tree import ROOT, Branch
 from twostroke.sample.rows import RESULT, RowTable, read_results
 
 
@@ -137,3 +138,28 @@ def test_rows_follow_requests_that_come_go_and_grow():
             assert rows[name].tolist() == fresh[name].tolist()
         for request in alive:
             request.tokens.append(step)
+
+
+def test_rows_of_branches_know_what_they_follow():
+    params = SamplingParams(presence_penalty=1.0, min_tokens=3)
+    request = make_request(params, prompt=[1, 2], output=[3], end_ids=[9])
+    other = make_request(SamplingParams(), prompt=[7])
+    # 10, 11; beside them 20, and behind that 21 and 22.
+    branches = (branch(2, ROOT), branch(4, 2))
+    tree = Slice(request, 2, 1, True, (10, 11, 20, 21, 22), branches)
+    rows = RowTable().rows([other, request], [Slice(other, 0, 1, True), tree])
+    assert rows["counter"].tolist() == [0, 1, 2, 3, 2, 3, 3]
+    assert [ints(row, "tokens", "num_tokens") for row in rows[1:]] == [
+        [1, 2, 3],
+        [1, 2, 3, 10],
+        [1, 2, 3, 10, 11],
+        [1, 2, 3, 20],
+        [1, 2, 3, 20, 21],
+        [1, 2, 3, 20, 22],
+    ]
+    assert [len(ints(row, "barred_ids", "num_barred")) for row in rows[1:]] == [1, 1, 0, 1, 0, 0]
+
+
+def branch(first, parent):
+    """A branch whose pages nobody asks for."""
+    return Branch(first, parent, 0, 0, ((0,),), 1, (), is_copied=False)

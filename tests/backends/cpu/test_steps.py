@@ -10,6 +10,7 @@ from support.cpu import greedy_request
 from twostroke.backends.cpu.steps import PageTables, StepArrays
 from twostroke.core.request import NO_PAGE
 from twostroke.core.step import Slice, StepPlan
+from twostroke.core.tree import ROOT, Branch
 
 
 def make_request(num_tokens, *pages):
@@ -86,6 +87,34 @@ def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
     assert steps._samples["counter"].tolist() == [2, 3, 4, 0]
     steps._results["token"][:4] = [10, 11, 12, 20]
     assert steps.results(plan, sampled)[0] == [20, 10, 11, 12]
+
+
+def test_branches_are_runs_of_rows_with_tables_of_their_own():
+    steps = StepArrays(1, 8, one_arithmetic=False)
+    new, old = make_request(3, [1]), make_request(20, [5, 6])
+    old.tokens += [50]
+    # 60, 61; beside 61 stands 62; beside 60 stands 63. Positions begin at 20, pages hold 16.
+    beside = Branch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True)
+    first = Branch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True)
+    tree = Slice(old, 20, 1, True, (60, 61, 62, 63), (beside, first))
+    plan = StepPlan((Slice(new, 0, 3, True), tree))
+    sampled = steps.fill(plan)
+    record = steps.record
+    assert (record.num_rows, record.num_generated, record.num_sampled) == (8, 5, 6)
+    assert steps._tokens[:8].tolist() == [50, 60, 61, 62, 63, 0, 1, 2]
+    runs = steps._slices[: record.num_slices]
+    assert runs[:, :3].tolist() == [[0, 3, 20], [3, 1, 22], [4, 1, 21], [5, 3, 0]]
+    tables = [steps.tables.array[row, 0, :2].tolist() for row in runs[:3, 3]]
+    assert tables == [[5, 6], [5, 7], [5, 8]]
+    assert record.num_stores == 3
+    own = runs[:, 3].tolist()
+    assert steps._stores.tolist() == [[0, own[1]], [0, own[2]], [1, own[1]]][: record.num_stores]
+    assert steps._copies.tolist() == [[6, 7], [6, 8]]
+    assert steps._samples["counter"].tolist() == [1, 2, 3, 3, 2, 0]
+    steps._results["token"][:6] = [10, 11, 12, 13, 14, 20]
+    assert steps.results(plan, sampled)[0] == [20, 10, 11, 12, 13, 14]
+    steps.fill(StepPlan((Slice(new, 0, 3, True),)))
+    assert (record.num_slices, record.num_stores, record.num_copies) == (1, 0, 0)
 
 
 def test_flattening_many_requests_takes_well_under_a_millisecond():
