@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 SHORTEST = 3  # tokens that must be the same for two places to match at all
 _LONGEST = 32  # a match is not followed further back
 _MOST_PLACES = 8  # the latest places that are compared
-_FACTORS = (0x9E3779B1, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)  # odd, so that none is lost
+_FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5  # odd: none is lost
 _MASK = 2**64 - 1
 
 
@@ -47,11 +48,13 @@ class TokenIndex:
         array = np.array(tokens, np.uint64)
         size = max(0, len(array) - SHORTEST)  # the last has nothing behind it yet
         keys = np.zeros(size, np.uint64)
-        for i, factor in enumerate(_FACTORS):
+        for i, factor in enumerate((_FIRST, _SECOND, _THIRD)):
             keys += array[i : i + size] * np.uint64(factor)
         order = np.argsort(keys, kind="stable")
-        self._keys: NDArray[np.uint64] = keys[order]
-        self._ends = (order + SHORTEST).astype(np.int32)  # ascending among equal keys
+        self._keys = memoryview(keys[order])  # `bisect` in it is quicker than NumPy's search
+        self._ends: NDArray[np.int32] = (order + SHORTEST).astype(
+            np.int32
+        )  # ascending among equals
         self._later: dict[int, list[int]] = {}
         self._num_known = max(SHORTEST, len(array))  # ends below are in the index
 
@@ -62,22 +65,20 @@ class TokenIndex:
         """Take in what was appended to the list."""
         tokens = self.tokens
         for end in range(self._num_known, len(tokens)):
-            self._later.setdefault(_key(tokens[end - SHORTEST : end]), []).append(end)
+            self._later.setdefault(_key_at(tokens, end), []).append(end)
         self._num_known = max(self._num_known, len(tokens))
 
     def match(self, context: Sequence[int]) -> Match | None:
         """Return where the longest end of `context` stands; None if none of 3 tokens does."""
         if len(context) < SHORTEST:
             return None
-        key = _key(context[-SHORTEST:])
-        ends = self._later.get(key, [])[: -_MOST_PLACES - 1 : -1]
-        if len(ends) < _MOST_PLACES and len(self._keys):
-            wanted = np.uint64(key)
-            first = int(self._keys.searchsorted(wanted, "left"))
-            if first < len(self._keys) and self._keys[first] == wanted:
-                last = int(self._keys.searchsorted(wanted, "right"))
-                first = max(first, last - _MOST_PLACES + len(ends))
-                ends += self._ends[first:last][::-1].tolist()
+        key = _key_at(context, len(context))
+        ends = self._later.get(key, ())[: -_MOST_PLACES - 1 : -1]
+        first = bisect_left(self._keys, key)
+        if first < len(self._keys) and self._keys[first] == key and len(ends) < _MOST_PLACES:
+            last = bisect_right(self._keys, key, first)
+            first = max(first, last - _MOST_PLACES + len(ends))
+            ends = [*ends, *self._ends[first:last][::-1].tolist()]
         if not ends:
             return None
         back = list(context[: -_LONGEST - 1 : -1])
@@ -98,5 +99,7 @@ class TokenIndex:
         return count
 
 
-def _key(tokens: Sequence[int]) -> int:
-    return sum(t * f for t, f in zip(tokens, _FACTORS, strict=True)) & _MASK
+def _key_at(tokens: Sequence[int], end: int) -> int:
+    """Return what stands for the 3 tokens before `end`, which there must be."""
+    first, second, third = tokens[end - 3], tokens[end - 2], tokens[end - 1]
+    return (first * _FIRST + second * _SECOND + third * _THIRD) & _MASK
