@@ -51,10 +51,10 @@ class TokenIndex:
         for i, factor in enumerate((_FIRST, _SECOND, _THIRD)):
             keys += array[i : i + size] * np.uint64(factor)
         order = np.argsort(keys, kind="stable")
-        self._keys = memoryview(keys[order])  # `bisect` in it is quicker than NumPy's search
+        self._keys = keys[order].data  # `bisect` in it is quicker than NumPy's search
         self._ends: NDArray[np.int32] = (order + SHORTEST).astype(
             np.int32
-        )  # ascending among equals
+        )  # ascending where keys are equal
         self._later: dict[int, list[int]] = {}
         self._num_known = max(SHORTEST, len(array))  # ends below are in the index
 
