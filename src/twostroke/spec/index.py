@@ -52,9 +52,8 @@ class TokenIndex:
             keys += array[i : i + size] * np.uint64(factor)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order].data  # `bisect` in it is quicker than NumPy's search
-        self._ends: NDArray[np.int32] = (order + SHORTEST).astype(
-            np.int32
-        )  # ascending where keys are equal
+        ends: NDArray[np.int32] = (order + SHORTEST).astype(np.int32)
+        self._ends = ends  # ascending where keys are equal
         self._later: dict[int, list[int]] = {}
         self._num_known = max(SHORTEST, len(array))  # ends below are in the index
 
