@@ -70,16 +70,19 @@ def test_training_goes_on_where_it_was_stopped(
     def stop_soon(learner: learn.Learner, rows: object) -> None:
         step(learner, rows)  # type: ignore[arg-type]
         steps.append(learner.num_steps)
-        if len(steps) == 5:
+        if len(steps) in {5, 10}:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(learn.Learner, "_step", stop_soon)
-    with pytest.raises(KeyboardInterrupt, match=r"heads so far are in .* The same command goes on"):
-        run.train_heads(str(model), tmp_path, SHORT, lambda _: None)
+    options = replace(SHORT, minutes=10.0)
+    message = r"heads so far are in .* The same command goes on"
+    with pytest.raises(KeyboardInterrupt, match=message):
+        run.train_heads(str(model), tmp_path, options, lambda _: None)
     first = load_heads(tmp_path)
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
-    run.train_heads(str(model), tmp_path, SHORT, lambda _: None)
-    assert steps[5] == 6
+    with pytest.raises(KeyboardInterrupt, match=message):
+        run.train_heads(str(model), tmp_path, options, lambda _: None)
+    assert steps == list(range(1, 11))
     assert load_heads(tmp_path).facts.token_ids == first.facts.token_ids
     again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
     assert again == kept
