@@ -139,11 +139,13 @@ def _others(others: dict[str, Any]) -> Iterator[str]:
         yield (
             f"- Twostroke at {others['mbu']:.0%} of the bandwidth ({limits['bandwidth'] / 1e9:.1f}"
             f" GB/s) and {others['mfu']:.0%} of the peak ({limits['peak'] / 1e12:.2f} T"
-            f" operations/s, {limits['peak_kind']}), both measured in the same run"
+            f" operations/s, {limits['peak_kind']}): the most that was ever measured of either on"
+            " this machine, the bandwidth over as many bytes as the model has (the caches' where it"
+            " fits into them)"
         )
     if "same_first_tokens" in others:
         share = others["same_first_tokens"]
-        yield f"- {share:.0%} of the prompts got the same first token from all engines"
+        yield f"- {share:.0%} of the prompts got one first token from all engines (8 bits aside)"
     if bare := others.get("bare_tokens_per_s"):
         yield f"- the bare engine: {Spread.of(bare).text(1)} tokens/s"
     for name, figures in others.get("latency", {}).items():

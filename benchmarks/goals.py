@@ -13,9 +13,9 @@ QWEN_15 = "qwen2.5-coder-1.5b"
 class Goal:
     """A row of one model, and how many times better than its best peer it is meant to be.
 
-    `mbu` and `mfu` are shares of the bandwidth and of the arithmetic peak measured in the same
-    run, `bare` is a share of what the engine does without its server, `limit` an absolute figure in
-    the row's unit.
+    `mbu` and `mfu` are shares of the most bandwidth and arithmetic ever measured on the machine,
+    `bare` is a share of what the engine does without its server, `limit` an absolute figure in the
+    row's unit.
     """
 
     row: str
@@ -45,7 +45,7 @@ class Goal:
         shares = ((self.mbu, "bandwidth"), (self.mfu, "peak"), (self.bare, "bare engine"))
         words = [f"{self.ratio:g} x"] if self.ratio is not None else []
         words += [f"{share:.0%} of the {name}" for share, name in shares if share]
-        words += [f"at most {self.limit:g}"] if self.limit is not None else []
+        words += [f"at most {self.limit:g} ms"] if self.limit is not None else []
         return ", ".join(words)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quiet import MAX_SHARE
-from records import OURS, Entry
+from records import COARSE, OURS, Entry
 from report import Spread, note
 from workload import Timing, Work
 
@@ -71,8 +71,12 @@ class Row:
 
     @property
     def same_first_tokens(self) -> float:
-        """The share of prompts that all answered with the same first token."""
-        known = [tokens for tokens in self.first_tokens.values() if tokens]
+        """The share of prompts that all answered with the same first token, 8 bits aside."""
+        known = [
+            tokens
+            for (engine, _), tokens in self.first_tokens.items()
+            if tokens and engine != COARSE
+        ]
         longest = max(map(len, known), default=0)
         counted = [tokens for tokens in known if len(tokens) == longest]  # no way that was left out
         # An engine that keeps one context for all streams is asked about the first stream alone.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_LABELS, _WIDTH, _ROW, _HEAD = 330, 720, 26, 34
+_LABELS, _WIDTH, _ROW, _HEAD = 440, 860, 26, 34
 _TICKS = (0.5, 1, 2, 3, 5, 10, 20, 50)
 
 
@@ -51,6 +51,6 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
             f'<text x="{_LABELS - 8}" y="{middle}" text-anchor="end">{escape(row.label)}</text>',
             f'<rect x="{left:.0f}" y="{top + 5}" width="{width:.0f}" height="16" fill="{colour}"/>',
             f'<path d="M{at(row.goal):.0f} {top + 2}v22" stroke="#c03" stroke-width="2"/>',
-            f'<text x="{max(end, at(row.goal)) + 6:.0f}" y="{middle}">{row.ratio:.2f}</text>',
+            f'<text x="{max(start, end) + 6:.0f}" y="{middle}">{row.ratio:.2f}</text>',
         ]
     return "\n".join([*parts, "</svg>", ""])

@@ -11,11 +11,12 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from report import RESULTS, Spread, machine_facts
+from report import RESULTS, Spread, machine_facts, write
 from twostroke.backends.cpu.library import choose_level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 ROWS = RESULTS / "rows"
 OURS = "Twostroke"
@@ -88,13 +89,13 @@ def keep(record: Record) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = filter(None, (record.model, record.row, record.setting))
     path = folder / f"{'.'.join(map(_slug, parts))}.json"
-    path.write_text(json.dumps(asdict(record), indent=1) + "\n")
+    write(path, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def all_records() -> Iterator[tuple[str, list[Record]]]:
     """Yield each machine's folder name with its rows."""
     for folder in sorted(path for path in ROWS.glob("*") if path.is_dir()):
-        yield folder.name, [_read(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        yield folder.name, [_read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def machine_slug(facts: dict[str, Any]) -> str:
@@ -105,10 +106,13 @@ def machine_slug(facts: dict[str, Any]) -> str:
     return _slug(f"{facts['processor']} {facts['cores']} cores {choose_level(None).level}")
 
 
-def _read(text: str) -> Record:
-    fields = json.loads(text)
-    fields["entries"] = [Entry(**entry) for entry in fields["entries"]]
-    return Record(**fields)
+def _read(path: Path) -> Record:
+    try:
+        fields = json.loads(path.read_text())
+        fields["entries"] = [Entry(**entry) for entry in fields["entries"]]
+        return Record(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"{path} is damaged ({error}): measure its row again.") from None
 
 
 def _slug(text: str) -> str:

@@ -68,9 +68,20 @@ def caption(facts: dict[str, Any], *more: str) -> str:
 def save(name: str, result: dict[str, Any], text: str) -> None:
     """Print a report, and keep it as Markdown and its figures as JSON under `results/`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / f"{name}.md").write_text(text + "\n")
     print(text)
+    write(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    write(RESULTS / f"{name}.md", text + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Put a text into a file, which keeps what it had if this fails half-way."""
+    half = path.with_name(path.name + ".part")
+    try:
+        half.write_text(text)
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise SystemExit(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def note(message: str) -> None:

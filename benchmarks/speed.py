@@ -174,7 +174,7 @@ def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
     if one and sixteen:
         text += [f"16 streams together write {sixteen / one:.1f} times the tokens of one.", ""]
     about = (
-        f"{engine.facts.detail}. Limits measured in the same run: {limits.bandwidth / 1e9:.1f} GB/s"
+        f"{engine.facts.detail}. The most ever measured here: {limits.bandwidth / 1e9:.1f} GB/s"
         f" for a stream of the weights' size, {limits.peak / 1e12:.2f} T operations/s"
         f" ({limits.peak_kind})."
     )

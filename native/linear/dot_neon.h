@@ -1,8 +1,8 @@
 // Dot products on NEON: four outputs (a part) with one row at a time (see blocks_neon.h).
 //
 // With SDOT a row's 64 bytes are two planes, q = 128 hi + lo: 32 x hi in [-127, 127], 32 x lo in
-// [-64, 63]; its operands are both signed. Without it they are 32 x int16, in order, and codes are
-// widened to int16.
+// [-64, 63], and a coarse row has 32 bytes: a plane of q; its operands are both signed. Without it
+// they are 32 x int16, in order, and codes are widened to int16.
 #pragma once
 
 #include <arm_neon.h>

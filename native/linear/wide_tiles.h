@@ -14,7 +14,7 @@
 namespace ts {
 
 /// Tiles 0 to 3: sums of eight rows x 16 outputs. 4 and 5: the high and the low plane of eight rows
-/// of a sub-block. 6 and 7: its codes of 16 outputs.
+/// of a sub-block (coarse rows have the one in 4). 6 and 7: its codes of 16 outputs.
 inline TileConfig byte_tiles(int num_subs) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {

@@ -54,7 +54,8 @@ def test_the_share_of_a_limit_is_that_of_the_engine_asked_about():
 
 def test_first_tokens_are_the_same_only_where_all_agree():
     row = Row(_DECODE)
-    for name, answers in (("a", [1, 2, 3, 4]), ("b", [1, 2, 9, 4])):
+    answered = {"a": [1, 2, 3, 4], "b": [1, 2, 9, 4], "Twostroke, 8-bit activations": [0] * 4}
+    for name, answers in answered.items():
         row.add(SimpleNamespace(name=name), "", _timing(1, answers), 0.0)
     assert row.same_first_tokens == pytest.approx(0.75)
 

@@ -53,7 +53,7 @@ def test_a_goal_is_reached_only_when_all_its_parts_are():
         (_record([10], [[10]], others={"mbu": 0.9}), "no"),
         (_record([20], [], others={"mbu": 0.9}), "not measured"),
     ):
-        assert bench_report._goal_cells(goal, record)[-2] == word
+        assert bench_report._goal_cells(goal, record)[6] == word
 
 
 def test_a_row_that_was_not_measured_says_how_to_measure_it():
@@ -86,3 +86,34 @@ def test_kept_tokens_stay_and_the_rest_is_fresh():
     assert first[0][:30] != first[1][:30]
     assert first[0][30:] != second[0][30:]
     assert {len(prompt) for prompt in first} == {40}
+
+
+def test_our_8_bits_are_no_peer_and_have_a_column_of_their_own():
+    record = _record([20], [[10]], others={"mbu": 0.5, "coarse_mbu": 0.7})
+    record.entries.append(Entry(records.COARSE, "", [30]))
+    assert record.peers == ["llama.cpp"]
+    cells = bench_report._goal_cells(Goal("decode-1", "smollm2", 1.5, mbu=0.85), record)
+    assert cells[4:] == (
+        "2.00, 50% of the bandwidth",
+        "1.5 x, 85% of the bandwidth",
+        "no",
+        "3.00, 70% of the bandwidth",
+    )
+
+
+def test_a_row_that_cannot_be_kept_leaves_the_old_one_and_a_damaged_one_is_named(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(records, "ROWS", tmp_path)
+    records.keep(_record([1], [[1]]))
+    (path,) = tmp_path.glob("*/*.json")
+    old = path.read_text()
+    blocked = path.with_name(path.name + ".part")
+    blocked.symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="cannot be written: No space left"):
+        records.keep(_record([2], [[1]]))
+    assert path.read_text() == old
+    assert not blocked.is_symlink()
+    path.write_text(old[:200])
+    with pytest.raises(SystemExit, match="is damaged"):
+        list(records.all_records())

@@ -105,7 +105,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ("--activation-bits 9", "--activation-bits must be 15 or 8, not 9."),
         (
             "--activation-bits 8 --backend reference",
-            "--activation-bits are the cpu backend's, not reference's.",
+            "--activation-bits is the cpu backend's, not reference's.",
         ),
         ("--threads 0", "--threads must be from 1 to 1024, not 0."),
         ("--page-size 17", "--page-size must be one of (16, 32, 64), not 17."),

@@ -12,6 +12,7 @@ import click
 
 from twostroke.cli.fetch import fetch
 from twostroke.cli.help import OneOf
+from twostroke.cli.options import named_as_options
 from twostroke.cli.roofline import Point, Roof, Series, draw
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
@@ -102,18 +103,19 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
         _check_plot(plot)
     from twostroke.engine.profile import Wanted, profile
 
-    wanted = Wanted(
-        _shapes(given),
-        given["steps"],
-        given["layers"],
-        ComputeOptions(
-            given["backend"],
-            given["threads"],
-            given["level"],
-            activation_bits=given["activation_bits"],
-        ),
-        CacheOptions(kv_format=given["kv_format"]),
-    )
+    with named_as_options():
+        wanted = Wanted(
+            _shapes(given),
+            given["steps"],
+            given["layers"],
+            ComputeOptions(
+                given["backend"],
+                given["threads"],
+                given["level"],
+                activation_bits=given["activation_bits"],
+            ),
+            CacheOptions(kv_format=given["kv_format"]),
+        )
     fetch(model, quiet=as_json)
     profiles: list[StepProfile] = []
     for one in profile(model, wanted, _notice):
