@@ -140,9 +140,8 @@ def _levels(wanted: str) -> list[str]:
     reports = level_reports()
     if wanted == "all":
         return [name for name, report in reports.items() if report.startswith("runs")]
-    return [
-        name.strip() for name in wanted.split(",")
-    ]  # the cpu reader says which of them it does not know
+    # The cpu reader says which of them it does not know.
+    return [name.strip() for name in wanted.split(",")]
 
 
 def _activation_bits(wanted: str) -> list[int]:
