@@ -230,8 +230,11 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
 template <int Planes>
 void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                    int64_t group_end) {
-  with_type(product.weight.type,
-            [&](auto type) { multiply_groups<type()>(product, num_rows, group_begin, group_end); });
+  with_type(product.weight.type, [&](auto type) {
+    if constexpr (Planes == 2 || is_block_format(type())) {
+      multiply_groups<type()>(product, num_rows, group_begin, group_end);
+    }
+  });
 }
 
 }  // namespace
