@@ -29,9 +29,9 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress():
         run_state_machine_as_test(Machine, settings=SETTINGS)
     print(dict(Machine.counts))
     assert Machine.counts["operations"] >= NUM_OPERATIONS
-    for what in ("add", "end", "end in flight", "commit", "refuse", "flush"):
+    for what in ("add", "end", "commit", "refuse", "flush"):
         assert Machine.counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
-    for what in ("branches", "moves"):
+    for what in ("end in flight", "branches", "moves"):
         assert Machine.counts[what] > NUM_OPERATIONS // 5000, f"too few {what}"
     for what in ("preemptions", "hit tokens", "chunks", "empty places"):
         assert Machine.counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"

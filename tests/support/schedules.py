@@ -72,7 +72,6 @@ def random_requests(
 
     Now and then none of them has penalties, so that rows of the sampler go from step to step.
     """
-    penalties = chance.choice(((1.0,), (1.0, 1.2)))
     prefixes = [
         [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest // 2))]
         for _ in range(3)
@@ -87,7 +86,7 @@ def random_requests(
             temperature=chance.choice((0.0, 0.0, 0.8, 1.5)),
             top_k=chance.choice((0, 5)),
             top_p=chance.choice((1.0, 0.9)),
-            repetition_penalty=chance.choice(penalties),
+            repetition_penalty=chance.choice((1.0, 1.2)),
             logprobs=2,
         )
         requests.append(
@@ -100,6 +99,9 @@ def random_requests(
                 priority=chance.choice((0, 0, 0, 1, -1)),
             )
         )
+    if requests[0].seed % 2:
+        for request in requests:
+            request.params = replace(request.params, repetition_penalty=1.0)
     return requests
 
 

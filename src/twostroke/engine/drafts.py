@@ -12,6 +12,7 @@ from twostroke.core.machine import memory_available
 from twostroke.engine.parts import (
     auto_kv_format,
     build_tokenizer,
+    guessing,
     make_backend,
     stored_bytes,
     weight_bytes,
@@ -76,7 +77,7 @@ class Draft:
         runner = make_backend(
             self.loaded.tensors,
             program,
-            options.compute,
+            guessing(options.compute),
             size,
             partial(release_tensors, self.loaded.mappings),
             None,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from twostroke.cache import FORMATS as CACHE_FORMATS
-from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import UsageError
-from twostroke.engine.parts import FLOAT32_BACKENDS, auto_kv_format, make_backend
+from twostroke.engine.parts import FLOAT32_BACKENDS, auto_kv_format, guessing, make_backend
 from twostroke.engine.sizing import CacheSize
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.program.cost import CostModel
@@ -71,11 +70,8 @@ class Heads:
         """Read the weights; heads compute on the threads of `backend`, which outlives them."""
         facts = self.loaded.facts
         program = build_heads(facts.spec)
-        compute = options.compute
-        if is_packed := compute.backend not in FLOAT32_BACKENDS:
-            # Guesses may be rough where that is faster: nobody's answer depends on them.
-            compute = replace(compute, activation_bits=min(ACTIVATION_BITS))
-        tensors = self._tensors(packed=is_packed)
+        compute = guessing(options.compute)
+        tensors = self._tensors(packed=compute.backend not in FLOAT32_BACKENDS)
         page_size = backend.facts.page_size
         kv_format = auto_kv_format(compute)
         window = facts.spec.layer.window

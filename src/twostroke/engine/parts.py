@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import DEFAULT_FORMAT
+from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError, ModelFormatError
 from twostroke.core.machine import resolve_num_threads
 from twostroke.tokenize import from_gguf, from_tokenizer_json
@@ -132,6 +134,13 @@ def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
 def stored_bytes(loaded: LoadedModel, program: Program) -> dict[str, int]:
     """Return the size of each of a Program's weights as its file has it."""
     return {name: loaded.tensors[name].num_bytes for name in program.weight_shapes}
+
+
+def guessing(compute: ComputeOptions) -> ComputeOptions:
+    """Return how guesses are computed: roughly where that is faster; no answer depends on it."""
+    if compute.backend in FLOAT32_BACKENDS:
+        return compute
+    return replace(compute, activation_bits=min(ACTIVATION_BITS))
 
 
 def auto_kv_format(compute: ComputeOptions) -> str:
