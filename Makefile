@@ -19,6 +19,7 @@ ORACLE_STAMP := $(ORACLE)/.twostroke-ready
 FUZZ ?= .venv-fuzz
 FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
+EXACT_ARGS ?=
 CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
 ARM := build/aarch64
@@ -30,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -79,6 +80,9 @@ test-models: pull ## Run the tests that need the three larger models (1.9 GB, fe
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)
 	@PYTHONPATH=src $(ORACLE)/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
+
+test-speculation: pull ## Compare answers with every way of guessing ahead with plain ones, on real models (EXACT_ARGS=).
+	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(EXACT_ARGS)
 
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \

@@ -8,6 +8,7 @@ Python take, and delivery to a client, however fast kernels become.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -37,24 +38,34 @@ if TYPE_CHECKING:
 
 _PROMPT = 64
 _TOKENS = 200
+_ORDINARY = 256  # lower ids may end a text
+_NUM_DRAWN = 1 << 16
 _LIMIT_S = 1e-3  # a step
 
 
 class FreeBackend:
-    """Marshals steps as the cpu backend does, and computes nothing: every token is the first."""
+    """Marshals steps as the cpu backend does, and computes nothing: tokens are drawn by chance.
 
-    def __init__(self, facts: BackendFacts, max_pages: int) -> None:
+    So nothing that is guessed is right. Tokens that repeat would all be, and would be guessed, many
+    a step, as rows that cost nothing always pay.
+    """
+
+    def __init__(self, facts: BackendFacts, max_pages: int, vocab_size: int) -> None:
         """Have the pages of `facts`, of which a request may take `max_pages` a group."""
         self.facts = facts
+        rng = random.Random(7)
+        self._chance = [rng.randrange(_ORDINARY, vocab_size) for _ in range(_NUM_DRAWN)]
         self.began_s: list[float] = []  # processor time of the engine's thread at each step
         self._steps = StepArrays(len(facts.windows), max_pages, one_arithmetic=facts.one_arithmetic)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Write the plan into arrays, and read results that nobody wrote."""
+        """Write the plan into arrays, and read results of which tokens come from elsewhere."""
         self.began_s.append(time.thread_time())
         began = time.perf_counter()
         requests = self._steps.fill(plan)
         tokens, logprobs, _ = self._steps.results(plan, requests)
+        first = 997 * len(self.began_s) % (_NUM_DRAWN - len(tokens))
+        tokens = self._chance[first : first + len(tokens)]
         return StepResult(tokens, logprobs, time.perf_counter() - began)
 
     def forget(self, request: Request) -> None:
@@ -80,7 +91,7 @@ class Run:
 def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
     """Answer `num_streams` requests together, and divide by the number of decode steps."""
     places = -(-card.context_length // facts.page_size)
-    backend = FreeBackend(facts, places)
+    backend = FreeBackend(facts, places, card.cost.program.vocab_size)
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
     config = SchedulerConfig(context_length=card.context_length, max_running=num_streams)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))

@@ -45,9 +45,10 @@ struct Product {
   int64_t num_blocks() const { return round_up(weight.num_inputs, kBlockSize) / kBlockSize; }
 };
 
-/// Rows [row, row + R) of a panel against one group.
+/// Rows [row, row + R) of a panel against one group; the first `count` of them are kept.
 template <WeightType T, int R, int Planes>
-void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row) {
+void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row,
+                   int count) {
   const int64_t size = group_bytes(T, product.weight.num_inputs);
   const int64_t num_blocks = product.num_blocks();
   const uint8_t* data = product.weight.data + group * size;
@@ -62,26 +63,36 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
   const int64_t first = group * kGroupSize;
   const int64_t num_columns = product.weight.num_outputs - first;
   float* out = product.out + (panel * kPanelRows + row) * product.out_stride + first;
+  TS_UNROLL
   for (int r = 0; r < R; ++r) {
-    store_group(sums[r], out + r * product.out_stride, num_columns, product.accumulate);
+    if (r < count) {
+      store_group(sums[r], out + r * product.out_stride, num_columns, product.accumulate);
+    }
   }
 }
 
-/// Cuts rows [row, num_rows) of a panel into powers of two, largest first.
+/// Rows [row, num_rows) of a panel, R at a time while there are more than half as many: one kernel
+/// that computes a row for nothing is faster than two that unpack the weights. Returns what is
+/// left.
+template <WeightType T, int R, int Planes>
+int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, int row,
+                  int num_rows) {
+  if constexpr (R <= max_kernel_rows<T>()) {
+    for (; 2 * (num_rows - row) > R && row + R <= kPanelRows; row += R) {
+      multiply_rows<T, R>(product, group, panel, row, std::min(R, num_rows - row));
+    }
+  }
+  return row;
+}
+
+/// Rows [row, num_rows) of a panel against one group.
 template <WeightType T, int Planes>
 void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                     int num_rows) {
-  constexpr int largest = max_kernel_rows<T>();
-  if constexpr (largest >= 8) {
-    for (; row + 8 <= num_rows; row += 8) multiply_rows<T, 8>(product, group, panel, row);
-  }
-  if constexpr (largest >= 4) {
-    for (; row + 4 <= num_rows; row += 4) multiply_rows<T, 4>(product, group, panel, row);
-  }
-  if constexpr (largest >= 2) {
-    for (; row + 2 <= num_rows; row += 2) multiply_rows<T, 2>(product, group, panel, row);
-  }
-  for (; row < num_rows; ++row) multiply_rows<T, 1>(product, group, panel, row);
+  row = multiply_runs<T, 8>(product, group, panel, row, num_rows);
+  row = multiply_runs<T, 4>(product, group, panel, row, num_rows);
+  row = multiply_runs<T, 2>(product, group, panel, row, num_rows);
+  multiply_runs<T, 1>(product, group, panel, row, num_rows);
 }
 
 /// Rows [row_begin, row_end) against groups few at a time: read from the packed form each time.

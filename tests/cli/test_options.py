@@ -32,7 +32,9 @@ def given(command: click.Command, *arguments: str) -> dict[str, Any]:
 
 
 def test_options_left_alone_are_the_defaults() -> None:
-    assert engine_options(given(serve.command)) == EngineOptions()
+    lasting = EngineOptions(speculation=SpeculationOptions(draft="auto"))
+    assert engine_options(given(serve.command)) == lasting
+    assert engine_options(given(serve.command, "--draft", "none")) == EngineOptions()
     assert engine_options(given(generate.command)) == EngineOptions()
     assert sampling_params(given(generate.command)) == SamplingParams(temperature=0.7)
 
@@ -119,7 +121,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ("--max-waiting 0", "--max-waiting must be at least 1, not 0."),
         ("--drafts 0", "--drafts must be from 1 to 24, not 0."),
         (
-            "--speculate draft",
+            "--speculate draft --draft none",
             "--speculate can be draft only with a draft model: add --draft MODEL.",
         ),
         (

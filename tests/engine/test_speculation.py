@@ -219,18 +219,71 @@ def test_a_text_longer_than_the_drafts_context_goes_on_without(path: Path, other
     assert found[0] == found[1]
 
 
-def test_a_draft_with_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
-    metadata = tiny_metadata(Tiny())
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are others: fewer words, and the bytes in another order."""
+    tiny = Tiny(seed=3, context_length=400)
+    metadata = tiny_metadata(tiny)
     tokens = list(metadata["tokenizer.ggml.tokens"])
-    tokens[40], tokens[41] = tokens[41], tokens[40]
+    tokens[40:200] = reversed(tokens[40:200])
     metadata["tokenizer.ggml.tokens"] = tokens
-    metadata["general.name"] = "Stranger"
-    stranger = tmp_path / "stranger.gguf"
-    write_gguf(stranger, metadata, tiny_tensors(Tiny()))
+    metadata["tokenizer.ggml.merges"] = metadata["tokenizer.ggml.merges"][:9]
+    path = tmp_path_factory.mktemp("stranger") / "stranger.gguf"
+    write_gguf(path, metadata, tiny_tensors(tiny))
+    return path
+
+
+@pytest.mark.parametrize("given", [{"count": 5}, {"method": "draft"}, {"count": 24}], ids=str)
+def test_a_draft_may_have_another_vocabulary(
+    path: Path, stranger: Path, plain: list[Any], given: dict[str, Any]
+) -> None:
+    with engine_of(path, draft=str(stranger), **given) as llm:
+        assert everything(llm) == plain
+        assert everything(llm, prediction="hello the world is of the world") == plain
+        if "count" in given:
+            assert llm.engine.client.loop.speculation.proposed["draft"] > 100
+        assert llm.engine.client.loop.stats().num_running == 0
+
+
+def test_a_draft_with_hardly_any_of_the_tokens_is_refused(path: Path, tmp_path: Path) -> None:
+    metadata = tiny_metadata(Tiny())
+    tokens = metadata["tokenizer.ggml.tokens"]
+    strange = [token if number < 40 else f"q{number}x" for number, token in enumerate(tokens)]
+    strange[40] = tokens[3] + tokens[4]
+    metadata["tokenizer.ggml.tokens"] = strange
+    metadata["tokenizer.ggml.merges"] = [f"{tokens[3]} {tokens[4]}"]
+    odd = tmp_path / "odd.gguf"
+    write_gguf(odd, metadata, tiny_tensors(Tiny()))
     with pytest.raises(
-        UsageError, match=r"stranger cannot be a draft of tiny: it calls .* \(token 40\)"
+        UsageError, match=r"odd cannot be a draft of tiny, which has only \d+% of its tokens"
     ):
-        engine_of(path, draft=str(stranger))
+        engine_of(path, draft=str(odd))
+
+
+def test_the_draft_that_the_catalogue_knows(
+    path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[str | None] = [str(other)]
+    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: known[0])
+
+    def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
+        with engine_of(path, **given) as llm:
+            return llm.engine.draft, llm.engine.client.loop.methods
+
+    assert drafts() == (None, ("ngram", "lookahead"))
+    assert drafts(draft="auto") == ("other", ("ngram", "draft", "lookahead"))
+    assert drafts(draft="auto", method="draft") == ("other", ("draft",))
+    assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
+    assert drafts(draft="auto", method="off") == (None, ())
+    with monkeypatch.context() as poor:
+        poor.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
+        assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
+        with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+            drafts(draft="auto", method="draft")
+    known[0] = None
+    assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
+    with pytest.raises(UsageError, match=r"no draft for tiny in the cache.*--draft MODEL"):
+        drafts(draft="auto", method="draft")
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

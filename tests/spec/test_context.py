@@ -133,3 +133,20 @@ def test_nothing_is_kept_of_a_request_that_has_ended():
     assert ask(proposer, request, 1) is not None
     proposer.finish(request)
     assert not proposer._requests
+
+
+def test_of_many_requests_in_short_steps_some_are_looked_at_in_turn():
+    proposer, short = ContextProposer(), Price(0.0, 1e9, 4)
+    requests = [make([1, 2, 3, 4, number, 1, 2], [3]) for number in range(100, 108)]
+    seen = []
+    for _ in requests:
+        found = proposer.propose(requests, short)
+        seen += [index for index, proposal in enumerate(found) if proposal]
+    assert sorted(seen) == list(range(8))
+    lucky = seen[-1]
+    proposer.learn(requests[lucky], found[lucky], RIGHT)
+    for _ in requests:
+        assert proposer.propose(requests, short)[lucky]
+    proposer.learn(requests[lucky], found[lucky], WRONG)
+    assert sum(bool(proposer.propose(requests, short)[lucky]) for _ in requests) == 1
+    assert all(proposer.propose(requests, Price(0.0, 1.0, 4)))

@@ -15,6 +15,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageErr
 from twostroke.models import ARCHITECTURES
 from twostroke.weights import catalogue
 from twostroke.weights.progress import Progress
+from twostroke.weights.sources import known_draft
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,3 +202,15 @@ def test_a_family_that_cannot_run_yet_is_refused_before_it_is_fetched(
         weights.pull("gemma3-270m", download=lambda *args: fetched.append(args))
     assert not fetched
     assert not next(one for one in weights.list_models() if one.name == "gemma3-270m").runs
+
+
+def test_the_draft_that_the_catalogue_knows_must_be_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {"smollm2"}
+    monkeypatch.setattr("twostroke.weights.sources.is_cached", lambda model, _: model.name in there)
+    assert known_draft("Qwen2.5-Coder-1.5B") == "smollm2"
+    assert known_draft("smollm2") is None
+    assert known_draft("some/file.gguf") is None
+    there.clear()
+    assert known_draft("qwen2.5-coder-1.5b") is None

@@ -14,9 +14,9 @@ from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import (
     compute_options,
     engine_options,
+    lasting_speculation_options,
     sampling_options,
     sampling_params,
-    speculation_options,
 )
 from twostroke.cli.terminal import no_echo, on_interrupt, printable
 from twostroke.core.errors import (
@@ -54,7 +54,7 @@ _HELP: Final = {
 @click.option("--system", help="A system message.")
 @sampling_options
 @compute_options
-@speculation_options
+@lasting_speculation_options
 def command(**given: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
@@ -69,6 +69,8 @@ def command(**given: Any) -> None:
 
         card, console = engine.card, Console(highlight=False)
         about = f"{card.format} · {engine.facts.detail} · {engine.context_length} tokens of context"
+        if engine.draft is not None:
+            about += f" · {engine.draft} guesses ahead"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
         console.print("/help shows what else there is, Ctrl-D leaves.", style="dim")
         Conversation(engine, params, console, system).run(_lines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.cli.terminal import Bar
+from twostroke.core.config import PARTNER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +55,8 @@ def open_engine(
     from twostroke.engine.build import build
 
     label = f"Loading {fetch(model, quiet=quiet).name}"
-    if options.speculation.draft is not None:
-        fetch(options.speculation.draft, quiet=quiet)
+    if options.speculation.draft not in {None, PARTNER}:
+        fetch(str(options.speculation.draft), quiet=quiet)
     with Bar(patience_s=_PATIENCE_S, quiet=quiet) as bar:
         return build(model, options, lambda done, total: bar.show(label, done, total), accept)
 

@@ -12,6 +12,7 @@ from twostroke.core.config import (
     ACTIVATION_BITS,
     BACKENDS,
     KV_FORMATS,
+    PARTNER,
     POLICIES,
     SPECULATE,
     BatchOptions,
@@ -49,6 +50,7 @@ _NAMES: Final = {
     "speculate": "--speculate",
 }
 _BATCH = BatchOptions()
+_NO_DRAFT: Final = "none"
 
 
 def option(section: str, *names: str, **attributes: Any) -> Callable[[F], F]:
@@ -180,8 +182,8 @@ def batch_options(function: F) -> F:
     )
 
 
-def speculation_options(function: F) -> F:
-    """Add the options of `SpeculationOptions`."""
+def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
+    """Add the options of `SpeculationOptions`; `draft` is who guesses if nothing is said."""
     return _add(
         function,
         "Guessing ahead",
@@ -195,7 +197,11 @@ def speculation_options(function: F) -> F:
         ),
         (
             ("--draft",),
-            {"help": "A smaller model with the same vocabulary, to guess for this one."},
+            {
+                "default": draft,
+                "metavar": "MODEL|auto|none",
+                "help": "A smaller model, to guess for this one; auto: the catalogue's, if here.",
+            },
         ),
         (
             ("--heads",),
@@ -206,6 +212,11 @@ def speculation_options(function: F) -> F:
             {"type": int, "help": "Always guess so many [default: as many as pay]."},
         ),
     )
+
+
+def lasting_speculation_options(function: F) -> F:
+    """Add the options of `SpeculationOptions` for an engine that lasts, worth a draft."""
+    return speculation_options(function, draft=PARTNER)
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -226,8 +237,12 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             strict_prefix=given.pop("strict_prefix"),
             kv_format=given.pop("kv_format"),
         )
+        draft = given.pop("draft")
         speculation = SpeculationOptions(
-            given.pop("speculate"), given.pop("draft"), given.pop("drafts"), given.pop("heads")
+            given.pop("speculate"),
+            None if draft == _NO_DRAFT else draft,
+            given.pop("drafts"),
+            given.pop("heads"),
         )
         if "policy" not in given:
             return EngineOptions(compute, cache, speculation=speculation)

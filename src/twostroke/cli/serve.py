@@ -13,7 +13,7 @@ from twostroke.cli.options import (
     batch_options,
     compute_options,
     engine_options,
-    speculation_options,
+    lasting_speculation_options,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     help="Seconds that running answers get when the server is stopped.",
 )
 @compute_options
-@speculation_options
+@lasting_speculation_options
 @batch_options
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
@@ -79,8 +79,10 @@ def _announce(url: str, name: str, engine: Engine) -> None:
         route = "chat/completions"
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    draft = f", {engine.draft} guesses ahead" if engine.draft else ""
     click.echo(
-        f"Twostroke serves {name} at {url} ({engine.facts.detail}; Ctrl-C stops it). Try it:\n"
+        f"Twostroke serves {name} at {url} ({engine.facts.detail}{draft}; Ctrl-C stops it). "
+        "Try it:\n"
         f"  curl {url}/v1/{route} -H 'Content-Type: application/json' \\\n"
         f"    -d '{quoted}'",
         err=True,

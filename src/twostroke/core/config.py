@@ -12,6 +12,7 @@ POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 ACTIVATION_BITS: Final = (15, 8)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
+PARTNER: Final = "auto"  # the draft that the catalogue knows
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # behind one request in one step
 
@@ -117,11 +118,14 @@ class SpeculationOptions:
     """How tokens are guessed before they are computed; no answer depends on it, only its time.
 
     `method` is who guesses: "ngram" looks for the same words earlier in the request, in what its
-    caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`,
-    with the same vocabulary; "lookahead" lets the model itself guess several tokens at once;
-    "medusa" and "eagle" are heads that were trained for the model and lie in the folder `heads`;
-    "auto" is n-gram, and the draft and the heads if they are named. `count` None takes as many
-    guesses as pay, a number that many always.
+    caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`
+    ("auto": the one that the catalogue knows for this model, if it is in the cache); "lookahead"
+    lets the model itself guess several tokens at once; "medusa" and "eagle" are heads that were
+    trained for the model and lie in the folder `heads`; "auto" is n-gram, and the draft and the
+    heads if they are named. `count` None takes as many guesses as pay, a number that many always.
+
+    A `draft` "auto" is left out where heads are named, where another method is asked for, and
+    where there is no memory for it.
     """
 
     method: str = "auto"
@@ -134,7 +138,7 @@ class SpeculationOptions:
         _one_of("speculate", self.method, SPECULATE)
         if self.method == "draft" and self.draft is None:
             raise UsageError("speculate can be draft only with a draft model: add --draft MODEL.")
-        if self.draft is not None and self.method not in {"auto", "draft"}:
+        if self.draft not in {None, PARTNER} and self.method not in {"auto", "draft"}:
             message = (
                 f"draft is of no use where --speculate is {self.method}: leave one of them out."
             )

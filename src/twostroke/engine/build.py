@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.drafts import Draft
@@ -60,13 +61,14 @@ _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat withou
 class Engine:
     """A running engine: `client` takes requests, `facts` say what it is made of.
 
-    `limits` are what the machine could do for it at best.
+    `limits` are what the machine could do for it at best, `draft` the model that guesses for it.
     """
 
     client: Client
     facts: BackendFacts
     context_length: int
     limits: Limits
+    draft: str | None = None
 
     @property
     def card(self) -> ModelCard:
@@ -120,7 +122,7 @@ def build(
     card = _card(loaded, program, size)
     if accept is not None:
         accept(card)
-    draft = Draft.of(options.speculation.draft, card) if options.speculation.draft else None
+    draft = Draft.wanted(options.speculation, model, card)
     guessing = options.speculation
     heads = Heads.of(guessing.heads, guessing.method, loaded) if guessing.heads else None
     tensors, give_back = loaded.tensors, partial(release_tensors, loaded.mappings)
@@ -140,7 +142,12 @@ def build(
             helpers.append(trained)
             watchers.append(trained)
         if draft is not None:
-            helpers.append(draft.build(options, card, backend, limits.hardware()))
+            try:
+                helpers.append(draft.build(options, card, backend, limits.hardware()))
+            except MemoryLimitError:
+                if not draft.is_optional:
+                    raise
+                draft = None
         speculator = build_speculator(guessing, card.cost.per_step(), limits, helpers, watchers)
         loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     except BaseException:
@@ -148,7 +155,8 @@ def build(
             helper.close()
         backend.close()
         raise
-    return Engine(Client(card, loop), backend.facts, size.context_length, limits)
+    draft_name = None if draft is None else draft.loaded.name
+    return Engine(Client(card, loop), backend.facts, size.context_length, limits, draft_name)
 
 
 def _limits(compute: ComputeOptions, weight_bytes: int) -> Limits:

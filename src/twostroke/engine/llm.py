@@ -7,6 +7,7 @@ from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Self
 
+from twostroke.core.config import PARTNER
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
@@ -234,8 +235,9 @@ def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
     if not isinstance(name, str):
         raise UsageError(f"A model is given by a name or a path, not by {model!r}.")
     pull(name)
-    if options is not None and options.speculation.draft is not None:
-        pull(options.speculation.draft)
+    draft = options.speculation.draft if options is not None else None
+    if draft is not None and draft != PARTNER:
+        pull(draft)
     return build(name, options)
 
 

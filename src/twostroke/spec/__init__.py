@@ -9,6 +9,7 @@ from twostroke.spec.choice import Always, Chooser, WhilePaying
 from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
 from twostroke.spec.eagle import EagleHeads
+from twostroke.spec.follower import Words
 from twostroke.spec.guesses import HeadsOdds
 from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.medusa import MedusaHeads
@@ -34,4 +35,5 @@ __all__ = [
     "Speculator",
     "Watcher",
     "WhilePaying",
+    "Words",
 ]

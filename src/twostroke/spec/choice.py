@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LEAST_GAIN = 1.03  # in tokens a second, for guesses to be worth the risk
 _PROBES = (1, 2, 4, 8, 16)  # rows: kernels take them by fours and eights
+_MANY = 32  # requests, beside which a row more or less is not seen
 _FAR = 8  # guesses beyond the best number so far, after which no better one is looked for
 
 
@@ -71,8 +72,9 @@ class WhilePaying:
         """Return what guesses cost, as the cheapest of some numbers of rows has it."""
         plain_s = self.pace.seconds(batch)
         rate = batch.num_sampled / plain_s
+        probes = _PROBES if len(batch.spans) < _MANY else _PROBES[-1:]
         row_s = min(
-            ((self._seconds(batch, n) - plain_s) / n for n in _PROBES if n <= budget),
+            ((self._seconds(batch, n) - plain_s) / n for n in probes if n <= budget),
             default=plain_s,
         )
         chance = max(0.0, rate * row_s) * _LEAST_GAIN

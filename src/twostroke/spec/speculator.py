@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
+from twostroke.spec.balance import Balance
 from twostroke.spec.proposal import Outcome
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Speculator:
         self._pace = pace
         self._tried: dict[int, _Guess] = {}  # by the slice's identity
         self._asking_s = 0.0  # in the step in flight
+        self._asked: dict[str, float] = {}  # names, and the seconds that each has taken of these
+        self._balances: defaultdict[tuple[str, int], Balance] = defaultdict(Balance)
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
 
@@ -108,9 +111,14 @@ class Speculator:
         if price is None:
             self._rest, self._rest_slices = _REST, len(plan.slices)
             return
-        parts = [part for part in plan.slices if _follows_output(part)]
+        parts = [  # those of one output token, behind which drafts may stand
+            part
+            for part in plan.slices
+            if part.count == 1 and part.samples and part.start >= part.request.num_prompt
+        ]
         for proposer in self._proposers:
-            self._ask(proposer, parts, price)
+            if not price.rate or self._balance(proposer.name, plan).may_ask():
+                self._ask(proposer, parts, price)
         guesses = list(self._tried.values())
         proposals = [guess.proposal for guess in guesses]
         counts = self._chooser.counts(batch, plan.budget, proposals) if guesses else []
@@ -124,30 +132,44 @@ class Speculator:
     ) -> None:
         """Hear what a step drew, and how long it took with all that was done for it.
 
-        What proposers took is theirs: they know it, and it says nothing about steps of this size.
+        What proposers took says nothing about steps of this size: it is put to their accounts.
         """
         for watcher in self._watchers:
             watcher.see(plan, result)
         if self._proposers and not self._rest:
             self._pace.learn(batch, elapsed_s - self._asking_s)
-        if not self._tried:
+        asked, self._asked = self._asked, {}
+        if not asked:
             return
+        num_plain = sum([part.samples for part in plan.slices])
+        spans = tuple([(part.start, part.count) for part in plan.slices])
+        plain_s = self._pace.seconds(BatchShape(spans, num_plain))
+        tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
+        longer_s = max(0.0, self._pace.seconds(batch) - plain_s) if tried else 0.0
+        for name, asking_s in asked.items():
+            share = tried[name] / tried.total() if tried else 0.0
+            spent = (asking_s + longer_s * share) / plain_s
+            self._balance(name, plan).add(right[name] / num_plain, spent)
+        if tried:
+            self.stats.saved_s += plain_s * (num_plain + right.total()) / num_plain - elapsed_s
+
+    def _hear(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
+        """Tell proposers what became of their guesses; count them, and those that were right."""
+        num_tried, num_right = Counter[str](), Counter[str]()
         tokens = iter(result.tokens)
-        num_plain = num_right = 0
         for part in plan.slices:
             drawn = list(islice(tokens, part.num_drawn))
-            num_plain += part.samples
-            if guess := self._tried.get(id(part)):
-                tried = guess.tried
-                right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
-                num_right += len(right)
-                guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
-                self.stats.add(guess.proposal.source, len(right), len(tried))
+            guess = self._tried.get(id(part))
+            if guess is None:
+                continue
+            tried, name = guess.tried, guess.proposer.name
+            right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
+            num_tried[name] += len(tried)
+            num_right[name] += len(right)
+            guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
+            self.stats.add(guess.proposal.source, len(right), len(tried))
         self._tried = {}
-        if batch.num_sampled > num_plain:
-            spans = tuple([(part.start, part.count) for part in plan.slices])
-            plain_s = self._pace.seconds(BatchShape(spans, num_plain))
-            self.stats.saved_s += plain_s * (num_plain + num_right) / num_plain - elapsed_s
+        return +num_tried, num_right
 
     def finish(self, request: Request) -> None:
         """Hear that a request has ended."""
@@ -160,6 +182,10 @@ class Speculator:
         """Give back what proposers hold."""
         for proposer in self._proposers:
             proposer.close()
+
+    def _balance(self, name: str, plan: StepPlan) -> Balance:
+        """Return a proposer's account at about as many requests."""
+        return self._balances[name, len(plan.slices).bit_length()]
 
     def _may_ask(self, plan: StepPlan) -> bool:
         if not self._proposers or not plan.budget:
@@ -178,19 +204,16 @@ class Speculator:
             part
             for part in parts
             if part.request.hints.speculate in names
-            and (id(part) not in known or known[id(part)].num_expected < _ENOUGH)
+            and (not known or id(part) not in known or known[id(part)].num_expected < _ENOUGH)
         ]
         if not asked:
             return
         requests = [part.request for part in asked]
+        began_s = time.monotonic()
         proposals = proposer.propose(requests, price)
+        self._asked[proposer.name] = time.monotonic() - began_s
         for part, proposal in zip(asked, proposals, strict=True):
             if proposal is not None:
                 guess = _Guess(part, proposer, proposal)
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
                     known[id(part)] = guess
-
-
-def _follows_output(part: Slice) -> bool:
-    """Whether a slice is one output token, behind which drafts may stand."""
-    return part.samples and part.count == 1 and part.start >= part.request.num_prompt

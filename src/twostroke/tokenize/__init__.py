@@ -11,5 +11,14 @@ from twostroke.tokenize.huggingface import from_tokenizer_json
 from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.stream import StreamDecoder
 from twostroke.tokenize.tokenizer import Tokenizer
+from twostroke.tokenize.translation import Translation
 
-__all__ = ["Piece", "Prompt", "StreamDecoder", "Tokenizer", "from_gguf", "from_tokenizer_json"]
+__all__ = [
+    "Piece",
+    "Prompt",
+    "StreamDecoder",
+    "Tokenizer",
+    "Translation",
+    "from_gguf",
+    "from_tokenizer_json",
+]

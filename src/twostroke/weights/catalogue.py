@@ -25,6 +25,7 @@ class PackagedModel:
 
     `name` is what a user types, `file_name` its name in the cache. What the catalogue cannot
     know of a model that a user names by package (size, checksum, licence, family, format) is None.
+    `draft` names the model that guesses well for this one.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PackagedModel:
     licence: str | None = None
     architecture: str | None = None
     number_format: str | None = None
+    draft: str | None = None
 
 
 def _numbered(package: str, version: str, count: int, member: str) -> tuple[Part, ...]:
@@ -87,6 +89,7 @@ _QWEN25_CODER_05B = PackagedModel(
     licence="Apache-2.0",
     architecture="qwen2",
     number_format="Q4_K_M",
+    draft="smollm2",
 )
 
 _QWEN25_CODER_15B = PackagedModel(
@@ -99,6 +102,7 @@ _QWEN25_CODER_15B = PackagedModel(
     licence="Apache-2.0",
     architecture="qwen2",
     number_format="Q4_K_M",
+    draft="smollm2",
 )
 
 CATALOGUE: dict[str, PackagedModel] = {

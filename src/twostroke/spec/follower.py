@@ -1,0 +1,136 @@
+"""A request as a draft model knows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from twostroke.core.tree import num_accepted
+from twostroke.spec.proposal import Proposal
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.schedule.ticket import Ticket
+    from twostroke.spec.odds import RequestOdds
+    from twostroke.tokenize import Translation
+
+HOPE: Final = 0.75  # that the first guess behind a text is right, before anything is known
+HOPE_STEP: Final = 0.05
+_HOPE_FADE = 0.002  # of the way back to the beginning, each time that nothing was guessed
+_NUM_SURE = 10  # guesses are of a kind with those of which the draft was about as sure
+_UNFINISHED = 0.7  # of the odds: the end of a text that may be the beginning of a longer token
+_SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
+PRIOR: Final = (*_SURE_PRIOR, *[_UNFINISHED * prior for prior in _SURE_PRIOR])
+_UNSETTLED = 2  # tokens at the end of a text that more of it may change
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How to say in the draft's tokens what the target says, and the other way round."""
+
+    to_draft: Translation
+    to_target: Translation
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """The same text as a request's, in the draft's tokens, and guesses behind it.
+
+    `mirror.num_computed` rows have keys and values in the draft's pages. The first `num_same` of
+    the mirror's tokens say what the first `num_seen` of the request's do and will stay; those
+    before `guesses` say what the others do as well as can be known by now.
+    """
+
+    mirror: Request
+    ticket: Ticket
+    odds: RequestOdds
+    words: Words | None
+    hope: float
+    num_seen: int = 0
+    num_same: int = 0
+    guesses: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)  # the draft of each
+    chance: float = 1.0  # that all are right
+    is_done: bool = False
+
+    def go_on(self, request: Request) -> None:
+        """Take over what the request has become; what was guessed rightly is computed already."""
+        mirror, first = self.mirror, self.num_same
+        new = request.tokens[self.num_seen :]
+        if self.words is None:
+            said = new
+            self.num_seen, self.num_same = len(request.tokens), len(request.tokens)
+        else:
+            said = self._said(new, self.words.to_draft)
+        agreed = first + num_accepted(mirror.tokens[first:], said)
+        mirror.tokens[first:] = said
+        # One is always left over, to be computed for its logits.
+        mirror.num_computed = max(0, min(mirror.num_computed, agreed, len(mirror.tokens) - 1))
+        self.guesses, self.sure, self.chance = [], [], 1.0
+        self.is_done = not mirror.tokens
+
+    def _said(self, new: list[int], translation: Translation) -> list[int]:
+        """Return the draft's tokens for the request's, and settle all but the last of them."""
+        said = translation.say(new)
+        breaks = translation.breaks(new)
+        for count in range(len(said.tokens) - _UNSETTLED, 0, -1):
+            if said.ends[count - 1] in breaks:
+                self.num_seen += breaks[said.ends[count - 1]]
+                self.num_same += count
+                break
+        if not self.mirror.tokens:
+            self.mirror.num_prompt = self.num_same
+        return said.tokens
+
+    def add(self, guess: int, sureness: float) -> None:
+        """Guess another token, of which the draft was so sure."""
+        self.mirror.tokens.append(guess)
+        self.guesses.append(guess)
+        self.sure.append(sureness)
+        self.chance *= self.odds.of(_kind(sureness))
+
+    def is_hopeless(self, least: float) -> bool:
+        """Whether to leave it for now, if guesses pay from the chance `least` on.
+
+        Hope comes back slowly.
+        """
+        if self.hope >= least:
+            return False
+        self.hope += _HOPE_FADE * (HOPE - self.hope)
+        return True
+
+    def hear(self, *, right: bool) -> None:
+        """Hear whether the first guess was right."""
+        self.hope += HOPE_STEP * (right - self.hope)
+
+    def proposal(self) -> Proposal | None:
+        """Return the guesses, in the target's tokens."""
+        if not self.guesses:
+            return None
+        if self.words is None:
+            tokens, kinds = self.guesses, [_kind(sureness) for sureness in self.sure]
+        else:
+            tokens, kinds = self._translated(self.words.to_target)
+        odds = tuple([self.odds.of(kind) for kind in kinds])
+        return Proposal("draft", tuple(tokens), odds, tuple(kinds)) if tokens else None
+
+    def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
+        """Return the target's tokens for the guesses, and their kinds.
+
+        A token is as sure as all guesses together that reach into it and not into one before it.
+        """
+        said, ends = translation.say(self.guesses), translation.ends(self.guesses)
+        kinds, at = [], 0
+        for end in said.ends:
+            first = at
+            while at < len(ends) and (ends[at - 1] if at else 0) < end:
+                at += 1
+            kinds.append(_kind(math.prod(self.sure[first:at])))
+        if kinds:
+            kinds[-1] += _NUM_SURE
+        return said.tokens, kinds
+
+
+def _kind(sureness: float) -> int:
+    return min(int(sureness * _NUM_SURE), _NUM_SURE - 1)

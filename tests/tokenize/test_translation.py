@@ -1,0 +1,79 @@
+"""One text in the tokens of two vocabularies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.byte_tokenizer import DOC, END, START, byte_tokenizer
+from twostroke.tokenize import Translation
+
+FINE = byte_tokenizer()
+COARSE = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
+THERE, BACK = Translation(COARSE, FINE), Translation(FINE, COARSE)
+WORDS = ["hello", " world", "abc", "é", "🙂", " ", "\n", "x"]
+TEXTS = st.lists(st.sampled_from(WORDS)).map("".join)
+
+
+@given(TEXTS)
+def test_a_text_is_tokenized_as_the_other_tokenizer_does_it(text: str) -> None:
+    ids = COARSE.encode(text)
+    said = THERE.say(ids)
+    assert said.tokens == FINE.encode(text)
+    assert said.ends[-1:] == THERE.ends(ids)[-1:]
+
+
+@given(st.lists(st.tuples(TEXTS, st.sampled_from([START, END, DOC, ""]))))
+def test_control_tokens_become_their_namesakes(pieces: list[tuple[str, str]]) -> None:
+    text = "".join(plain + special for plain, special in pieces)
+    ids = COARSE.encode(text, parse_special=True)
+    there = THERE.say(ids)
+    assert FINE.decode(there.tokens, skip_special=False) == text
+    assert BACK.say(there.tokens).tokens == ids
+
+
+@given(TEXTS)
+def test_ends_say_which_tokens_have_been_said(text: str) -> None:
+    ids = COARSE.encode(text)
+    said, ends = THERE.say(ids), THERE.ends(ids)
+    data = text.encode()
+    assert [b"".join(map(COARSE.token_bytes, ids[:n])) for n in range(1, len(ids) + 1)] == [
+        data[:end] for end in ends
+    ]
+    for count, end in enumerate(said.ends, 1):
+        assert b"".join(map(FINE.token_bytes, said.tokens[:count])) == data[:end]
+
+
+def test_half_a_character_waits_for_its_rest() -> None:
+    ids = [FINE.encode("é")[0], *(FINE.find(char) or 0 for char in "ðŁ")]
+    said = BACK.say(ids)
+    assert COARSE.decode(said.tokens) == "é"
+    assert said.ends[-1] == 2
+    assert BACK.ends(ids)[-1] > 2
+
+
+def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
+    other = byte_tokenizer(odd=(("<stop>", 3),), eos_token_id=None)
+    stop = other.find("<stop>")
+    assert stop is not None
+    assert Translation(other, FINE).say([stop]).tokens == []  # it ends nothing there
+    ending = byte_tokenizer(odd=(("<stop>", 3),), eos_token_id=stop)
+    assert Translation(ending, FINE).say([stop]).tokens == [min(FINE.eos_ids)]
+
+
+def test_how_much_two_vocabularies_have_in_common() -> None:
+    assert BACK.share_known() == 1
+    pairs = tuple(f"{first} {second}" for first in "stuvwxyz" for second in "abcdefghijklmnop")
+    words = byte_tokenizer(more_merges=pairs)
+    assert Translation(FINE, words).share_known() == 1
+    assert Translation(words, FINE).share_known() == pytest.approx(0.5, abs=0.1)
+
+
+@given(TEXTS)
+def test_breaks_are_between_characters(text: str) -> None:
+    ids = FINE.encode(text)
+    for end, count in BACK.breaks(ids).items():
+        data = b"".join(map(FINE.token_bytes, ids[:count]))
+        assert len(data) == end
+        assert text.startswith(data.decode())
