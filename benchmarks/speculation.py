@@ -45,6 +45,11 @@ class Run:
     rejected: int
     others_share: float
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others had much of the processor."""
+        return self.others_share > MAX_SHARE
+
 
 @dataclass(slots=True)
 class Pair:
@@ -57,9 +62,18 @@ class Pair:
 
     @property
     def ratios(self) -> Spread:
-        """How many times faster guesses make it."""
+        """How many times faster guesses make it, in the rounds that nobody disturbed, if any."""
+        pairs = list(zip(self.plain, self.guessed, strict=True))
+        calm = [pair for pair in pairs if not any(run.is_disturbed for run in pair)]
+        return Spread.of(
+            guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in calm or pairs
+        )
+
+    @property
+    def num_calm(self) -> int:
+        """In how many rounds nobody disturbed either run."""
         pairs = zip(self.plain, self.guessed, strict=True)
-        return Spread.of(guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in pairs)
+        return sum(not any(run.is_disturbed for run in pair) for pair in pairs)
 
     @property
     def rates(self) -> tuple[Spread, Spread]:
@@ -84,7 +98,7 @@ class Pair:
     @property
     def disturbed(self) -> int:
         """How many runs others disturbed."""
-        return sum(run.others_share > MAX_SHARE for run in (*self.plain, *self.guessed))
+        return sum(run.is_disturbed for run in (*self.plain, *self.guessed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
+    parser.add_argument(
+        "--as-it-is", action="store_true", help="do no round again that others disturbed"
+    )
     given = parser.parse_args()
     guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
     options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
@@ -132,9 +149,14 @@ def main() -> None:
 
 
 def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:
-    """Answer a task's prompts in turn without and with guesses."""
+    """Answer a task's prompts in turn without and with guesses.
+
+    Rounds that others disturbed are done again, up to as many as were asked for.
+    """
     pair = Pair(task.name, streams, [], [])
-    for number in range(given.rounds + 1):
+    for number in range(2 * given.rounds + 1):
+        if pair.num_calm == given.rounds or (number > given.rounds and given.as_it_is):
+            break
         rng = random.Random(f"{task.name} {streams} {number}")
         prompts = [task.prompt(engine.card, rng) for _ in range(streams)]
         params = task.params(given.tokens)

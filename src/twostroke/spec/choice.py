@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.config import MAX_DRAFTS
-from twostroke.program import BatchShape
 from twostroke.spec.proposal import Price
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.program import BatchShape
     from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Proposal
 
 _LEAST_GAIN = 1.03  # in tokens a second, for guesses to be worth the risk
 _PROBES = (1, 2, 4, 8, 16)  # rows: kernels take them by fours and eights
-_MANY = 32  # requests, beside which a row more or less is not seen
 _FAR = 8  # guesses beyond the best number so far, after which no better one is looked for
 
 
@@ -70,12 +69,11 @@ class WhilePaying:
 
     def price(self, batch: BatchShape, budget: int) -> Price | None:
         """Return what guesses cost, as the cheapest of some numbers of rows has it."""
-        plain_s = self.pace.seconds(batch)
+        outlook = self.pace.outlook(batch)
+        plain_s = outlook.seconds(0)
         rate = batch.num_sampled / plain_s
-        probes = _PROBES if len(batch.spans) < _MANY else _PROBES[-1:]
         row_s = min(
-            ((self._seconds(batch, n) - plain_s) / n for n in probes if n <= budget),
-            default=plain_s,
+            ((outlook.seconds(n) - plain_s) / n for n in _PROBES if n <= budget), default=plain_s
         )
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
         return Price(chance, rate, min(MAX_DRAFTS, budget)) if chance < 1 else None
@@ -89,12 +87,13 @@ class WhilePaying:
         ]
         guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
         expected = float(batch.num_sampled)
-        best = _LEAST_GAIN * expected / self.pace.seconds(batch)
+        outlook = self.pace.outlook(batch)
+        best = _LEAST_GAIN * expected / outlook.seconds(0)
         num_best = num_forks = 0
         for count, (worth, _, is_fork) in enumerate(guesses[:budget], 1):
             expected += worth
             num_forks += is_fork
-            rate = expected / self._seconds(batch, count, num_forks)
+            rate = expected / outlook.seconds(count, num_forks)
             if rate >= best:
                 best, num_best = rate, count
             elif count >= num_best + _FAR:
@@ -103,9 +102,3 @@ class WhilePaying:
         for _, who, _ in guesses[:num_best]:
             taken[who] += 1
         return taken
-
-    def _seconds(self, batch: BatchShape, num_guesses: int, num_forks: int = 0) -> float:
-        """Return how long the step takes with guesses, each behind as much as the longest sees."""
-        start = max(start for start, _ in batch.spans)
-        spans = (*batch.spans, (start, num_guesses - num_forks), *[(start, 1)] * num_forks)
-        return self.pace.seconds(BatchShape(spans, batch.num_sampled + num_guesses))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Outcome, Price, Proposal
 
 _LENGTH_STEP = 0.05
-_HOPE_FADE = 0.002  # of the way back to the beginning, each time that a prompt did not pay
+_HOPE_FADE = 0.02  # of the way back to the beginning, each time that a prompt did not pay
 # What draws in words of its own: the likeliest token, as nothing else fits another vocabulary.
 _OWN_WORDS = PLAIN | {"temperature": 0.0, "logprobs": 0}
 
@@ -75,6 +75,7 @@ class DraftModel:
         self._prefixes = Prefixes(index, self._pool)
         self._holdings = Holdings(self._pool, token_budget)
         self._followers: dict[Request, Follower] = {}  # the one asked about longest ago first
+        self._declined: set[Request] = set()
         self._arrivals = count_up()
         self._odds = Odds(PRIOR)
         self._length = 100.0  # of an answer, on average
@@ -106,6 +107,7 @@ class DraftModel:
         """Drop what is kept for a request that has ended."""
         if request.num_output:
             self._length += _LENGTH_STEP * (request.num_output - self._length)
+        self._declined.discard(request)
         follower = self._followers.pop(request, None)
         if follower is not None:
             self._release(follower)
@@ -119,11 +121,12 @@ class DraftModel:
         """Return the draft's view of a request, brought up to date; None if it is not worth it."""
         follower = self._followers.pop(request, None)
         if follower is None:
-            if not self._pays(request, price, least):
+            follower = self._meet(request, price, least)
+            if follower is None:
                 return None
-            follower = self._meet(request)
+        else:
+            follower.go_on(request)
         self._followers[request] = follower
-        follower.go_on(request)
         if len(follower.mirror.tokens) + price.most > self._context_length:
             self._release(follower)
             return None
@@ -135,21 +138,33 @@ class DraftModel:
                 self._leave_behind(follower)
         return None if follower.is_hopeless(least) else follower
 
-    def _pays(self, request: Request, price: Price, least: float) -> bool:
+    def _pays(self, request: Request, follower: Follower, price: Price, least: float) -> bool:
         """Whether what the guesses may save is more than computing the prompt takes.
 
         Each guess costs as much time as `least` tokens take without any.
         """
+        hit = self._prefixes.match(follower.ticket)
+        num_known = hit.num_places * self._pool.page_size if hit is not None else 0
+        num_new = max(1, len(follower.mirror.tokens) - num_known)
         left = max(self._length - request.num_output, self._length / 4)
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - request.num_output)
-        prompt_s = self._pace.seconds(BatchShape.prefill(len(request.tokens)))
-        if _share_saved(self._hope, least, price.most) * left >= price.rate * prompt_s:
-            return True
-        self._hope += _HOPE_FADE * (HOPE - self._hope)
-        return False
+        prompt_s = self._pace.seconds(BatchShape.prefill(num_new, num_known))
+        return _share_saved(self._hope, least, price.most) * left >= price.rate * prompt_s
 
-    def _meet(self, request: Request) -> Follower:
+    def _meet(self, request: Request, price: Price, least: float) -> Follower | None:
+        """Return the draft's view of a new request, or None once it was found not to pay."""
+        if request in self._declined:
+            return None
+        follower = self._new_follower(request)
+        follower.go_on(request)
+        if follower.mirror.tokens and self._pays(request, follower, price, least):
+            return follower
+        self._declined.add(request)
+        self._hope += _HOPE_FADE * (HOPE - self._hope)
+        return None
+
+    def _new_follower(self, request: Request) -> Follower:
         params, end_ids = replace(request.params, logprobs=0), request.end_ids
         if self._words is not None:
             params = replace(request.params, **_OWN_WORDS)

@@ -136,7 +136,7 @@ class Speculator:
         """
         for watcher in self._watchers:
             watcher.see(plan, result)
-        if self._proposers and not self._rest:
+        if self._proposers:
             self._pace.learn(batch, elapsed_s - self._asking_s)
         asked, self._asked = self._asked, {}
         if not asked:
