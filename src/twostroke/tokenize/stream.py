@@ -45,20 +45,28 @@ class StreamDecoder:
         self._strip_space = tokenizer.strip_space
         self._finished = False
         self.stop: str | None = None
+        self._texts = tokenizer.ascii_texts
+        self._look()
 
     def feed(self, token_id: int) -> str:
         """Return the text that `token_id` makes safe to show; empty after a stop string."""
+        if self._is_plain and (known := self._texts.get(token_id)) is not None:
+            return known
         if self._finished or token_id in self._skipped:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._partial or not data.isascii():
             text = self._decoder.decode(data)
             self._partial = bool(self._decoder.getstate()[0])
+            self._look()
         else:
             text = data.decode("ascii")
+            if token_id not in self._tokenizer.special_ids:
+                self._texts[token_id] = text
         if self._strip_space and text:
             text = text.removeprefix(" ")
             self._strip_space = False
+            self._look()
         if self._num_unsearched:
             self._num_unsearched -= 1
             return text
@@ -77,7 +85,12 @@ class StreamDecoder:
             text = text if self.stop is not None else text + self._held
         self._finished = True
         self._held = ""
+        self._look()
         return text
+
+    def _look(self) -> None:
+        """See whether tokens are just their texts, as mostly: then these can be looked up."""
+        self._is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
 
     def _release(self, text: str) -> str:
         assert self._matcher is not None

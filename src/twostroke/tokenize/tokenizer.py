@@ -66,6 +66,7 @@ class Tokenizer:
         self._added_by_id = {token.id: token for token in parts.added}
         self._added_by_text = {token.text: token for token in parts.added}
         self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
+        self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, those that were streamed
         self._space_prefix = parts.space_prefix
         self._prefix_ids = list(parts.prefix_ids)
         self._suffix_ids = list(parts.suffix_ids)
