@@ -16,7 +16,7 @@ from twostroke.core.step import Slice, StepPlan
 from twostroke.program import BatchShape
 from twostroke.spec.drawn import drawn_rows
 from twostroke.spec.guesses import PLAIN, Guesses
-from twostroke.spec.odds import Odds
+from twostroke.spec.heads import HeadsProposer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepResult
     from twostroke.spec.guesses import HeadsOdds
     from twostroke.spec.pace import Pace
-    from twostroke.spec.proposal import Outcome, Price, Proposal
+    from twostroke.spec.proposal import Price, Proposal
 
     Row = NDArray[np.float32]  # (width)
 
@@ -54,7 +54,7 @@ class _Follower:
     is_done: bool = False
 
 
-class EagleHeads:
+class EagleHeads(HeadsProposer[_Follower]):
     """Lets an EAGLE head write ahead, in batches, on pages of its own.
 
     It begins where a request's first token is drawn: what the prompt says is in that row's hidden
@@ -66,20 +66,11 @@ class EagleHeads:
     def __init__(
         self, name: str, runner: Runner, pace: Pace, odds: HeadsOdds, token_ids: Sequence[int]
     ) -> None:
-        """Write with `runner`, whose steps take what `pace` says.
-
-        `token_ids[i]` is what the target calls the token that the head calls i.
-        """
+        """Write with `runner`, whose steps take what `pace` says; the rest as in the base."""
+        super().__init__(name, runner, pace, odds, token_ids)
         facts = runner.facts
-        self.name = name
-        self._runner = runner
-        self._pace = pace
-        self._known = odds
-        self._odds = Odds(odds.right_if_sure)
-        self._token_ids = tuple(token_ids)
         self._page_size, self._window = facts.page_size, facts.windows[0]
         self._free = list(range(facts.num_pages))
-        self._followers: dict[Request, _Follower] = {}  # the one asked about longest ago first
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the hidden states from which requests' tokens were drawn."""
@@ -103,22 +94,11 @@ class EagleHeads:
             if not active:
                 break
             self._guess(active)
-        most = price.most
-        return [f.guesses.proposal(self.name, most) if (f := found[r]) else None for r in requests]
-
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
-        """Hear what became of a proposal."""
-        follower = self._followers.get(request)
-        if follower is not None:
-            follower.guesses.learn(proposal, outcome)
+        return self._proposals(requests, found, price)
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
         self._drop(request)
-
-    def close(self) -> None:
-        """Give back memory and threads."""
-        self._runner.close()
 
     def _keep(self, request: Request, position: int, rows: NDArray[np.float32]) -> None:
         """Take over the tokens that were drawn from `rows`, the first of which is at `position`."""

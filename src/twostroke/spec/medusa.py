@@ -16,18 +16,15 @@ from twostroke.core.step import Slice, StepPlan
 from twostroke.program import BatchShape
 from twostroke.spec.drawn import drawn_rows
 from twostroke.spec.guesses import PLAIN, Guesses
-from twostroke.spec.odds import Odds
+from twostroke.spec.heads import HeadsProposer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from twostroke.backends import Runner
     from twostroke.core.step import StepResult
-    from twostroke.spec.guesses import HeadsOdds
-    from twostroke.spec.pace import Pace
-    from twostroke.spec.proposal import Outcome, Price, Proposal
+    from twostroke.spec.proposal import Price, Proposal
 
 
 @dataclass(slots=True, eq=False)
@@ -44,26 +41,11 @@ class _Follower:
     guesses: Guesses
 
 
-class MedusaHeads:
+class MedusaHeads(HeadsProposer[_Follower]):
     """Lets Medusa heads guess, for all requests in one step.
 
     They draw as the request would, with its temperature, its seed and the token's index.
     """
-
-    def __init__(
-        self, name: str, runner: Runner, pace: Pace, odds: HeadsOdds, token_ids: Sequence[int]
-    ) -> None:
-        """Guess with `runner`, whose steps take what `pace` says.
-
-        `token_ids[i]` is what the target calls the token that the heads call i.
-        """
-        self.name = name
-        self._runner = runner
-        self._pace = pace
-        self._known = odds
-        self._odds = Odds(odds.right_if_sure)
-        self._token_ids = tuple(token_ids)
-        self._followers: dict[Request, _Follower] = {}
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the hidden states from which requests' newest tokens were drawn."""
@@ -85,24 +67,13 @@ class MedusaHeads:
         asked = [follower for follower in found.values() if follower is not None]
         if asked and depth:
             self._run(asked, depth)
-        most = price.most
-        return [f.guesses.proposal(self.name, most) if (f := found[r]) else None for r in requests]
-
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
-        """Hear what became of a proposal."""
-        follower = self._followers.get(request)
-        if follower is not None:
-            follower.guesses.learn(proposal, outcome)
+        return self._proposals(requests, found, price)
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
         follower = self._followers.pop(request, None)
         if follower is not None:
             self._runner.forget(follower.mirror)
-
-    def close(self) -> None:
-        """Give back memory and threads."""
-        self._runner.close()
 
     def _keep(self, request: Request, hidden: NDArray[np.float32]) -> None:
         follower = self._followers.get(request)

@@ -1,0 +1,61 @@
+"""What proposers with trained heads have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from twostroke.spec.odds import Odds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from twostroke.backends import Runner
+    from twostroke.core.request import Request
+    from twostroke.spec.guesses import Guesses, HeadsOdds
+    from twostroke.spec.pace import Pace
+    from twostroke.spec.proposal import Outcome, Price, Proposal
+
+
+class _Follows(Protocol):
+    """A request as heads know it."""
+
+    guesses: Guesses
+
+
+F = TypeVar("F", bound=_Follows)
+
+
+class HeadsProposer(Generic[F]):
+    """Keeps a follower for each request, and learns how often heads are right.
+
+    `name` is what they are asked for by; `token_ids[i]` is what the target calls the token that
+    they call i.
+    """
+
+    def __init__(
+        self, name: str, runner: Runner, pace: Pace, odds: HeadsOdds, token_ids: Sequence[int]
+    ) -> None:
+        """Guess with `runner`, whose steps take what `pace` says."""
+        self.name = name
+        self._runner = runner
+        self._pace = pace
+        self._known = odds
+        self._odds = Odds(odds.right_if_sure)
+        self._token_ids = tuple(token_ids)
+        self._followers: dict[Request, F] = {}  # the one asked about longest ago first
+
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        """Hear what became of a proposal."""
+        follower = self._followers.get(request)
+        if follower is not None:
+            follower.guesses.learn(proposal, outcome)
+
+    def close(self) -> None:
+        """Give back memory and threads."""
+        self._runner.close()
+
+    def _proposals(
+        self, requests: Sequence[Request], found: Mapping[Request, F | None], price: Price
+    ) -> list[Proposal | None]:
+        most = price.most
+        return [f.guesses.proposal(self.name, most) if (f := found[r]) else None for r in requests]
