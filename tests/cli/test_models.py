@@ -59,6 +59,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             file_bytes=2_000_000_000,
             sha256="0" * 64,
             licence="MIT",
+            draft="mini",
         ),
     }
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
@@ -225,6 +226,17 @@ def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str
 
 def test_pull_says_where_the_model_is(cli: Cli, mini: Path) -> None:
     assert cli("pull", "mini").out == f"mini is already here: {mini}\n{LICENCE}"
+
+
+def test_pull_names_a_draft_that_is_not_here(
+    cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maxi = own_cache / "models" / "maxi.gguf"
+    monkeypatch.setattr("twostroke.cli.pull.fetch", lambda _: maxi)
+    hint = "With mini to guess ahead, `serve` and `chat` are faster: twostroke pull mini\n"
+    assert cli("pull", "maxi").out == f"maxi is ready: {maxi}\nLicence: MIT\n{hint}"
+    monkeypatch.setattr("twostroke.weights.sources.is_cached", lambda model, _: True)
+    assert hint not in cli("pull", "maxi").out
 
 
 def test_pull_names_the_nearest(cli: Cli, own_cache: Path) -> None:

@@ -45,6 +45,7 @@ def _pull(model: str) -> None:
     else:
         click.echo(f"{model} is already here: {path}")
     _show_licence(model)
+    _show_draft(model)
 
 
 def _show_licence(model: str) -> None:
@@ -55,3 +56,14 @@ def _show_licence(model: str) -> None:
     except (ModelNotFoundError, UsageError):  # a user's own file
         return
     click.echo(printable(f"Licence: {licence or 'unknown, see where it comes from'}"))
+
+
+def _show_draft(model: str) -> None:
+    from twostroke.weights import find_draft, known_draft
+
+    draft = find_draft(model)
+    if draft is not None and known_draft(model) is None:
+        click.echo(
+            f"With {draft.name} to guess ahead, `serve` and `chat` are faster: "
+            f"twostroke pull {draft.name}"
+        )

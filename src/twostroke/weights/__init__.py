@@ -25,7 +25,7 @@ from twostroke.weights.inventory import (
 from twostroke.weights.load import load_path
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel, release_tensors
 from twostroke.weights.progress import Progress, Watcher
-from twostroke.weights.sources import known_draft, load, pull, resolve
+from twostroke.weights.sources import find_draft, known_draft, load, pull, resolve
 
 __all__ = [
     "CATALOGUE",
@@ -41,6 +41,7 @@ __all__ = [
     "Watcher",
     "drop",
     "find",
+    "find_draft",
     "forget_missing",
     "known_draft",
     "leftovers",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.models import ARCHITECTURES
-from twostroke.weights.catalogue import CATALOGUE, PackagedModel
+from twostroke.weights.catalogue import PackagedModel
 from twostroke.weights.hub.pull import pull_hub
 from twostroke.weights.load import load_path
 from twostroke.weights.lookup import cache_path, look_up
@@ -88,9 +88,17 @@ def load(name: str) -> LoadedModel:
 
 def known_draft(name: str) -> str | None:
     """Return what the catalogue knows to guess well for `name`, if it is in the cache."""
-    found = CATALOGUE.get(name.lower())
-    draft = CATALOGUE[found.draft] if found is not None and found.draft is not None else None
+    draft = find_draft(name)
     return draft.name if draft is not None and is_cached(draft, cache_path(draft)) else None
+
+
+def find_draft(name: str) -> PackagedModel | None:
+    """Return what the catalogue knows to guess well for `name`, whether it is here or not."""
+    found = look_up(name)
+    if not isinstance(found, PackagedModel) or found.draft is None:
+        return None
+    draft = look_up(found.draft)
+    return draft if isinstance(draft, PackagedModel) else None
 
 
 def runs(model: PackagedModel) -> bool:
