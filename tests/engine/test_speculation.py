@@ -19,6 +19,7 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.core.errors import MemoryLimitError, ModelNotFoundError, RequestError, UsageError
+from twostroke.spec import DraftModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,11 +167,12 @@ def test_one_request_can_do_without(path: Path) -> None:
 
 
 def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
+    seeded = replace(GREEDY, seed=1)  # what it tries first is drawn
     with engine_of(path, count=24) as llm:
         proposed = llm.engine.client.loop.speculation.proposed
-        [[answer]] = llm.generate("hello", GREEDY)
+        [[answer]] = llm.generate("hello", seeded)
         assert not proposed["lookahead"]
-        [[again]] = llm.generate("hello", GREEDY, speculate="lookahead")
+        [[again]] = llm.generate("hello", seeded, speculate="lookahead")
         assert again.token_ids == answer.token_ids
         assert proposed["lookahead"] > 100
         assert again.usage.accepted_tokens > 20
@@ -258,6 +260,23 @@ def test_a_draft_with_hardly_any_of_the_tokens_is_refused(path: Path, tmp_path: 
         UsageError, match=r"odd cannot be a draft of tiny, which has only \d+% of its tokens"
     ):
         engine_of(path, draft=str(odd))
+
+
+def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> None:
+    found = []
+    for memory in (300_000, 450_000):
+        options = EngineOptions(
+            ComputeOptions(num_threads=2),
+            CacheOptions(memory_bytes=memory, context_length=256),
+            speculation=SpeculationOptions(draft=str(path)),
+        )
+        native_dir()
+        with LLM(str(path), options) as llm:
+            _, draft, _ = llm.engine.client.loop._speculator._proposers
+            assert isinstance(draft, DraftModel)
+            found.append(draft._runner.facts.num_pages)
+            assert found[-1] == llm.engine.facts.num_pages
+    assert found[0] < found[1]
 
 
 def test_the_draft_that_the_catalogue_knows(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions, SpeculationOptions
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import ModelCard
+    from twostroke.engine.sizing import CacheSize
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
 
@@ -125,6 +126,7 @@ class Draft:
         except MemoryLimitError as error:
             message = f"The draft does not fit beside {target.name}. {error.message}"
             raise MemoryLimitError(message) from None
+        size = _no_more_than(size, backend.facts.num_pages, len(program.cache_groups))
         stored = {name: tensor.num_bytes for name, tensor in tensors.items()}
         cost = CostModel(program, stored, FORMATS[size.kv_format])
         runner = make_backend(
@@ -144,6 +146,15 @@ class Draft:
             token_budget=options.batch.token_budget,
             words=self.words,
         )
+
+
+def _no_more_than(size: CacheSize, num_pages: int, num_groups: int) -> CacheSize:
+    """Return a cache for as many tokens as `num_pages` hold, or one context if that is more."""
+    for_one = -(-size.context_length // size.page_size) * num_groups
+    num_pages = min(size.num_pages, max(num_pages, for_one))
+    return replace(
+        size, num_pages=num_pages, cache_bytes=size.cache_bytes // size.num_pages * num_pages
+    )
 
 
 def _is_same(ours: Tokenizer, theirs: Tokenizer) -> bool:
