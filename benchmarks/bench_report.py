@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from goals import GOALS
+from guessing import all_guessing
 from plots import Bar, bars
 from quality import Quality
 from records import COARSE, OURS, Record, all_records
@@ -56,6 +57,8 @@ def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
     yield table(header, rows) + "\n"
     for record in sorted(records, key=lambda each: (each.model, each.setting, each.row)):
         yield from _record_parts(record)
+    for guessing in all_guessing(machine):
+        yield from guessing.parts(machine)
     yield from _quality_parts(records)
 
 

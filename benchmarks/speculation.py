@@ -15,9 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from curves import Curve, curves
+from guessing import Chosen, Guessing, Line, least
 from quiet import MAX_SHARE, Watch
-from report import RESULTS, Spread, caption, machine_facts, note, save, table
+from records import machine_slug
+from report import Spread, machine_facts, note
 from tasks import TASKS, Task
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from twostroke.engine.build import Engine
 
 _STREAMS = (1, 4, 16, 32)
-_LEAST = 0.98  # of the speed without guesses that `auto` may never be below
 _RIGHT = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of predicted tokens
 
 
@@ -61,26 +61,17 @@ class Pair:
     guessed: list[Run]
 
     @property
-    def ratios(self) -> Spread:
+    def ratios(self) -> list[float]:
         """How many times faster guesses make it, in the rounds that nobody disturbed, if any."""
         pairs = list(zip(self.plain, self.guessed, strict=True))
         calm = [pair for pair in pairs if not any(run.is_disturbed for run in pair)]
-        return Spread.of(
-            guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in calm or pairs
-        )
+        return [guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in calm or pairs]
 
     @property
     def num_calm(self) -> int:
         """In how many rounds nobody disturbed either run."""
         pairs = zip(self.plain, self.guessed, strict=True)
         return sum(not any(run.is_disturbed for run in pair) for pair in pairs)
-
-    @property
-    def rates(self) -> tuple[Spread, Spread]:
-        """Tokens a second without and with guesses."""
-        both = (self.plain, self.guessed)
-        plain, guessed = (Spread.of(run.tokens_per_s for run in runs) for runs in both)
-        return plain, guessed
 
     @property
     def accepted(self) -> float:
@@ -95,27 +86,19 @@ class Pair:
         num_tokens = sum(len(answer) for run in self.guessed for answer in run.answers)
         return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
 
-    @property
-    def disturbed(self) -> int:
-        """How many runs others disturbed."""
-        return sum(run.is_disturbed for run in (*self.plain, *self.guessed))
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Answers with a prediction of which a chosen share of the tokens is right."""
-
-    share: float
-    ratios: Spread
-    accepted: float
-    per_pass: float
-
-    @property
-    def predicted(self) -> float:
-        """The formula's speed-up: tokens a step, if `share` of the guesses are right."""
-        if self.share == 1:
-            return 1 + self.per_pass
-        return float((1 - self.share ** (self.per_pass + 1)) / (1 - self.share))
+    def line(self) -> Line:
+        """Return what is kept of it."""
+        both = (*self.plain, *self.guessed)
+        return Line(
+            self.task,
+            self.streams,
+            self.ratios,
+            [run.tokens_per_s for run in self.plain],
+            [run.tokens_per_s for run in self.guessed],
+            self.per_pass,
+            self.accepted,
+            sum(run.is_disturbed for run in both),
+        )
 
 
 def main() -> None:
@@ -169,10 +152,12 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
                 runs.append(run)
         if found["off"].answers != found[given.speculate].answers:
             raise SystemExit(f"{task.name}: guesses changed an answer")
-    plain, guessed = pair.rates
+    plain, guessed = (
+        Spread.of(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
+    )
     note(
         f"{task.name}, {streams} streams: {plain.median:,.0f} to {guessed.median:,.0f} tokens/s, "
-        f"{pair.ratios.median:.2f} x, {pair.accepted:.0%} of guesses right"
+        f"{Spread.of(pair.ratios).median:.2f} x, {pair.accepted:.0%} of guesses right"
     )
     return pair
 
@@ -241,115 +226,20 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
             right, tried = right + guessed.accepted, tried + guessed.accepted + guessed.rejected
             ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0
-        found.append(Chosen(share, Spread.of(ratios), right / tried if tried else 0.0, per_pass))
-        note(f"{share:.0%} of the prediction right: {found[-1].ratios.median:.2f} x")
+        found.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
+        note(f"{share:.0%} of the prediction right: {Spread.of(ratios).median:.2f} x")
     return found
 
 
 def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -> None:
     """Print and keep the figures, and draw them."""
-    facts = machine_facts()
-    disturbed = sum(pair.disturbed for pair in pairs)
-    num_runs = sum(len(pair.plain) + len(pair.guessed) for pair in pairs)
-    lowest = min(pair.ratios.median for pair in pairs)
-    least = (
-        f"The least is {lowest:.2f} x; `auto` is meant never to be below {_LEAST}. "
-        f"Others disturbed {disturbed} of {num_runs} runs."
-    )
-    parts = [
-        f"# Guessing ahead: {given.model}, {given.speculate}",
-        _table(pairs),
-        least,
-    ]
-    by_task: dict[str, list[tuple[float, float]]] = {}
-    for pair in pairs:
-        by_task.setdefault(pair.task, []).append((pair.streams, pair.ratios.median))
-    lines = [Curve(name, points) for name, points in by_task.items()]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    name = f"speculation-{given.model}-{given.speculate}"
+    helpers = [name for name in (given.draft, given.heads and "heads") if name]
+    name = ", ".join([given.model, given.speculate, *helpers])
     if given.drafts:
-        name += f"-{given.drafts}"
-    load = curves("Speed-up by streams", "streams", "times faster", lines)
-    (RESULTS / f"{name}-load.svg").write_text(load)
-    parts.append(f"![Speed-up by streams]({name}-load.svg)")
-    if chosen:
-        parts += _acceptance(name, chosen)
-    parts.append(caption(facts, f"{given.rounds} rounds"))
-    result = {
-        "facts": facts,
-        "model": given.model,
-        "pairs": [
-            {
-                "task": pair.task,
-                "streams": pair.streams,
-                "plain": [run.tokens_per_s for run in pair.plain],
-                "guessed": [run.tokens_per_s for run in pair.guessed],
-                "accepted": pair.accepted,
-                "per_pass": pair.per_pass,
-            }
-            for pair in pairs
-        ],
-        "acceptance": [
-            {"right": one.share, "ratio": one.ratios.median, "accepted": one.accepted}
-            for one in chosen
-        ],
-    }
-    save(name, result, "\n\n".join(parts))
-
-
-def _table(pairs: list[Pair]) -> str:
-    """Return what guesses bring for each task and number of streams."""
-    header = (
-        *("task", "streams", "without, tokens/s", "with"),
-        *("faster", "tokens a step", "guesses right"),
-    )
-    rows = [
-        (
-            pair.task,
-            str(pair.streams),
-            *(rate.text() for rate in pair.rates),
-            pair.ratios.text(2, " x"),
-            f"{pair.per_pass:.2f}",
-            f"{pair.accepted:.0%}",
-        )
-        for pair in pairs
-    ]
-    return table(header, rows)
-
-
-def _acceptance(name: str, chosen: list[Chosen]) -> list[str]:
-    """Return the table of chosen shares, and draw it."""
-    header = ("of the prediction right", "guesses right", "guesses a step", "faster", "predicted")
-    rows = [
-        (
-            f"{one.share:.0%}",
-            f"{one.accepted:.0%}",
-            f"{one.per_pass:.1f}",
-            one.ratios.text(2, " x"),
-            f"{one.predicted:.2f} x",
-        )
-        for one in chosen
-    ]
-    measured = Curve("measured", [(one.share, one.ratios.median) for one in chosen])
-    predicted = Curve(
-        "if rows were free", [(one.share, one.predicted) for one in chosen], is_predicted=True
-    )
-    drawing = curves(
-        "Speed-up by the share of the prediction that is right, one stream",
-        "share right",
-        "times faster",
-        [measured, predicted],
-    )
-    (RESULTS / f"{name}-acceptance.svg").write_text(drawing)
-    meaning = (
-        "Predicted is (1 - a^(g + 1)) / (1 - a) for g guesses a step of which each is right with "
-        "chance a: what there would be if the rows of guesses took no time."
-    )
-    return [
-        table(header, rows),
-        meaning,
-        f"![Speed-up by acceptance]({name}-acceptance.svg)",
-    ]
+        name += f", {given.drafts} drafts"
+    guessing = Guessing(name, [pair.line() for pair in pairs], chosen)
+    guessing.keep()
+    print("\n".join([*guessing.parts(machine_slug(machine_facts())), least(guessing.lines)]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,178 @@
+"""What is kept of `make bench-speculation`, and what BENCHMARKS.md says of it.
+
+A line is a task with a number of streams; one that is measured again replaces itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from curves import Curve, curves
+from records import ROWS, machine_slug
+from report import ROOT, Spread, caption, machine_facts, table, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+_PLOTS = ROOT / "docs" / "benchmarks"
+LEAST = 0.98  # of the speed without guesses that `auto` may never be below
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A task answered without and with guesses, round by round.
+
+    `ratios` are how many times faster guesses made it, `plain` and `guessed` tokens a second,
+    `per_pass` the tokens of a stream that a step brought, `accepted` the share of right guesses.
+    """
+
+    task: str
+    streams: int
+    ratios: list[float]
+    plain: list[float]
+    guessed: list[float]
+    per_pass: float
+    accepted: float
+    disturbed_runs: int
+    facts: dict[str, Any] = field(default_factory=machine_facts)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the line as cells of a table."""
+        return (
+            self.task,
+            str(self.streams),
+            Spread.of(self.plain).text(),
+            Spread.of(self.guessed).text(),
+            Spread.of(self.ratios).text(2, " x"),
+            f"{self.per_pass:.2f}",
+            f"{self.accepted:.0%}",
+            f"{self.disturbed_runs} of {len(self.plain) + len(self.guessed)}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Answers with a prediction of which a chosen share of the tokens is right."""
+
+    share: float
+    ratios: list[float]
+    accepted: float
+    per_pass: float  # guesses a step
+
+    @property
+    def predicted(self) -> float:
+        """The formula's speed-up: tokens a step, if `share` of the guesses are right."""
+        if self.share == 1:
+            return 1 + self.per_pass
+        return float((1 - self.share ** (self.per_pass + 1)) / (1 - self.share))
+
+
+@dataclass(slots=True)
+class Guessing:
+    """All lines of one model and one way of guessing, by `name`."""
+
+    name: str
+    lines: list[Line]
+    chosen: list[Chosen] = field(default_factory=list)
+
+    def keep(self) -> None:
+        """Write the lines over those measured before on a machine like this."""
+        path = self._path(machine_slug(machine_facts()))
+        if path.exists():
+            before = _read(path)
+            new = {(line.task, line.streams) for line in self.lines}
+            self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
+            self.chosen = self.chosen or before.chosen
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    def parts(self, machine: str) -> Iterator[str]:
+        """Yield the paragraphs of a report, and draw its plots."""
+        tasks = list(dict.fromkeys(line.task for line in self.lines))
+        lines = sorted(self.lines, key=lambda line: (tasks.index(line.task), line.streams))
+        header = (
+            *("task", "streams", "without, tokens/s", "with", "faster"),
+            *("tokens a step", "guesses right", "disturbed runs"),
+        )
+        yield f"### Guessing ahead: {self.name}\n"
+        yield table(header, [line.cells() for line in lines]) + "\n"
+        points = {
+            task: [
+                (line.streams, Spread.of(line.ratios).median) for line in lines if line.task == task
+            ]
+            for task in tasks
+        }
+        if any(len(one) > 1 for one in points.values()):
+            drawn = [Curve(task, one) for task, one in points.items()]
+            yield self._plot(
+                machine, "load", curves("Speed-up by streams", "streams", "times faster", drawn)
+            )
+        if self.chosen:
+            yield from self._chosen_parts(machine)
+        newest = max(lines, key=lambda line: str(line.facts["date"]))
+        yield f"- {caption(newest.facts, 'the newest line')}\n"
+
+    def _chosen_parts(self, machine: str) -> Iterator[str]:
+        header = ("of the prediction right", "guesses right", "guesses a step", "faster", "if free")
+        yield table(header, [_chosen_cells(one) for one in self.chosen]) + "\n"
+        yield (
+            "If free is (1 - a^(g + 1)) / (1 - a) for g guesses a step of which each is right with "
+            "chance a: what there would be if the rows of guesses took no time.\n"
+        )
+        measured = Curve("measured", [(c.share, Spread.of(c.ratios).median) for c in self.chosen])
+        predicted = Curve(
+            "if free", [(c.share, c.predicted) for c in self.chosen], is_predicted=True
+        )
+        title = "Speed-up by the share of the prediction that is right, one stream"
+        drawing = curves(title, "share right", "times faster", [measured, predicted])
+        yield self._plot(machine, "acceptance", drawing)
+
+    def _plot(self, machine: str, what: str, drawing: str) -> str:
+        path = _PLOTS / f"{machine}-{self._slug}-{what}.svg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawing)
+        return f"![speed-up by {what}]({path.relative_to(ROOT)})\n"
+
+    @property
+    def _slug(self) -> str:
+        return self.name.replace(", ", "-").replace(" ", "-")
+
+    def _path(self, machine: str) -> Path:
+        return ROWS / machine / "guessing" / f"{self._slug}.json"
+
+
+def all_guessing(machine: str) -> list[Guessing]:
+    """Return what was kept on a machine."""
+    return [_read(path) for path in sorted((ROWS / machine / "guessing").glob("*.json"))]
+
+
+def least(lines: Sequence[Line]) -> str:
+    """Say where guesses gained least."""
+    worst = min(lines, key=lambda line: Spread.of(line.ratios).median)
+    ratio = Spread.of(worst.ratios).median
+    return (
+        f"The least is {ratio:.2f} x ({worst.task}, {worst.streams} streams); `auto` is meant "
+        f"never to be below {LEAST}."
+    )
+
+
+def _chosen_cells(one: Chosen) -> tuple[str, ...]:
+    return (
+        f"{one.share:.0%}",
+        f"{one.accepted:.0%}",
+        f"{one.per_pass:.1f}",
+        Spread.of(one.ratios).text(2, " x"),
+        f"{one.predicted:.2f} x",
+    )
+
+
+def _read(path: Path) -> Guessing:
+    try:
+        fields = json.loads(path.read_text())
+        lines = [Line(**line) for line in fields["lines"]]
+        return Guessing(fields["name"], lines, [Chosen(**one) for one in fields["chosen"]])
+    except (ValueError, TypeError, KeyError) as error:
+        raise SystemExit(f"{path} is damaged ({error}): measure it again.") from None

@@ -1,0 +1,62 @@
+"""What is kept of what guesses bring, and what BENCHMARKS.md says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import guessing
+from guessing import Chosen, Guessing, Line, least
+
+_FACTS = {"date": "2026-01-01", "processor": "CPU", "cores": 2, "commit": "abc"}
+
+
+def _line(task: str, streams: int, ratio: float) -> Line:
+    return Line(task, streams, [ratio, 1.0, 9.0], [10.0], [20.0], 2.5, 0.75, 1, _FACTS)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(guessing, "ROWS", tmp_path / "rows")
+    monkeypatch.setattr(guessing, "ROOT", tmp_path)
+    monkeypatch.setattr(guessing, "_PLOTS", tmp_path / "plots")
+    monkeypatch.setattr(guessing, "machine_slug", lambda _: "here")
+
+
+def test_a_line_that_is_measured_again_replaces_itself():
+    chosen = [Chosen(0.5, [1.2], 0.4, 3.0)]
+    Guessing("tiny, auto", [_line("chat", 1, 1.5), _line("chat", 4, 1.1)], chosen).keep()
+    Guessing("tiny, auto", [_line("chat", 4, 1.3), _line("code", 1, 2.0)]).keep()
+    Guessing("tiny, eagle", [_line("chat", 1, 1.0)]).keep()
+    auto, eagle = guessing.all_guessing("here")
+    assert {(one.task, one.streams): one.ratios[0] for one in auto.lines} == {
+        ("chat", 1): 1.5,
+        ("chat", 4): 1.3,
+        ("code", 1): 2.0,
+    }
+    assert auto.chosen == chosen
+    assert [one.task for one in eagle.lines] == ["chat"]
+
+
+def test_the_page_has_tables_and_plots(tmp_path):
+    lines = [_line("code", 4, 1.5), _line("chat", 1, 1.2), _line("chat", 4, 0.9)]
+    text = "\n".join(Guessing("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts("here"))
+    assert "### Guessing ahead: tiny, auto" in text
+    assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) |" in text
+    assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
+    for what in ("load", "acceptance"):
+        assert f"plots/here-tiny-auto-{what}.svg" in text
+        assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().startswith("<svg")
+    assert least(lines).startswith("The least is 1.00 x (chat, 4 streams)")
+
+
+def test_free_rows_give_what_the_formula_says():
+    assert Chosen(0.5, [1.0], 0.5, 2.0).predicted == pytest.approx(1.75)
+    assert Chosen(0.0, [1.0], 0.0, 2.0).predicted == 1
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    Guessing("tiny, auto", [_line("chat", 1, 1.5)]).keep()
+    [path] = (tmp_path / "rows" / "here" / "guessing").glob("*.json")
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match=r"tiny-auto\.json is damaged"):
+        guessing.all_guessing("here")
