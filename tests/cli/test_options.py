@@ -34,7 +34,8 @@ def given(command: click.Command, *arguments: str) -> dict[str, Any]:
 def test_options_left_alone_are_the_defaults() -> None:
     lasting = EngineOptions(speculation=SpeculationOptions(draft="auto"))
     assert engine_options(given(serve.command)) == lasting
-    assert engine_options(given(serve.command, "--draft", "none")) == EngineOptions()
+    assert engine_options(given(serve.command, "--draft", "None")) == EngineOptions()
+    assert engine_options(given(generate.command, "--draft", "AUTO")) == lasting
     assert engine_options(given(generate.command)) == EngineOptions()
     assert sampling_params(given(generate.command)) == SamplingParams(temperature=0.7)
 

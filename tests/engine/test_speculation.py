@@ -18,7 +18,13 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import MemoryLimitError, ModelNotFoundError, RequestError, UsageError
+from twostroke.core.errors import (
+    MemoryLimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    RequestError,
+    UsageError,
+)
 from twostroke.spec import DraftModel
 
 if TYPE_CHECKING:
@@ -247,7 +253,7 @@ def test_a_draft_may_have_another_vocabulary(
         assert llm.engine.client.loop.stats().num_running == 0
 
 
-def test_a_draft_with_hardly_any_of_the_tokens_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_draft_without_letters_is_refused(path: Path, tmp_path: Path) -> None:
     metadata = tiny_metadata(Tiny())
     tokens = metadata["tokenizer.ggml.tokens"]
     strange = [token if number < 40 else f"q{number}x" for number, token in enumerate(tokens)]
@@ -257,7 +263,7 @@ def test_a_draft_with_hardly_any_of_the_tokens_is_refused(path: Path, tmp_path: 
     odd = tmp_path / "odd.gguf"
     write_gguf(odd, metadata, tiny_tensors(Tiny()))
     with pytest.raises(
-        UsageError, match=r"odd cannot be a draft of tiny, which has only \d+% of its tokens"
+        UsageError, match="odd cannot be a draft of tiny: one has no tokens for what the other says"
     ):
         engine_of(path, draft=str(odd))
 
@@ -277,6 +283,36 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
             found.append(draft._runner.facts.num_pages)
             assert found[-1] == llm.engine.facts.num_pages
     assert found[0] < found[1]
+
+
+@pytest.mark.parametrize("failing", ["propose", "learn", "finish"])
+def test_a_draft_that_fails_takes_no_answer_along(
+    path: Path, plain: list[Any], failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of(path, method="draft", draft=str(path), count=3) as llm:
+        (draft,) = llm.engine.client.loop._speculator._proposers
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("the draft is tired")
+
+        setattr(draft, failing, fail)
+        assert everything(llm) == plain
+        assert llm.engine.client.loop._speculator._proposers == ()
+        assert llm.engine.client.loop.stats().num_running == 0
+    assert caplog.text.count("DraftModel failed, and is asked no more.") == 1
+
+
+def test_a_damaged_draft_that_nobody_named_is_left_out(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(path.read_bytes()[:2000])
+    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: str(damaged))
+    with engine_of(path, draft="auto") as llm:
+        assert llm.engine.draft is None
+    assert "guesses nothing (--draft none: no draft): " in caplog.text
+    with pytest.raises(ModelFormatError, match="damaged"):
+        engine_of(path, draft="auto", method="draft")
 
 
 def test_the_draft_that_the_catalogue_knows(

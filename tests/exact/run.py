@@ -3,7 +3,8 @@
 Prompts of prose and code, some of which begin alike, are answered without guesses, without a prefix
 cache and with room for all. Then they are answered again with each method: in batches of 1 to 16,
 with a prefix cache, and with so few pages that requests lose theirs and compute their tokens again.
-Every token must be the same. A run in which nothing was guessed rightly, found in the cache or
+Some are drawn, some have penalties, log-probabilities or two choices. All of every answer must be
+the same. A run in which nothing was guessed rightly, found in the cache or
 preempted shows nothing, and fails, too.
 """
 
@@ -23,7 +24,11 @@ from twostroke.engine.evaluate import held_out_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CONTEXT = 512
+    from twostroke.engine.output import Completion
+
+    Answer = list[tuple[object, ...]]
+
+_PAGE_SIZE = 16
 _SHARED = 4  # prompts begin as one of so many do
 _MOST_TOGETHER = 16
 _DRAFTS = 4  # always, so that much is guessed; "auto" guesses what pays
@@ -49,15 +54,18 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    with LLM(given.model, _options(SpeculationOptions("off"), None)) as llm:
+    # As short as can be, for there to be pages for few requests.
+    given.context = given.prompt_tokens + 3 * given.tokens
+    with LLM(given.model, _options(SpeculationOptions("off"), None, given.context)) as llm:
         job = _job(llm, given)
         began = time.monotonic()
         expected = [
-            one.token_ids for [one] in llm.generate(job.prompts, job.params, speculate="off")
+            _all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
         ]
         _say(f"{given.model}: {len(expected)} answers without guesses", began)
-        page_bytes = llm.engine.card.cost.program.page_bytes(16, llm.engine.card.cost.cache)
-    memory = page_bytes * (_CONTEXT // 16)  # of one request that fills its context
+        cost = llm.engine.card.cost
+        pages = -(-given.context // _PAGE_SIZE)
+        memory = pages * cost.program.page_bytes(_PAGE_SIZE, cost.cache)
     methods = [*given.methods, *(["draft"] if given.draft else [])]
     methods += ["heads"] if given.heads else []
     held = [_holds(method, job, expected, memory, given) for method in methods]
@@ -65,7 +73,7 @@ def main() -> int:
 
 
 def _holds(
-    method: str, job: Job, expected: list[tuple[int, ...]], memory: int, given: argparse.Namespace
+    method: str, job: Job, expected: list[Answer], memory: int, given: argparse.Namespace
 ) -> bool:
     """Answer with a method, compare, and say how it went."""
     count = None if method == "auto" else _DRAFTS
@@ -73,15 +81,15 @@ def _holds(
     if method == "heads" or (method == "auto" and given.heads):
         named |= {"heads": given.heads}
     guessing = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
-    with LLM(given.model, _options(guessing, memory)) as llm:
+    with LLM(given.model, _options(guessing, memory, given.context)) as llm:
         began = time.monotonic()
         rng = random.Random(given.seed)
         found, cached, first = [], 0, 0
         while first < len(job.prompts):
             last = first + rng.randint(1, _MOST_TOGETHER)
-            for [one] in llm.generate(job.prompts[first:last], job.params[first:last]):
-                found.append(one.token_ids)
-                cached += one.usage.cached_tokens
+            for answer in llm.generate(job.prompts[first:last], job.params[first:last]):
+                found.append(_all_of(answer))
+                cached += answer[0].usage.cached_tokens
             first = last
         stats, guesses = llm.engine.client.loop.stats(), llm.engine.client.loop.speculation
     wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
@@ -99,9 +107,17 @@ def _holds(
     return not wrong
 
 
-def _options(guessing: SpeculationOptions, memory: int | None) -> EngineOptions:
+def _all_of(answer: list[Completion]) -> Answer:
+    """Return what must not change of an answer."""
+    return [(one.token_ids, one.text, one.finish_reason.value, one.logprobs) for one in answer]
+
+
+def _options(guessing: SpeculationOptions, memory: int | None, context: int) -> EngineOptions:
     cache = CacheOptions(
-        memory_bytes=memory, context_length=_CONTEXT, page_size=16, prefix_cache=memory is not None
+        memory_bytes=memory,
+        context_length=context,
+        page_size=_PAGE_SIZE,
+        prefix_cache=memory is not None,
     )
     return EngineOptions(ComputeOptions(), cache, speculation=guessing)
 
@@ -109,12 +125,14 @@ def _options(guessing: SpeculationOptions, memory: int | None) -> EngineOptions:
 def _job(llm: LLM, given: argparse.Namespace) -> Job:
     rng = random.Random(given.seed)
     prompts = list(_prompts(llm, rng, given))
-    # One in five is drawn: guesses must not change that either.
     params = [
         SamplingParams(
             temperature=0.0 if number % 5 else 0.8,
             seed=number,
             max_tokens=rng.randint(given.tokens // 2, given.tokens * 3 // 2),
+            logprobs=None if number % 6 else 2,
+            frequency_penalty=0.0 if number % 7 else 0.5,
+            n=1 if number % 35 else 2,
         )
         for number in range(given.prompts)
     ]

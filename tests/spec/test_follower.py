@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.byte_tokenizer import END, START, byte_tokenizer
+from support.byte_tokenizer import END, START, byte_characters, byte_tokenizer
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
@@ -68,7 +68,7 @@ def test_guesses_are_said_in_the_targets_tokens() -> None:
     assert len(guesses) > len(TARGET.encode(" world abc"))
     for guess, sureness in zip(guesses, sure * 3, strict=False):
         follower.add(guess, sureness)
-    proposal = follower.proposal()
+    proposal = follower.proposal(24)
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc")
     assert [kind // 10 for kind in proposal.kinds] == [0] * (len(proposal.tokens) - 1) + [1]
@@ -80,7 +80,7 @@ def test_a_token_is_as_sure_as_the_guesses_that_it_is_made_of() -> None:
     follower.go_on(request_of("hello"))
     for guess, sureness in zip(DRAFT.encode(" worldabc"), (0.9,) * 9, strict=False):
         follower.add(guess, sureness)
-    proposal = follower.proposal()
+    proposal = follower.proposal(24)
     assert proposal is not None
     num_pieces = len(DRAFT.encode(" world"))
     assert proposal.kinds[0] == min(int(0.9**num_pieces * 10), 9)
@@ -109,7 +109,7 @@ def test_without_words_tokens_are_the_requests_own() -> None:
     assert follower.mirror.tokens == request.tokens
     follower.add(7, 0.95)
     follower.add(8, 0.15)
-    proposal = follower.proposal()
+    proposal = follower.proposal(24)
     assert proposal is not None
     assert (proposal.tokens, proposal.kinds) == ((7, 8), (9, 1))
     follower.odds.learn(proposal, Outcome([0, 1], [0], [7, 9, 9]))
@@ -118,6 +118,54 @@ def test_without_words_tokens_are_the_requests_own() -> None:
     follower.mirror.num_computed = len(follower.mirror.tokens)
     follower.go_on(request)
     assert follower.mirror.num_pending == 1
+
+
+def test_no_more_is_guessed_than_is_asked_for() -> None:
+    follower = follower_of()
+    follower.go_on(request_of("hello"))
+    for guess in DRAFT.encode(" world abc world"):
+        follower.add(guess, 0.9)
+    proposal = follower.proposal(2)
+    assert proposal is not None
+    assert list(proposal.tokens) == TARGET.encode(" world abc world")[:2]
+
+
+def test_a_draft_that_wants_a_beginning_gets_it() -> None:
+    wanting = byte_tokenizer(more_merges=("o Ġ",), add_bos_token=True)
+    words = Words(Translation(TARGET, wanting), Translation(wanting, TARGET))
+    request, follower = request_of("hello world"), follower_of(words)
+    for token in TARGET.encode(" abc"):
+        follower.go_on(request)
+        text = TARGET.decode(request.tokens)
+        assert follower.mirror.tokens == wanting.encode(text, add_special=True)
+        request.tokens.append(token)
+    beginning = request_of(f"{START}hello")
+    follower = follower_of(words)
+    follower.go_on(beginning)
+    assert follower.mirror.tokens == wanting.encode(f"{START}hello", parse_special=True)
+
+
+@pytest.mark.parametrize("odd", [[0xFF], [0xC3], [0x80, 0x80], [0xF0, 0x9F]])
+def test_bytes_that_are_no_text_hide_nothing_else(odd: list[int]) -> None:
+    marks = [TARGET.find(byte_characters()[byte]) or 0 for byte in odd]
+    ids = [*TARGET.encode("hello world"), *marks, *TARGET.encode(" abc")]
+    request, follower = Request("r", ids, len(ids), SamplingParams(), 0), follower_of()
+    for token in TARGET.encode("hello world hello world abc"):
+        follower.go_on(request)
+        said = TARGET.decode(request.tokens).replace("\ufffd", "")
+        assert DRAFT.decode(follower.mirror.tokens) == said
+        request.tokens.append(token)
+    assert follower.num_seen > len(TARGET.encode("hello world")) + len(odd)
+
+
+def test_half_a_character_is_no_place_to_guess_at() -> None:
+    request, follower = request_of("hello"), follower_of()
+    request.tokens += [TARGET.find(char) or 0 for char in "ðŁ"]
+    follower.go_on(request)
+    assert follower.is_done
+    request.tokens += TARGET.encode("🙂")[-2:]
+    follower.go_on(request)
+    assert not follower.is_done
 
 
 @pytest.mark.parametrize("text", ["é", "🙂🙂", "\ufffd", "é" * 9])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.byte_tokenizer import DOC, END, START, byte_tokenizer
-from twostroke.tokenize import Translation
+from support.byte_tokenizer import DOC, END, START, byte_metadata, byte_tokenizer
+from twostroke.tokenize import Translation, from_gguf
 
 FINE = byte_tokenizer()
 COARSE = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
@@ -62,12 +61,16 @@ def test_an_end_of_text_without_a_namesake_is_the_others_end() -> None:
     assert Translation(ending, FINE).say([stop]).tokens == [min(FINE.eos_ids)]
 
 
-def test_how_much_two_vocabularies_have_in_common() -> None:
-    assert BACK.share_known() == 1
-    pairs = tuple(f"{first} {second}" for first in "stuvwxyz" for second in "abcdefghijklmnop")
-    words = byte_tokenizer(more_merges=pairs)
-    assert Translation(FINE, words).share_known() == 1
-    assert Translation(words, FINE).share_known() == pytest.approx(0.5, abs=0.1)
+def test_a_vocabulary_without_letters_is_not_able_to_say_a_text() -> None:
+    assert THERE.is_able()
+    assert BACK.is_able()
+    metadata = byte_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    metadata["tokenizer.ggml.tokens"] = [
+        f"q{number}x" if token in "abc" else token for number, token in enumerate(tokens)
+    ]
+    assert not Translation(FINE, from_gguf(metadata)).is_able()
 
 
 @given(TEXTS)

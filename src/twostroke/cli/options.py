@@ -240,7 +240,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         draft = given.pop("draft")
         speculation = SpeculationOptions(
             given.pop("speculate"),
-            None if draft == _NO_DRAFT else draft,
+            _draft(draft),
             given.pop("drafts"),
             given.pop("heads"),
         )
@@ -255,6 +255,11 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
             max_waiting_requests=given.pop("max_waiting"),
         )
         return EngineOptions(compute, cache, batch, speculation)
+
+
+def _draft(named: str) -> str | None:
+    word = named.lower()
+    return None if word == _NO_DRAFT else PARTNER if word == PARTNER else named
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Self
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PagePool, PrefixIndex
 from twostroke.core.config import EngineOptions
-from twostroke.core.errors import MemoryLimitError
+from twostroke.core.errors import TwostrokeError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
-from twostroke.engine.drafts import Draft
+from twostroke.engine.drafts import Draft, leave_out
 from twostroke.engine.hardware import Limits
 from twostroke.engine.heads import Heads
 from twostroke.engine.loop import EngineLoop
@@ -144,9 +144,10 @@ def build(
         if draft is not None:
             try:
                 helpers.append(draft.build(options, card, backend, limits.hardware()))
-            except MemoryLimitError:
+            except TwostrokeError as error:
                 if not draft.is_optional:
                     raise
+                leave_out(draft.loaded.name, error)
                 draft = None
         speculator = build_speculator(guessing, card.cost.per_step(), limits, helpers, watchers)
         loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))

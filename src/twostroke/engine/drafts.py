@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import string
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from twostroke.cache import FORMATS
 from twostroke.core.config import PARTNER
-from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
 from twostroke.engine.parts import (
     auto_kv_format,
     build_tokenizer,
     guessing,
     make_backend,
+    stored_bytes,
     weight_bytes,
 )
 from twostroke.engine.sizing import size_cache
-from twostroke.models import build_program, narrow
+from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.spec import DraftModel, Pace, Words
 from twostroke.tokenize import Translation
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
 
-# Of a draft's vocabulary: some 96% of what Qwen2.5 says is in the first fifth of its own, and the
-# whole table of logits would be a third of what its 0.5B model reads in a step.
-_NUM_TOKENS = 32768
-_LEAST_SHARE = 0.3  # of a draft's tokens that its target must have, too
+_logger = logging.getLogger("twostroke.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,6 @@ class Draft:
 
     loaded: LoadedModel
     words: Words | None
-    num_tokens: int
     is_optional: bool = False
 
     @classmethod
@@ -75,32 +72,34 @@ class Draft:
                 f"There is no draft for {target.name} in the cache that the catalogue knows: name "
                 "one with --draft MODEL."
             )
-        return replace(cls.of(known, target), is_optional=options.method == "auto")
+        if options.method == "draft":
+            return cls.of(known, target)
+        try:
+            return replace(cls.of(known, target), is_optional=True)
+        except TwostrokeError as error:
+            leave_out(known, error)
+            return None
 
     @classmethod
     def of(cls, model: str, target: ModelCard) -> Self:
         """Look at `model`, any name that `weights.load` understands.
 
         Raises:
-            UsageError: it has hardly any of the target's tokens.
+            UsageError: its tokens cannot say what the target says.
             ModelNotFoundError, ModelFormatError: as for any model.
         """
         loaded = load(model)
         tokenizer = build_tokenizer(loaded)
-        num_tokens = loaded.spec.vocab_size
-        if _begins_with_the_frequent(tokenizer):
-            num_tokens = min(num_tokens, _NUM_TOKENS)
         if _is_same(tokenizer, target.tokenizer):
-            return cls(loaded, None, num_tokens)
+            return cls(loaded, None)
         to_target = Translation(tokenizer, target.tokenizer)
-        share = to_target.share_known()
-        if share < _LEAST_SHARE:
+        to_draft = Translation(target.tokenizer, tokenizer)
+        if not to_target.is_able() or not to_draft.is_able():
             raise UsageError(
-                f"{loaded.name} cannot be a draft of {target.name}, which has only {share:.0%} of "
-                "its tokens. Take a smaller model of the same family or for the same languages."
+                f"{loaded.name} cannot be a draft of {target.name}: one has no tokens for what the "
+                "other says. Take a smaller model of the same family."
             )
-        words = Words(Translation(target.tokenizer, tokenizer), to_target)
-        return cls(loaded, words, num_tokens)
+        return cls(loaded, Words(to_draft, to_target))
 
     def build(
         self, options: EngineOptions, target: ModelCard, backend: Backend, hardware: Hardware | None
@@ -111,7 +110,6 @@ class Draft:
             MemoryLimitError: it does not fit beside its target.
         """
         program = build_program(self.loaded.spec)
-        program, tensors = narrow(program, self.loaded.tensors, self.num_tokens)
         length = min(program.context_length, target.context_length)
         cache = replace(options.cache, context_length=length, memory_bytes=None)
         try:
@@ -127,10 +125,9 @@ class Draft:
             message = f"The draft does not fit beside {target.name}. {error.message}"
             raise MemoryLimitError(message) from None
         size = _no_more_than(size, backend.facts.num_pages, len(program.cache_groups))
-        stored = {name: tensor.num_bytes for name, tensor in tensors.items()}
-        cost = CostModel(program, stored, FORMATS[size.kv_format])
+        cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[size.kv_format])
         runner = make_backend(
-            tensors,
+            self.loaded.tensors,
             program,
             guessing(options.compute),
             size,
@@ -148,6 +145,11 @@ class Draft:
         )
 
 
+def leave_out(name: str, error: TwostrokeError) -> None:
+    """Say that a draft which nobody named is not used."""
+    _logger.warning("%s guesses nothing (--draft none: no draft): %s", name, error.message)
+
+
 def _no_more_than(size: CacheSize, num_pages: int, num_groups: int) -> CacheSize:
     """Return a cache for as many tokens as `num_pages` hold, or one context if that is more."""
     for_one = -(-size.context_length // size.page_size) * num_groups
@@ -162,16 +164,4 @@ def _is_same(ours: Tokenizer, theirs: Tokenizer) -> bool:
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(
         ours.token_text(token_id) == theirs.token_text(token_id) for token_id in range(size)
-    )
-
-
-def _begins_with_the_frequent(tokenizer: Tokenizer) -> bool:
-    """Whether the first `_NUM_TOKENS` ids are those that texts mostly consist of.
-
-    In vocabularies of pieces of text, unlike those of bytes, single characters come last.
-    """
-    return all(
-        token_id < _NUM_TOKENS
-        for character in string.printable
-        for token_id in tokenizer.encode(character)
     )

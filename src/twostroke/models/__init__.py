@@ -9,7 +9,6 @@ from twostroke.models.family import Family
 from twostroke.models.gemma2 import GEMMA2
 from twostroke.models.gemma3 import GEMMA3
 from twostroke.models.llama import LLAMA
-from twostroke.models.narrow import narrow
 from twostroke.models.olmo2 import OLMO2
 from twostroke.models.phi3 import PHI3
 from twostroke.models.qwen2 import QWEN2
@@ -61,5 +60,4 @@ __all__ = [
     "RopeSpec",
     "WindowSpec",
     "build_program",
-    "narrow",
 ]

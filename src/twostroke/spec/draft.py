@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Outcome, Price, Proposal
 
 _LENGTH_STEP = 0.05
-_HOPE_FADE = 0.02  # of the way back to the beginning, each time that a prompt did not pay
+_DECLINED_FADE = 0.02  # of hope's way back to the beginning, each time that a prompt did not pay
 # What draws in words of its own: the likeliest token, as nothing else fits another vocabulary.
 _OWN_WORDS = PLAIN | {"temperature": 0.0, "logprobs": 0}
 
@@ -93,7 +93,7 @@ class DraftModel:
             if not active:
                 break
             self._run([Slice(f.mirror, f.mirror.num_computed, 1, samples=True) for f in active])
-        return [f.proposal() if (f := found.get(request)) else None for request in requests]
+        return [f.proposal(price.most) if (f := found[r]) else None for r in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""
@@ -108,14 +108,17 @@ class DraftModel:
         if request.num_output:
             self._length += _LENGTH_STEP * (request.num_output - self._length)
         self._declined.discard(request)
-        follower = self._followers.pop(request, None)
-        if follower is not None:
-            self._release(follower)
-            self._runner.forget(follower.mirror)
+        self._drop(request)
 
     def close(self) -> None:
         """Give back memory and threads."""
         self._runner.close()
+
+    def _drop(self, request: Request) -> None:
+        follower = self._followers.pop(request, None)
+        if follower is not None:
+            self._release(follower)
+            self._runner.forget(follower.mirror)
 
     def _follow(self, request: Request, price: Price, least: float) -> Follower | None:
         """Return the draft's view of a request, brought up to date; None if it is not worth it."""
@@ -128,7 +131,8 @@ class DraftModel:
             follower.go_on(request)
         self._followers[request] = follower
         if len(follower.mirror.tokens) + price.most > self._context_length:
-            self._release(follower)
+            self._drop(request)
+            self._declined.add(request)
             return None
         if request.params.has_penalties:
             self._runner.forget(follower.mirror)  # it knows guesses that were wrong
@@ -156,12 +160,13 @@ class DraftModel:
         """Return the draft's view of a new request, or None once it was found not to pay."""
         if request in self._declined:
             return None
-        follower = self._new_follower(request)
-        follower.go_on(request)
-        if follower.mirror.tokens and self._pays(request, follower, price, least):
-            return follower
+        if len(request.tokens) < self._context_length:
+            follower = self._new_follower(request)
+            follower.go_on(request)
+            if follower.mirror.tokens and self._pays(request, follower, price, least):
+                return follower
+            self._hope += _DECLINED_FADE * (HOPE - self._hope)
         self._declined.add(request)
-        self._hope += _HOPE_FADE * (HOPE - self._hope)
         return None
 
     def _new_follower(self, request: Request) -> Follower:
@@ -189,7 +194,7 @@ class DraftModel:
         Those with the least to do come first; what does not fit into a step waits for the next
         time.
         """
-        ready, slices, budget = [], [], self._token_budget
+        ready, computed, slices, budget = [], [], [], self._token_budget
         for follower in followers:
             if not follower.mirror.pages and not self._start(follower):
                 follower.is_done = True
@@ -202,10 +207,13 @@ class DraftModel:
             budget -= count
             samples = count == mirror.num_pending
             slices.append(Slice(mirror, mirror.num_computed, count, samples))
+            computed.append(follower)
             if samples:
                 ready.append(follower)
         if slices:
             self._run(slices)
+        for follower in computed:  # what others may have in common with it
+            self._prefixes.publish(follower.ticket)
         return ready
 
     def _start(self, follower: Follower) -> bool:

@@ -32,6 +32,12 @@ class Words:
     to_draft: Translation
     to_target: Translation
 
+    def before(self, request: Request) -> list[int]:
+        """Return what the draft wants before a text, unless the request begins with it."""
+        prefix = self.to_draft.target.prefix_ids
+        said = self.to_draft.say(request.tokens[: len(prefix)]).tokens
+        return [] if said == prefix else prefix
+
 
 @dataclass(slots=True, eq=False)
 class Follower:
@@ -53,34 +59,41 @@ class Follower:
     sure: list[float] = field(default_factory=list)  # the draft of each
     chance: float = 1.0  # that all are right
     is_done: bool = False
+    _waits: bool = False  # for the rest of a character, of which the draft has heard nothing
 
     def go_on(self, request: Request) -> None:
         """Take over what the request has become; what was guessed rightly is computed already."""
-        mirror, first = self.mirror, self.num_same
+        mirror = self.mirror
+        if self.words is not None and not mirror.tokens:
+            mirror.tokens += self.words.before(request)
+            self.num_same = len(mirror.tokens)
+        first = self.num_same
         new = request.tokens[self.num_seen :]
         if self.words is None:
             said = new
             self.num_seen, self.num_same = len(request.tokens), len(request.tokens)
         else:
+            is_prompt = not self.num_seen
             said = self._said(new, self.words.to_draft)
+            if is_prompt:
+                mirror.num_prompt = self.num_same
         agreed = first + num_accepted(mirror.tokens[first:], said)
         mirror.tokens[first:] = said
         # One is always left over, to be computed for its logits.
         mirror.num_computed = max(0, min(mirror.num_computed, agreed, len(mirror.tokens) - 1))
         self.guesses, self.sure, self.chance = [], [], 1.0
-        self.is_done = not mirror.tokens
+        self.is_done = self._waits or not mirror.tokens
 
     def _said(self, new: list[int], translation: Translation) -> list[int]:
         """Return the draft's tokens for the request's, and settle all but the last of them."""
         said = translation.say(new)
-        breaks = translation.breaks(new)
+        breaks, ends = translation.breaks(new), said.ends
         for count in range(len(said.tokens) - _UNSETTLED, 0, -1):
-            if said.ends[count - 1] in breaks:
-                self.num_seen += breaks[said.ends[count - 1]]
+            if ends[count - 1] in breaks and ends[count - 1] < ends[count]:
+                self.num_seen += breaks[ends[count - 1]]
                 self.num_same += count
                 break
-        if not self.mirror.tokens:
-            self.mirror.num_prompt = self.num_same
+        self._waits = not said.is_whole
         return said.tokens
 
     def add(self, guess: int, sureness: float) -> None:
@@ -104,16 +117,18 @@ class Follower:
         """Hear whether the first guess was right."""
         self.hope += HOPE_STEP * (right - self.hope)
 
-    def proposal(self) -> Proposal | None:
-        """Return the guesses, in the target's tokens."""
+    def proposal(self, most: int) -> Proposal | None:
+        """Return up to `most` guesses, in the target's tokens."""
         if not self.guesses:
             return None
         if self.words is None:
             tokens, kinds = self.guesses, [_kind(sureness) for sureness in self.sure]
         else:
             tokens, kinds = self._translated(self.words.to_target)
-        odds = tuple([self.odds.of(kind) for kind in kinds])
-        return Proposal("draft", tuple(tokens), odds, tuple(kinds)) if tokens else None
+        odds = tuple([self.odds.of(kind) for kind in kinds[:most]])
+        if not odds:
+            return None
+        return Proposal("draft", tuple(tokens[:most]), odds, tuple(kinds[:most]))
 
     def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
         """Return the target's tokens for the guesses, and their kinds.

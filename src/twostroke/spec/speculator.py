@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ from twostroke.spec.balance import Balance
 from twostroke.spec.proposal import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Price, Proposal, Proposer, Watcher
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
+
+_logger = logging.getLogger("twostroke.spec")
 
 _REST = 32  # steps for which nobody is asked, once no guess could have paid
 _ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
@@ -85,7 +89,8 @@ class Speculator:
         `watchers`, which may be proposers, too: then they hear of ends twice.
         """
         self.stats = SpeculationStats()
-        self._proposers, self._watchers = (*proposers, *on_request), watchers
+        self._proposers, self._watchers = (*proposers, *on_request), tuple(watchers)
+        self._failed: list[Proposer] = []
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
         self._chooser = chooser
@@ -135,7 +140,8 @@ class Speculator:
         What proposers took says nothing about steps of this size: it is put to their accounts.
         """
         for watcher in self._watchers:
-            watcher.see(plan, result)
+            with self._trusting_nobody(watcher):
+                watcher.see(plan, result)
         if self._proposers:
             self._pace.learn(batch, elapsed_s - self._asking_s)
         asked, self._asked = self._asked, {}
@@ -152,6 +158,8 @@ class Speculator:
             self._balance(name, plan).add(right[name] / num_plain, spent)
         if tried:
             self.stats.saved_s += plain_s * (num_plain + right.total()) / num_plain - elapsed_s
+        else:
+            self.stats.saved_s -= sum(asked.values())
 
     def _hear(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count them, and those that were right."""
@@ -166,22 +174,35 @@ class Speculator:
             right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
             num_tried[name] += len(tried)
             num_right[name] += len(right)
-            guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
+            with self._trusting_nobody(guess.proposer):
+                guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
             self.stats.add(guess.proposal.source, len(right), len(tried))
         self._tried = {}
         return +num_tried, num_right
 
     def finish(self, request: Request) -> None:
         """Hear that a request has ended."""
-        for proposer in self._proposers:
-            proposer.finish(request)
-        for watcher in self._watchers:
-            watcher.finish(request)
+        everyone: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
+        for one in everyone:
+            with self._trusting_nobody(one):
+                one.finish(request)
 
     def close(self) -> None:
         """Give back what proposers hold."""
-        for proposer in self._proposers:
+        for proposer in (*self._proposers, *self._failed):
             proposer.close()
+
+    @contextmanager
+    def _trusting_nobody(self, one: Proposer | Watcher) -> Iterator[None]:
+        """Go on without a proposer or watcher that fails: no answer depends on it."""
+        try:
+            yield
+        except Exception:
+            if any(other is one for other in (*self._proposers, *self._watchers)):
+                _logger.exception("%s failed, and is asked no more.", type(one).__name__)
+            self._failed += [proposer for proposer in self._proposers if proposer is one]
+            self._proposers = tuple([other for other in self._proposers if other is not one])
+            self._watchers = tuple([other for other in self._watchers if other is not one])
 
     def _balance(self, name: str, plan: StepPlan) -> Balance:
         """Return a proposer's account at about as many requests."""
@@ -210,9 +231,11 @@ class Speculator:
             return
         requests = [part.request for part in asked]
         began_s = time.monotonic()
-        proposals = proposer.propose(requests, price)
+        proposals: Sequence[Proposal | None] = ()
+        with self._trusting_nobody(proposer):
+            proposals = proposer.propose(requests, price)
         self._asked[proposer.name] = time.monotonic() - began_s
-        for part, proposal in zip(asked, proposals, strict=True):
+        for part, proposal in zip(asked, proposals, strict=False):  # none, if it has failed
             if proposal is not None:
                 guess = _Guess(part, proposer, proposal)
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:

@@ -86,6 +86,11 @@ class Tokenizer:
         self.chat_templates = MappingProxyType(dict(parts.chat_templates))
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """What `add_special` puts before a text."""
+        return list(self._prefix_ids)
+
+    @property
     def num_text_ids(self) -> int:
         """One above the largest token id that plain text can become."""
         size = self.vocab_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import string
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
 
     from twostroke.tokenize.tokenizer import Tokenizer
 
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 _CONTINUES, _BEGINS = 0x80, 0xC0  # first bytes of the rest of a character, and of others
-_EVERY = 16  # how many tokens of a vocabulary there are to each that is looked at
 
 
 @dataclass(slots=True)
 class Said:
-    """Tokens, and how far each gets: `ends[i]` bytes of the text, `tokens[i]` included."""
+    """Tokens, and how far each gets: `ends[i]` bytes of the text, `tokens[i]` included.
+
+    The text `is_whole` unless it ends with the beginning of a character, which is not said yet.
+    """
 
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    is_whole: bool = True
 
 
 class Translation:
@@ -75,29 +77,40 @@ class Translation:
         found[end] = len(ids)
         return found
 
-    def share_known(self) -> float:
-        """Return about which share of the source's tokens of whole text are one here, too."""
-        source = self.source
-        some = (i for i in range(0, source.vocab_size, _EVERY) if i not in self._special)
-        texts = [source.token_bytes(token).decode("utf-8", "replace") for token in some]
-        known = [len(self._encode(text)) == 1 for text in texts if "\ufffd" not in text]
-        return sum(known) / max(1, len(known))
+    def is_able(self) -> bool:
+        """Whether ordinary text comes through whole."""
+        said = self._encode(string.printable)
+        return b"".join(map(self.target.token_bytes, said)) == string.printable.encode()
 
     def _add_text(self, said: Said, text: bytearray, start: int) -> int:
-        """Add the tokens of a text that begins at byte `start`; return where it ends."""
-        decoder = _UTF8("replace")
-        tokens = self._encode(decoder.decode(bytes(text)))
-        num_waiting = len(decoder.getstate()[0])
-        ends = [start + end for end in accumulate(map(self._num_bytes, tokens))]
-        end = start + len(text) - num_waiting
-        if ends and ends[-1] != end:  # some of it is spelled otherwise: only the whole is the same
-            ends = [end] * len(ends)
-        said.tokens += tokens
-        said.ends += ends
+        """Add the tokens of a text that begins at byte `start`; return where it ends.
+
+        Bytes that are no UTF-8 are left out.
+        """
+        rest, at = bytes(text), start
+        said.is_whole = True
+        while rest:
+            try:
+                rest.decode()
+                size, skipped = len(rest), 0
+            except UnicodeDecodeError as error:
+                size, skipped = error.start, error.end - error.start
+                said.is_whole = error.end < len(rest) or "unexpected end" not in error.reason
+            self._add_tokens(said, rest[:size], at)
+            rest, at = rest[size + skipped :], at + size + skipped
         return start + len(text)
 
-    def _num_bytes(self, token: int) -> int:
-        return len(self.target.token_bytes(token))
+    def _add_tokens(self, said: Said, text: bytes, start: int) -> None:
+        """Add the tokens of a text of whole characters.
+
+        Some tokenizers spell it otherwise: from there on only the end is known.
+        """
+        at = 0
+        for token in self._encode(text.decode()):
+            data = self.target.token_bytes(token)
+            at = at + len(data) if text.startswith(data, at) else len(text)
+            said.tokens.append(token)
+            said.ends.append(start + at)
 
     def _encode(self, text: str) -> Sequence[int]:
         return self.target.encode(text) if text else ()
