@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 _STEP = 0.15  # of a new measurement's way into what is believed
 _MOST_CHANGE = 1.5  # of one measurement: others may have had the processor
-_NEAR = 8  # classes of sizes: further ones are another kind of step, as prompts are
+_NEAR = 4  # classes of sizes
+_FIT_STEP = 0.02  # of a step's way into what is believed of all
+_LEAST = 0.05
 _TRUST = 1000  # steps after which what was measured of other sizes says as much,
 _MANY = 10  # if what is known comes from so many steps; sooner if from fewer
 
 
 @dataclass(slots=True)
 class _Ratio:
-    """Measured over least possible time, from so many steps, of which the last was that one."""
+    """Measured over fitted time, from so many steps, of which the last was that one."""
 
     value: float
     count: int
@@ -34,42 +36,44 @@ class _Ratio:
 class Pace:
     """Predicts the seconds of a step by its cost, corrected by what steps of its size took.
 
-    Sizes are numbers of rows, in classes that grow with them: kernels take rows by fours and
-    eights, and larger steps use the machine better. A size of which nothing is known, or nothing
-    new for long, is thought to be as good as the best of its neighbours, and without any as the
-    machine's limits: it will be tried, and then it is known.
+    How much longer memory and arithmetic take than the machine's limits say is learned from all
+    steps: prompts tell of the one, single rows of the other, and so a step of some rows is known
+    about before one was tried. Sizes are numbers of rows, in classes that grow with them: kernels
+    take rows by fours and eights. A size of which nothing is known, or nothing new for long, is
+    thought to be like its neighbours.
     """
 
     cost: StepCost
     hardware: Hardware | None
+    _memory: float = 1.0  # times as long as at the limits
+    _arithmetic: float = 1.0
     _ratios: dict[int, _Ratio] = field(default_factory=dict)
     _num_steps: int = 0
 
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
-        return self._least_s(batch) * self._ratio(_size(batch.num_rows))
+        return self._fitted_s(batch) * self._ratio(_size(batch.num_rows))
 
     def outlook(self, batch: BatchShape) -> Outlook:
         """Return how to predict steps with guesses beside those of `batch`."""
         start = max(start for start, _ in batch.spans)
-        least_s, one_s, two_s = (
-            self._least_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
+        fitted_s, one_s, two_s = (
+            self._fitted_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
-        return Outlook(batch.num_rows, least_s, one_s - least_s, two_s - one_s, self._ratio)
+        return Outlook(batch.num_rows, fitted_s, one_s - fitted_s, two_s - one_s, self._ratio)
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
         """Hear how long a step took."""
-        least_s = self._least_s(batch)
-        if not least_s or not elapsed_s:
+        memory_s, arithmetic_s = self._least_s(batch)
+        if not memory_s + arithmetic_s or not elapsed_s:
             return
         self._num_steps += 1
-        size, measured = _size(batch.num_rows), elapsed_s / least_s
+        self._fit(memory_s, arithmetic_s, elapsed_s)
+        size, measured = _size(batch.num_rows), elapsed_s / self._fitted_s(batch)
         known = self._ratios.get(size)
-        if known is None:
-            near = self._near(size)
-            if near:  # one measurement may be far off
-                measured = math.sqrt(measured * min(near))
+        if known is None:  # one measurement may be far off
+            measured = math.sqrt(measured * self._beside(size))
             self._ratios[size] = _Ratio(measured, 1, self._num_steps)
             return
         measured = min(max(measured, known.value / _MOST_CHANGE), known.value * _MOST_CHANGE)
@@ -77,39 +81,47 @@ class Pace:
         known.value += max(_STEP, 1 / known.count) * (measured - known.value)
         known.step = self._num_steps
 
-    def _least_s(self, batch: BatchShape) -> float:
+    def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:
+        """Move what is believed of both towards a step (normalized least mean squares)."""
+        fitted_s = self._memory * memory_s + self._arithmetic * arithmetic_s
+        wrong_s = elapsed_s - fitted_s
+        if self._num_steps > _MANY:
+            wrong_s = min(max(wrong_s, -fitted_s / 2), fitted_s / 2)
+        share = max(_FIT_STEP, 1 / self._num_steps)
+        step = share * wrong_s / (memory_s**2 + arithmetic_s**2)
+        self._memory = max(_LEAST, self._memory + step * memory_s)
+        self._arithmetic = max(_LEAST, self._arithmetic + step * arithmetic_s)
+
+    def _fitted_s(self, batch: BatchShape) -> float:
         """Return the time of memory traffic and arithmetic, one after the other.
 
         They overlap, but their sum grows with the rows as real steps do, without a corner.
         """
+        memory_s, arithmetic_s = self._least_s(batch)
+        return self._memory * memory_s + self._arithmetic * arithmetic_s
+
+    def _least_s(self, batch: BatchShape) -> tuple[float, float]:
+        """Return the time of memory traffic and that of arithmetic, at the machine's limits."""
         cost, hardware = self.cost.of(batch), self.hardware
         if hardware is None:  # the rates of some machine: what is learned makes up for it
-            return cost.bytes / 10e9 + cost.flops / 100e9
-        return cost.bytes / hardware.bandwidth + cost.flops / hardware.peak
+            return cost.bytes / 10e9, cost.flops / 100e9
+        return cost.bytes / hardware.bandwidth, cost.flops / hardware.peak
 
     def _ratio(self, size: int) -> float:
-        """Return measured over least possible time, for steps of a size."""
+        """Return measured over fitted time, for steps of a size."""
         known = self._ratios.get(size)
         if known is None:
-            return min(self._near(size), default=1.0)
-        around = self._around(size)
-        if not around:
-            return known.value
+            return self._beside(size)
         age = self._num_steps - known.step
         trust = math.exp(-age / (_TRUST * min(1.0, known.count / _MANY)))
-        best = min(known.value, *[self._ratios[other].value for other in around])
-        return known.value + (1 - trust) * (best - known.value)
+        return known.value + (1 - trust) * (self._beside(size) - known.value)
 
-    def _near(self, size: int) -> list[float]:
-        """Return what is known of the next sizes, if they are of the same kind."""
-        around = [other for other in self._around(size) if abs(other - size) <= _NEAR]
-        return [self._ratios[other].value for other in around]
-
-    def _around(self, size: int) -> list[int]:
-        """Return the next smaller and the next larger size of which something is known."""
+    def _beside(self, size: int) -> float:
+        """Return what the next sizes, if they are near, let expect of one."""
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
-        return [other for other in (below, above) if other is not None]
+        near = [s for s in (below, above) if s is not None and abs(s - size) <= _NEAR]
+        return math.prod(self._ratios[s].value for s in near) ** (1 / max(1, len(near)))
 
 
 @dataclass(slots=True)
@@ -121,7 +133,7 @@ class Outlook:
     """
 
     num_rows: int  # without guesses
-    least_s: float
+    fitted_s: float
     fork_s: float  # what the first guess of a path adds
     row_s: float  # and what another one does
     ratio: Callable[[int], float]
@@ -133,11 +145,11 @@ class Outlook:
         ratio = self._ratios.get(size)
         if ratio is None:
             ratio = self._ratios[size] = self.ratio(size)
-        least_s = self.least_s
+        fitted_s = self.fitted_s
         if num_guesses:
             num_paths = num_forks + (num_guesses > num_forks)
-            least_s += num_paths * self.fork_s + (num_guesses - num_paths) * self.row_s
-        return least_s * ratio
+            fitted_s += num_paths * self.fork_s + (num_guesses - num_paths) * self.row_s
+        return fitted_s * ratio
 
 
 def _size(num_rows: int) -> int:
