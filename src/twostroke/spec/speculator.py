@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.spec")
 
+_PRICE_STEPS = 16
 _REST = 32  # steps for which nobody is asked, once no guess could have paid
 _ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
 
@@ -99,6 +100,8 @@ class Speculator:
         self._asking_s = 0.0  # in the step in flight
         self._asked: dict[str, float] = {}  # names, and the seconds that each has taken of these
         self._balances: defaultdict[tuple[str, int], Balance] = defaultdict(Balance)
+        self._price: Price | None = None
+        self._price_age = self._price_slices = 0
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
 
@@ -111,8 +114,7 @@ class Speculator:
     def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
         if not self._may_ask(plan):
             return
-        batch = BatchShape.of(plan)
-        price = self._chooser.price(batch, plan.budget)
+        price = self._current_price(plan)
         if price is None:
             self._rest, self._rest_slices = _REST, len(plan.slices)
             return
@@ -124,9 +126,11 @@ class Speculator:
         for proposer in self._proposers:
             if not price.rate or self._balance(proposer.name, plan).may_ask():
                 self._ask(proposer, parts, price)
+        if not self._tried:
+            return
         guesses = list(self._tried.values())
         proposals = [guess.proposal for guess in guesses]
-        counts = self._chooser.counts(batch, plan.budget, proposals) if guesses else []
+        counts = self._chooser.counts(BatchShape.of(plan), plan.budget, proposals)
         for guess, count in zip(guesses, counts, strict=True):
             if count:
                 tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
@@ -147,19 +151,21 @@ class Speculator:
         asked, self._asked = self._asked, {}
         if not asked:
             return
+        tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
+        if not tried:  # then the step itself tells how long it takes without
+            plain_s = max(elapsed_s - self._asking_s, 1e-6)
+            for name, asking_s in asked.items():
+                self._balance(name, plan).add(0.0, asking_s / plain_s)
+            self.stats.saved_s -= sum(asked.values())
+            return
         num_plain = sum([part.samples for part in plan.slices])
         spans = tuple([(part.start, part.count) for part in plan.slices])
         plain_s = self._pace.seconds(BatchShape(spans, num_plain))
-        tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
-        longer_s = max(0.0, self._pace.seconds(batch) - plain_s) if tried else 0.0
+        longer_s = max(0.0, self._pace.seconds(batch) - plain_s)
         for name, asking_s in asked.items():
-            share = tried[name] / tried.total() if tried else 0.0
-            spent = (asking_s + longer_s * share) / plain_s
+            spent = (asking_s + longer_s * tried[name] / tried.total()) / plain_s
             self._balance(name, plan).add(right[name] / num_plain, spent)
-        if tried:
-            self.stats.saved_s += plain_s * (num_plain + right.total()) / num_plain - elapsed_s
-        else:
-            self.stats.saved_s -= sum(asked.values())
+        self.stats.saved_s += plain_s * (num_plain + right.total()) / num_plain - elapsed_s
 
     def _hear(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count them, and those that were right."""
@@ -207,6 +213,17 @@ class Speculator:
     def _balance(self, name: str, plan: StepPlan) -> Balance:
         """Return a proposer's account at about as many requests."""
         return self._balances[name, len(plan.slices).bit_length()]
+
+    def _current_price(self, plan: StepPlan) -> Price | None:
+        """Return what guesses cost; worked out now and then, as it changes slowly."""
+        self._price_age += 1
+        known, count = self._price, len(plan.slices)
+        if known is None or self._price_age >= _PRICE_STEPS or count != self._price_slices:
+            known = self._chooser.price(BatchShape.of(plan), plan.budget)
+            self._price, self._price_age, self._price_slices = known, 0, count
+        if known is not None and known.most > plan.budget:
+            known = replace(known, most=plan.budget)
+        return known
 
     def _may_ask(self, plan: StepPlan) -> bool:
         if not self._proposers or not plan.budget:
