@@ -58,7 +58,7 @@ class Pace:
         """Return how to predict steps with guesses beside those of `batch`."""
         start = max(start for start, _ in batch.spans)
         fitted_s, one_s, two_s = (
-            self._fitted_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
+            self._unpadded_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
         return Outlook(batch.num_rows, fitted_s, one_s - fitted_s, two_s - one_s, self._ratio)
@@ -69,7 +69,8 @@ class Pace:
         if not memory_s + arithmetic_s or not elapsed_s:
             return
         self._num_steps += 1
-        self._fit(memory_s, arithmetic_s, elapsed_s)
+        more = _num_padded(batch.num_rows) / max(1, batch.num_rows)
+        self._fit(memory_s, arithmetic_s * more, elapsed_s)
         size, measured = _size(batch.num_rows), elapsed_s / self._fitted_s(batch)
         known = self._ratios.get(size)
         if known is None:  # one measurement may be far off
@@ -97,6 +98,11 @@ class Pace:
 
         They overlap, but their sum grows with the rows as real steps do, without a corner.
         """
+        memory_s, arithmetic_s = self._least_s(batch)
+        more = _num_padded(batch.num_rows) / max(1, batch.num_rows)
+        return self._memory * memory_s + self._arithmetic * arithmetic_s * more
+
+    def _unpadded_s(self, batch: BatchShape) -> float:
         memory_s, arithmetic_s = self._least_s(batch)
         return self._memory * memory_s + self._arithmetic * arithmetic_s
 
@@ -141,15 +147,21 @@ class Outlook:
 
     def seconds(self, num_guesses: int, num_forks: int = 0) -> float:
         """Return about how long the step takes with guesses, of which some fork."""
-        size = _size(self.num_rows + num_guesses)
+        num_rows = self.num_rows + num_guesses
+        size = _size(num_rows)
         ratio = self._ratios.get(size)
         if ratio is None:
             ratio = self._ratios[size] = self.ratio(size)
-        fitted_s = self.fitted_s
+        fitted_s = self.fitted_s + (_num_padded(num_rows) - num_rows) * self.row_s
         if num_guesses:
             num_paths = num_forks + (num_guesses > num_forks)
             fitted_s += num_paths * self.fork_s + (num_guesses - num_paths) * self.row_s
         return fitted_s * ratio
+
+
+def _num_padded(num_rows: int) -> int:
+    """Return how many rows kernels compute, which take up to 8 rows by twos, fours and eights."""
+    return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= 8 else num_rows
 
 
 def _size(num_rows: int) -> int:
