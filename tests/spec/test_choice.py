@@ -68,7 +68,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     rate = (3 + gained) / pace.seconds(more if sum(counts) else batch)
     best = best_by_search(pace, batch, odds)
     plain = 3 / pace.seconds(batch)
-    assert rate == pytest.approx(best if best >= 1.03 * plain else plain)
+    assert rate == pytest.approx(best if best >= 1.08 * plain else plain)
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
@@ -103,8 +103,8 @@ def test_the_budget_is_the_most():
 def test_a_guess_that_takes_time_must_be_the_surer():
     price = WhilePaying(pace_of(0.01, 0.002)).price(decode(1), 100)
     assert price is not None
-    assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.05)
-    assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.05)
+    assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
+    assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
 
 
 def test_pace_learns_what_steps_of_a_size_take():
