@@ -100,7 +100,7 @@ def test_answers_are_the_same(
 @pytest.mark.parametrize("backend", ["reference", "torch", "cpu:portable", "cpu:amx_emulated"])
 def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str, kind: str) -> None:
     if backend == "torch":
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="no PyTorch here")
     params = [replace(GREEDY, max_tokens=12), SamplingParams(max_tokens=12, seed=1)] * 2
     with engine_of(path, backend, method="off") as llm:
         plain = said(llm.generate(PROMPTS, params))

@@ -34,7 +34,9 @@ def test_ids_of_ranked_vocabularies_are_equal(name: str) -> None:
 
 @pytest.mark.parametrize("version", ["240216.model.v2", "240323.model.v3", "241114.model.v7"])
 def test_ids_of_mistral_s_sentencepiece_vocabularies_are_equal(version: str) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece = pytest.importorskip(
+        "sentencepiece", reason="it is in tests/oracle/requirements.txt"
+    )
     file = files("mistral_common") / "data" / f"mistral_instruct_tokenizer_{version}"
     theirs = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
     ours = from_gguf(_pieces(theirs))

@@ -43,7 +43,7 @@ class Draft:
     """A draft whose files are mapped and found to fit its target, and that is yet to be built.
 
     `words` are None where both models have the same vocabulary. One that nobody named
-    (`is_optional`) is left out where there is no memory for it.
+    (`is_optional`) is left out where it cannot be read or has no memory.
     """
 
     loaded: LoadedModel

@@ -58,19 +58,20 @@ class Pace:
         """Return how to predict steps with guesses beside those of `batch`."""
         start = max(start for start, _ in batch.spans)
         fitted_s, one_s, two_s = (
-            self._unpadded_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
+            self._together_s(
+                *self._least_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
+            )
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
         return Outlook(batch.num_rows, fitted_s, one_s - fitted_s, two_s - one_s, self._ratio)
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
         """Hear how long a step took."""
-        memory_s, arithmetic_s = self._least_s(batch)
-        if not memory_s + arithmetic_s or not elapsed_s:
+        parts = self._padded_s(batch)
+        if not sum(parts) or not elapsed_s:
             return
         self._num_steps += 1
-        more = _num_padded(batch.num_rows) / max(1, batch.num_rows)
-        self._fit(memory_s, arithmetic_s * more, elapsed_s)
+        self._fit(*parts, elapsed_s)
         size, measured = _size(batch.num_rows), elapsed_s / self._fitted_s(batch)
         known = self._ratios.get(size)
         if known is None:  # one measurement may be far off
@@ -84,7 +85,7 @@ class Pace:
 
     def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:
         """Move what is believed of both towards a step (normalized least mean squares)."""
-        fitted_s = self._memory * memory_s + self._arithmetic * arithmetic_s
+        fitted_s = self._together_s(memory_s, arithmetic_s)
         wrong_s = elapsed_s - fitted_s
         if self._num_steps > _MANY:
             wrong_s = min(max(wrong_s, -fitted_s / 2), fitted_s / 2)
@@ -94,17 +95,20 @@ class Pace:
         self._arithmetic = max(_LEAST, self._arithmetic + step * arithmetic_s)
 
     def _fitted_s(self, batch: BatchShape) -> float:
+        """Return about how long a step takes, whatever is known of steps of its size."""
+        return self._together_s(*self._padded_s(batch))
+
+    def _together_s(self, memory_s: float, arithmetic_s: float) -> float:
         """Return the time of memory traffic and arithmetic, one after the other.
 
         They overlap, but their sum grows with the rows as real steps do, without a corner.
         """
-        memory_s, arithmetic_s = self._least_s(batch)
-        more = _num_padded(batch.num_rows) / max(1, batch.num_rows)
-        return self._memory * memory_s + self._arithmetic * arithmetic_s * more
-
-    def _unpadded_s(self, batch: BatchShape) -> float:
-        memory_s, arithmetic_s = self._least_s(batch)
         return self._memory * memory_s + self._arithmetic * arithmetic_s
+
+    def _padded_s(self, batch: BatchShape) -> tuple[float, float]:
+        """Return both at the machine's limits, for as many rows as kernels compute."""
+        memory_s, arithmetic_s = self._least_s(batch)
+        return memory_s, arithmetic_s * _num_padded(batch.num_rows) / max(1, batch.num_rows)
 
     def _least_s(self, batch: BatchShape) -> tuple[float, float]:
         """Return the time of memory traffic and that of arithmetic, at the machine's limits."""

@@ -203,7 +203,7 @@ class Speculator:
         """Go on without a proposer or watcher that fails: no answer depends on it."""
         try:
             yield
-        except Exception:
+        except Exception:  # guesses must cost no answer, whatever goes wrong with them
             if any(other is one for other in (*self._proposers, *self._watchers)):
                 _logger.exception("%s failed, and is asked no more.", type(one).__name__)
             self._failed += [proposer for proposer in self._proposers if proposer is one]
