@@ -1,9 +1,12 @@
 """`make bench-speculation`: what guessing ahead brings, on kinds of text and under load.
 
 One engine answers the same prompts in turn without and with guesses; answers are compared token
-by token, so the time is all that differs. Each run is a tenant of its own, or the second one would
-know the answers from the first. With predictions that are wrong now and then the share of right
-guesses is chosen, and the measured speed-up stands beside the one that the usual formula predicts.
+by token, so the time is all that differs. As many streams as are asked for run all the time: where
+one ends, the next prompt begins, until there are no more. Each run is a tenant of its own, or the
+second one would know the answers from the first. Machines are shared, so a second ratio takes each
+step to last as long as those of as many rows do in the median. With predictions that are wrong now
+and then the share of right guesses is chosen, and the measured speed-up stands beside the one that
+the usual formula predicts.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from guessing import Chosen, Guessing, Line, least
 from quiet import MAX_SHARE, Watch
@@ -26,24 +32,34 @@ from twostroke.engine.build import build
 from twostroke.engine.client import Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.build import Engine
+    from twostroke.engine.output import Output
+    from twostroke.spec import TimedStep
 
 _STREAMS = (1, 4, 16, 32)
+_ANSWERS = 2  # of a stream, one after the other
+_OFTEN = 8  # times that a number of rows must have been seen
 _RIGHT = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of predicted tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One job: its answers, and its speed from the last stream's first token to the end."""
+    """One job: its answers, and the steps without prompts in which all streams ran."""
 
     answers: list[tuple[int, ...]]
-    tokens_per_s: float
     accepted: int
     rejected: int
     others_share: float
+    steps: list[TimedStep]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of these steps."""
+        seconds = sum(step.step_s + step.asking_s for step in self.steps)
+        return sum(step.num_tokens for step in self.steps) / seconds
 
     @property
     def is_disturbed(self) -> bool:
@@ -86,19 +102,53 @@ class Pair:
         num_tokens = sum(len(answer) for run in self.guessed for answer in run.answers)
         return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
 
-    def line(self) -> Line:
-        """Return what is kept of it."""
+    @property
+    def steps(self) -> list[TimedStep]:
+        """All that were taken."""
+        return [step for run in (*self.plain, *self.guessed) for step in run.steps]
+
+    def line(self, usual: Usual) -> Line:
+        """Return what is kept of it; `usual` is how long steps take."""
         both = (*self.plain, *self.guessed)
         return Line(
             self.task,
             self.streams,
             self.ratios,
+            usual.token_s(self.plain) / usual.token_s(self.guessed),
             [run.tokens_per_s for run in self.plain],
             [run.tokens_per_s for run in self.guessed],
             self.per_pass,
             self.accepted,
             sum(run.is_disturbed for run in both),
         )
+
+
+class Usual:
+    """How long steps without prompts take in the median, by their rows.
+
+    What slows a machine down now and then, or for some seconds, does not show in times that are
+    made of these. Numbers of rows that were seen too seldom lie between their neighbours.
+    """
+
+    def __init__(self, steps: Iterable[TimedStep]) -> None:
+        """Learn from all steps of a benchmark."""
+        times: defaultdict[int, list[float]] = defaultdict(list)
+        for step in steps:
+            times[step.num_rows].append(step.step_s)
+        often = {rows: median(one) for rows, one in times.items() if len(one) >= _OFTEN}
+        often = often or {rows: median(one) for rows, one in times.items()}
+        self._rows = sorted(often)
+        self._times = [often[rows] for rows in self._rows]
+
+    def token_s(self, runs: Iterable[Run]) -> float:
+        """Return the seconds of a token, had each step taken its usual time.
+
+        Looking for guesses takes the share of a step that it was seen to take.
+        """
+        steps = [step for run in runs for step in run.steps]
+        usual_s = np.interp([step.num_rows for step in steps], self._rows, self._times)
+        shares = [1 + step.asking_s / step.step_s for step in steps]
+        return float(np.dot(usual_s, shares)) / sum(step.num_tokens for step in steps)
 
 
 def main() -> None:
@@ -111,7 +161,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
@@ -141,13 +191,13 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
         if pair.num_calm == given.rounds or (number > given.rounds and given.as_it_is):
             break
         rng = random.Random(f"{task.name} {streams} {number}")
-        prompts = [task.prompt(engine.card, rng) for _ in range(streams)]
+        prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
         params = task.params(given.tokens)
         sides = [("off", pair.plain), (given.speculate, pair.guessed)]
         found = {}
         for method, runs in sides if number % 2 else reversed(sides):
-            tenant = f"{task.name} {streams} {number} {method}"
-            run = found[method] = answer(engine, prompts, params, tenant, Hints(method))
+            caller = Caller(tenant=f"{task.name} {streams} {number} {method}")
+            run = found[method] = answer(engine, prompts, streams, params, caller, Hints(method))
             if number:  # the first round warms up, and lets the engine learn its machine
                 runs.append(run)
         if found["off"].answers != found[given.speculate].answers:
@@ -157,7 +207,8 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
     )
     note(
         f"{task.name}, {streams} streams: {plain.median:,.0f} to {guessed.median:,.0f} tokens/s, "
-        f"{Spread.of(pair.ratios).median:.2f} x, {pair.accepted:.0%} of guesses right"
+        f"{Spread.of(pair.ratios).median:.2f} x, "
+        f"{pair.accepted:.0%} of guesses right"
     )
     return pair
 
@@ -165,42 +216,47 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
 def answer(
     engine: Engine,
     prompts: Sequence[list[int]],
+    num_streams: int,
     params: SamplingParams,
-    tenant: str,
+    caller: Caller,
     hints: Hints,
 ) -> Run:
-    """Answer all prompts together."""
-    watch = Watch()
-    answers, tokens_per_s, usages = asyncio.run(_answer(engine, prompts, params, tenant, hints))
+    """Answer all prompts, `num_streams` at a time."""
+    watch, recent = Watch(), engine.client.loop.speculation.recent
+    recent.clear()
+    outputs = asyncio.run(_answer(engine, prompts, num_streams, params, caller, hints))
+    usages = [output.usage for one in outputs for output in one if output.usage is not None]
     return Run(
-        answers,
-        tokens_per_s,
+        [tuple(token for output in one for token in output.token_ids) for one in outputs],
         sum(usage.accepted_tokens for usage in usages),
         sum(usage.rejected_tokens for usage in usages),
         watch.others_share(),
+        [
+            step
+            for step in recent
+            if step.num_rows == step.num_plain + step.num_guesses and step.num_plain == num_streams
+        ],
     )
 
 
 async def _answer(
     engine: Engine,
     prompts: Sequence[list[int]],
+    num_streams: int,
     params: SamplingParams,
-    tenant: str,
+    caller: Caller,
     hints: Hints,
-) -> tuple[list[tuple[int, ...]], float, list[Any]]:
-    generation = engine.client.generate_many_async(prompts, params, Caller(tenant=tenant), hints)
-    tokens: list[list[int]] = [[] for _ in prompts]
-    usages = []
-    began, num_before = 0.0, 0
-    async for output in generation:
-        tokens[output.index] += output.token_ids
-        if not began and all(tokens):
-            began, num_before = time.monotonic(), sum(map(len, tokens))
-        if output.usage is not None:
-            usages.append(output.usage)
-    seconds = time.monotonic() - began
-    num_tokens = sum(map(len, tokens)) - num_before
-    return [tuple(one) for one in tokens], num_tokens / seconds, usages
+) -> list[list[Output]]:
+    outputs: list[list[Output]] = [[] for _ in prompts]
+    waiting = iter(range(len(prompts)))
+
+    async def stream() -> None:
+        for index in waiting:
+            generation = engine.client.generate_async(prompts[index], params, caller, hints)
+            outputs[index] = [output async for output in generation]
+
+    await asyncio.gather(*[stream() for _ in range(num_streams)])
+    return outputs
 
 
 def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen]:
@@ -212,14 +268,15 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
     for share in _RIGHT:
         ratios, right, tried, passes = [], 0, 0, 0
         for number, prompt in enumerate(prompts):
-            plain = answer(engine, [prompt], params, f"plain {share} {number}", Hints("off"))
+            caller = Caller(tenant=f"plain {share} {number}")
+            plain = answer(engine, [prompt], 1, params, caller, Hints("off"))
             expected = tuple(
                 token if rng.random() < share else rng.randrange(token + 1)
                 for token in plain.answers[0]
             )
             before = engine.client.loop.speculation.passes
-            hints = Hints("ngram", expected)
-            guessed = answer(engine, [prompt], params, f"guessed {share} {number}", hints)
+            caller = Caller(tenant=f"guessed {share} {number}")
+            guessed = answer(engine, [prompt], 1, params, caller, Hints("ngram", expected))
             if guessed.answers != plain.answers:
                 raise SystemExit("guesses changed an answer")
             passes += engine.client.loop.speculation.passes - before
@@ -237,7 +294,8 @@ def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -
     name = ", ".join([given.model, given.speculate, *helpers])
     if given.drafts:
         name += f", {given.drafts} drafts"
-    guessing = Guessing(name, [pair.line() for pair in pairs], chosen)
+    usual = Usual(step for pair in pairs for step in pair.steps)
+    guessing = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
     guessing.keep()
     print("\n".join([*guessing.parts(machine_slug(machine_facts())), least(guessing.lines)]))
 

@@ -11,7 +11,7 @@ _FACTS = {"date": "2026-01-01", "processor": "CPU", "cores": 2, "commit": "abc"}
 
 
 def _line(task: str, streams: int, ratio: float) -> Line:
-    return Line(task, streams, [ratio, 1.0, 9.0], [10.0], [20.0], 2.5, 0.75, 1, _FACTS)
+    return Line(task, streams, [ratio, 1.0, 9.0], ratio, [10.0], [20.0], 2.5, 0.75, 1, _FACTS)
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +41,12 @@ def test_the_page_has_tables_and_plots(tmp_path):
     lines = [_line("code", 4, 1.5), _line("chat", 1, 1.2), _line("chat", 4, 0.9)]
     text = "\n".join(Guessing("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts("here"))
     assert "### Guessing ahead: tiny, auto" in text
-    assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) |" in text
+    assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) | 1.20 x |" in text
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
     for what in ("load", "acceptance"):
         assert f"plots/here-tiny-auto-{what}.svg" in text
         assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().startswith("<svg")
-    assert least(lines).startswith("The least is 1.00 x (chat, 4 streams)")
+    assert least(lines).startswith("The least at medians is 0.90 x (chat, 4 streams)")
 
 
 def test_free_rows_give_what_the_formula_says():

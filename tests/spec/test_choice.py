@@ -57,7 +57,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     pace = pace_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
     batch = decode(3)
     odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
-    counts = WhilePaying(pace).counts(batch, 100, [chain(each) for each in odds])
+    counts = WhilePaying(pace).terms(batch).counts(100, [chain(each) for each in odds])
     gained = 0.0
     for count, each in zip(counts, odds, strict=True):
         chance = 1.0
@@ -72,36 +72,40 @@ def test_no_choice_brings_more_tokens_a_second(seed):
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
-    assert WhilePaying(pace_of(0.01, 0.0001)).counts(decode(1), 100, [chain((0.95,) * 8)]) == [8]
+    assert WhilePaying(pace_of(0.01, 0.0001)).terms(decode(1)).counts(
+        100, [chain((0.95,) * 8)]
+    ) == [8]
 
 
 def test_unlikely_guesses_are_left_where_rows_cost():
-    assert WhilePaying(pace_of(0.01, 0.005)).counts(decode(1), 100, [chain((0.3,) * 8)]) == [0]
+    assert WhilePaying(pace_of(0.01, 0.005)).terms(decode(1)).counts(100, [chain((0.3,) * 8)]) == [
+        0
+    ]
 
 
 def test_the_likelier_proposal_gets_the_rows():
     offers = [chain((0.9,) * 8), chain((0.4,) * 8)]
-    counts = WhilePaying(pace_of(0.01, 0.002)).counts(decode(2), 100, offers)
+    counts = WhilePaying(pace_of(0.01, 0.002)).terms(decode(2)).counts(100, offers)
     assert counts[0] > counts[1]
 
 
 def test_a_busy_batch_takes_none_and_need_not_ask():
     chooser = WhilePaying(pace_of(0.01, 0.002))
-    assert chooser.price(decode(1), 100) is not None
-    assert chooser.counts(decode(64), 100, [chain((0.9,) * 8)] * 64) == [0] * 64
-    assert chooser.price(decode(256), 100) is None
+    assert chooser.terms(decode(1)).price(100) is not None
+    assert chooser.terms(decode(64)).counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
+    assert chooser.terms(decode(256)).price(100) is None
 
 
 def test_the_budget_is_the_most():
     offers = [chain((0.99,) * 8)] * 3
-    assert sum(WhilePaying(pace_of(0.01, 0.0)).counts(decode(3), 5, offers)) == 5
-    assert Always(4).counts(decode(3), 6, offers) == [4, 2, 0]
-    assert Always(4).price(decode(3), 0) is None
-    assert WhilePaying(pace_of(0.01, 0.0)).price(decode(3), 0) is None
+    assert sum(WhilePaying(pace_of(0.01, 0.0)).terms(decode(3)).counts(5, offers)) == 5
+    assert Always(4).terms(decode(3)).counts(6, offers) == [4, 2, 0]
+    assert Always(4).terms(decode(3)).price(0) is None
+    assert WhilePaying(pace_of(0.01, 0.0)).terms(decode(3)).price(0) is None
 
 
 def test_a_guess_that_takes_time_must_be_the_surer():
-    price = WhilePaying(pace_of(0.01, 0.002)).price(decode(1), 100)
+    price = WhilePaying(pace_of(0.01, 0.002)).terms(decode(1)).price(100)
     assert price is not None
     assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
     assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
@@ -134,8 +138,25 @@ def test_one_slow_step_changes_little():
     pace = pace_of(0.01, 0.001)
     for _ in range(20):
         pace.learn(decode(1), 0.011)
-    pace.learn(decode(1), 11.0)
-    assert pace.seconds(decode(1)) < 0.0125
+        pace.learn(decode(4), 0.014)
+    before = pace.seconds(decode(4)) / pace.seconds(decode(1))
+    pace.learn(decode(4), 11.0)
+    assert pace.seconds(decode(4)) / pace.seconds(decode(1)) < 1.1 * before
+    for _ in range(20):
+        pace.learn(decode(1), 0.011)
+    assert pace.seconds(decode(1)) == pytest.approx(0.011, rel=0.1)
+
+
+def test_a_slow_spell_does_not_tell_sizes_apart():
+    pace = pace_of(0.01, 0.001)
+    for _ in range(100):
+        pace.learn(decode(1), 0.011)
+    for step in range(30):  # others have half of the processor, and this size is met then alone
+        size, seconds = (4, 0.014) if step % 3 == 0 else (1, 0.011)
+        pace.learn(decode(size), 2 * seconds)
+    for _ in range(100):
+        pace.learn(decode(1), 0.011)
+    assert pace.seconds(decode(4)) / pace.seconds(decode(1)) == pytest.approx(14 / 11, rel=0.1)
 
 
 def test_what_was_learned_long_ago_is_tried_again():
@@ -164,7 +185,7 @@ def test_of_a_tree_the_best_products_are_taken():
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
     for row_s, most in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
-        [count] = WhilePaying(pace_of(0.01, row_s)).counts(decode(1), 100, [tree])
+        [count] = WhilePaying(pace_of(0.01, row_s)).terms(decode(1)).counts(100, [tree])
         assert count == most
 
 

@@ -15,7 +15,8 @@ from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.medusa import MedusaHeads
 from twostroke.spec.pace import Pace
 from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher
-from twostroke.spec.speculator import SpeculationStats, Speculator
+from twostroke.spec.speculator import Speculator
+from twostroke.spec.stats import SpeculationStats, TimedStep
 
 __all__ = [
     "Always",
@@ -33,6 +34,7 @@ __all__ = [
     "Proposer",
     "SpeculationStats",
     "Speculator",
+    "TimedStep",
     "Watcher",
     "WhilePaying",
     "Words",

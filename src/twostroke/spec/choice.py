@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.config import MAX_DRAFTS
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.program import BatchShape
-    from twostroke.spec.pace import Pace
+    from twostroke.spec.pace import Outlook, Pace
     from twostroke.spec.proposal import Proposal
 
 _LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
@@ -23,13 +23,17 @@ _FAR = 8  # guesses beyond the best number so far, after which no better one is 
 class Chooser(Protocol):
     """Decides how many of the proposed guesses a step takes."""
 
-    def price(self, batch: BatchShape, budget: int) -> Price | None:
-        """Return what guesses cost in this step; None if not even sure ones would pay.
+    def terms(self, batch: BatchShape) -> Terms:
+        """Return what guesses cost beside a step; it holds for others of as many rows, too."""
 
-        `batch` is the step without guesses, `budget` how many rows may be added to it.
-        """
 
-    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
+class Terms(Protocol):
+    """What guesses cost, and so how many of them to take."""
+
+    def price(self, budget: int) -> Price | None:
+        """Return what guesses cost, if `budget` rows may be added; None if none can pay."""
+
+    def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many of the first guesses of each to take, `budget` at most in all."""
 
 
@@ -39,14 +43,17 @@ class Always:
 
     count: int
 
-    def price(self, batch: BatchShape, budget: int) -> Price | None:
-        """Return that they cost nothing."""
+    def terms(self, batch: BatchShape) -> Terms:
+        """Return the same for each step."""
         del batch
+        return self
+
+    def price(self, budget: int) -> Price | None:
+        """Return that they cost nothing."""
         return Price(0.0, 0.0, min(self.count, budget)) if budget else None
 
-    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
+    def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return `count` for each, or as many as there are."""
-        del batch
         taken = []
         for proposal in proposals:
             taken.append(min(self.count, len(proposal.tokens), budget))
@@ -67,18 +74,37 @@ class WhilePaying:
 
     pace: Pace
 
-    def price(self, batch: BatchShape, budget: int) -> Price | None:
+    def terms(self, batch: BatchShape) -> Terms:
+        """Return what guesses cost by what is known of such steps."""
+        return _PayingTerms(batch.num_sampled, self.pace.outlook(batch))
+
+
+@dataclass(slots=True)
+class _PayingTerms:
+    """Those of `WhilePaying` beside a step that brings `num_tokens` without guesses."""
+
+    num_tokens: int
+    outlook: Outlook
+    _prices: dict[int, Price | None] = field(default_factory=dict)  # by the most rows
+
+    def price(self, budget: int) -> Price | None:
         """Return what guesses cost, as the cheapest of some numbers of rows has it."""
-        outlook = self.pace.outlook(batch)
+        most = min(MAX_DRAFTS, budget)
+        if most not in self._prices:
+            self._prices[most] = self._price(most)
+        return self._prices[most]
+
+    def _price(self, most: int) -> Price | None:
+        outlook = self.outlook
         plain_s = outlook.seconds(0)
-        rate = batch.num_sampled / plain_s
+        rate = self.num_tokens / plain_s
         row_s = min(
-            ((outlook.seconds(n) - plain_s) / n for n in _PROBES if n <= budget), default=plain_s
+            [(outlook.seconds(n) - plain_s) / n for n in _PROBES if n <= most], default=plain_s
         )
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return Price(chance, rate, min(MAX_DRAFTS, budget)) if chance < 1 else None
+        return Price(chance, rate, most) if chance < 1 else None
 
-    def counts(self, batch: BatchShape, budget: int, proposals: Sequence[Proposal]) -> list[int]:
+    def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many guesses of each proposal pay."""
         guesses = [
             (worth, who, is_fork)
@@ -86,8 +112,7 @@ class WhilePaying:
             for worth, is_fork in zip(proposal.worths, proposal.forks, strict=True)
         ]
         guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
-        expected = float(batch.num_sampled)
-        outlook = self.pace.outlook(batch)
+        expected, outlook = float(self.num_tokens), self.outlook
         best = _LEAST_GAIN * expected / outlook.seconds(0)
         num_best = num_forks = 0
         for count, (worth, _, is_fork) in enumerate(guesses[:budget], 1):

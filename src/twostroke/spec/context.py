@@ -30,6 +30,7 @@ _LENGTHS = (3, 4, 5, 6, 8, 12, 16, 24, 32)
 _PRIOR = (0.35, 0.45, 0.55, 0.62, 0.7, 0.8, 0.87, 0.92, 0.96)
 _LEAST_SHARE = 0.5  # of the places, that must go on with a token for it to be guessed
 _EXPECTED = 12  # as how long a match the beginning of what the caller expects counts
+_TAIL = 0.25  # of what the cheapest rows cost: further ones may be cheaper, up to the next eight
 _SHARE = 0.005  # of a step's time, that looking may take
 _TIME_STEP = 0.05
 
@@ -61,7 +62,7 @@ class ContextProposer:
         looked_at = self._looked_at(requests, price)
         found: list[Proposal | None] = [None] * len(requests)
         for index in looked_at:
-            found[index] = self._propose(requests[index], price.most)
+            found[index] = self._propose(requests[index], price)
         look_s = (time.perf_counter() - began_s) / len(looked_at)
         self._look_s += _TIME_STEP * (min(look_s, 2 * self._look_s) - self._look_s)
         return found
@@ -78,7 +79,7 @@ class ContextProposer:
         in_turn = {index % count for index in range(first, first + room)}
         return sorted(in_turn.union(i for i in range(count) if requests[i] in self._hot))
 
-    def _propose(self, request: Request, most: int) -> Proposal | None:
+    def _propose(self, request: Request, price: Price) -> Proposal | None:
         known = self._requests.get(request)
         if known is None:
             known = self._requests[request] = _References.of(request, self._odds)
@@ -87,14 +88,24 @@ class ContextProposer:
         if found is None:
             return None
         source, match, index = found
-        tokens, shares = _followers(index.tokens, match.ends, most)
-        if not tokens:
-            return None
-        kinds = [_kind(match.length + place) for place in range(len(tokens))]
-        odds = [
-            known.odds[source].of(kind) * share for kind, share in zip(kinds, shares, strict=True)
-        ]
-        return Proposal(source, tuple(tokens), tuple(odds), tuple(kinds))
+        tokens, shares = _followers(index.tokens, match.ends, price.most)
+        of_kind = known.odds[source]
+        kinds: list[int] = []
+        odds: list[float] = []
+        worth = 1.0
+        for place, share in enumerate(shares):
+            kind = _kind(match.length + place)
+            odd = of_kind.of(kind) * share
+            worth *= odd
+            if worth < (_TAIL if odds else 1) * price.row_chance:
+                break
+            kinds.append(kind)
+            odds.append(odd)
+        if odds:
+            return Proposal(source, tuple(tokens[: len(odds)]), tuple(odds), tuple(kinds))
+        if shares:  # no number of such guesses could pay
+            of_kind.fade(_kind(match.length))
+        return None
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""

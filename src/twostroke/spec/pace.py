@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.program.cost import StepCost
 
-_STEP = 0.15  # of a new measurement's way into what is believed
+_STEP = 0.03  # of a new measurement's way into what is believed
 _MOST_CHANGE = 1.5  # of one measurement: others may have had the processor
 _NEAR = 4  # classes of sizes
 _FIT_STEP = 0.02  # of a step's way into what is believed of all
 _LEAST = 0.05
+_SPELL_STEP = 0.4  # of what a step took longer than expected that is put down to the moment
+_SPELL_KEPT = 0.98  # a step
+_MOST_WRONG = 2.0
 _TRUST = 1000  # steps after which what was measured of other sizes says as much,
 _MANY = 10  # if what is known comes from so many steps; sooner if from fewer
 
@@ -41,6 +44,10 @@ class Pace:
     about before one was tried. Sizes are numbers of rows, in classes that grow with them: kernels
     take rows by fours and eights. A size of which nothing is known, or nothing new for long, is
     thought to be like its neighbours.
+
+    Machines are shared, and slow for a while now and then. The best of several sizes must not be
+    the one that had the better moments: so a step is held against those just before it, and what
+    all of them took longer is put down to a `spell`, which is soon forgotten.
     """
 
     cost: StepCost
@@ -49,10 +56,11 @@ class Pace:
     _arithmetic: float = 1.0
     _ratios: dict[int, _Ratio] = field(default_factory=dict)
     _num_steps: int = 0
+    _spell: float = 1.0  # times as long as steps take otherwise
 
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
-        return self._fitted_s(batch) * self._ratio(_size(batch.num_rows))
+        return self._fitted_s(batch) * self._ratio(_size(batch.num_rows)) * self._spell
 
     def outlook(self, batch: BatchShape) -> Outlook:
         """Return how to predict steps with guesses beside those of `batch`."""
@@ -61,18 +69,26 @@ class Pace:
             self._together_s(
                 *self._least_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
             )
+            * self._spell
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
         return Outlook(batch.num_rows, fitted_s, one_s - fitted_s, two_s - one_s, self._ratio)
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
         """Hear how long a step took."""
-        parts = self._padded_s(batch)
+        parts, size = self._padded_s(batch), _size(batch.num_rows)
         if not sum(parts) or not elapsed_s:
             return
         self._num_steps += 1
-        self._fit(*parts, elapsed_s)
-        size, measured = _size(batch.num_rows), elapsed_s / self._fitted_s(batch)
+        usual_s = elapsed_s / self._spell
+        wrong = usual_s / (self._together_s(*parts) * self._ratio(size))
+        self._fit(*parts, usual_s)
+        self._learn_ratio(size, usual_s / self._together_s(*parts))
+        if self._num_steps > _MANY:
+            wrong = min(max(wrong, 1 / _MOST_WRONG), _MOST_WRONG)
+            self._spell = (self._spell * wrong**_SPELL_STEP) ** _SPELL_KEPT
+
+    def _learn_ratio(self, size: int, measured: float) -> None:
         known = self._ratios.get(size)
         if known is None:  # one measurement may be far off
             measured = math.sqrt(measured * self._beside(size))

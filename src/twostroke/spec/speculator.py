@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
 from twostroke.spec.balance import Balance
 from twostroke.spec.proposal import Outcome
+from twostroke.spec.stats import SpeculationStats, TimedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
-    from twostroke.spec.choice import Chooser
+    from twostroke.spec.choice import Chooser, Terms
     from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Price, Proposal, Proposer, Watcher
 
@@ -28,34 +29,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.spec")
 
-_PRICE_STEPS = 16
+_TERMS_STEPS = 16
 _REST = 32  # steps for which nobody is asked, once no guess could have paid
 _ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counts since the start.
-
-    `proposed` and `accepted`, by where guesses came from: tokens that were computed as guesses, and
-    those of them that were right. `accepted_at[i]`: how often the guess at place i was right.
-    `passes`: slices with guesses; each brought one token besides the accepted ones. `saved_s`: how
-    much longer the same tokens would have taken without, by what steps are known to take.
-    """
-
-    proposed: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    passes: int = 0
-    saved_s: float = 0.0
-
-    def add(self, source: str, right: int, tried: int) -> None:
-        """Count what became of `tried` guesses behind one request."""
-        if tried:
-            self.passes += 1
-            self.proposed[source] += tried
-            self.accepted[source] += right
-            self.accepted_at.update(range(right))
 
 
 @dataclass(slots=True)
@@ -100,8 +76,9 @@ class Speculator:
         self._asking_s = 0.0  # in the step in flight
         self._asked: dict[str, float] = {}  # names, and the seconds that each has taken of these
         self._balances: defaultdict[tuple[str, int], Balance] = defaultdict(Balance)
-        self._price: Price | None = None
-        self._price_age = self._price_slices = 0
+        self._terms: Terms | None = None
+        self._terms_size = (0, 0)  # slices and rows that they hold for
+        self._terms_age = 0  # steps
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
 
@@ -114,7 +91,8 @@ class Speculator:
     def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
         if not self._may_ask(plan):
             return
-        price = self._current_price(plan)
+        terms = self._current_terms(plan)
+        price = terms.price(plan.budget)
         if price is None:
             self._rest, self._rest_slices = _REST, len(plan.slices)
             return
@@ -130,7 +108,7 @@ class Speculator:
             return
         guesses = list(self._tried.values())
         proposals = [guess.proposal for guess in guesses]
-        counts = self._chooser.counts(BatchShape.of(plan), plan.budget, proposals)
+        counts = terms.counts(plan.budget, proposals)
         for guess, count in zip(guesses, counts, strict=True):
             if count:
                 tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
@@ -146,26 +124,28 @@ class Speculator:
         for watcher in self._watchers:
             with self._trusting_nobody(watcher):
                 watcher.see(plan, result)
+        step_s = elapsed_s - self._asking_s
         if self._proposers:
-            self._pace.learn(batch, elapsed_s - self._asking_s)
-        asked, self._asked = self._asked, {}
-        if not asked:
-            return
+            self._pace.learn(batch, step_s)
+        num_plain = sum([part.samples for part in plan.slices])
         tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
+        num_tried, num_tokens = tried.total(), num_plain + right.total()
+        self.stats.recent.append(
+            TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, self._asking_s)
+        )
+        asked, self._asked = self._asked, {}
         if not tried:  # then the step itself tells how long it takes without
-            plain_s = max(elapsed_s - self._asking_s, 1e-6)
             for name, asking_s in asked.items():
-                self._balance(name, plan).add(0.0, asking_s / plain_s)
+                self._balance(name, plan).add(0.0, asking_s / max(step_s, 1e-6))
             self.stats.saved_s -= sum(asked.values())
             return
-        num_plain = sum([part.samples for part in plan.slices])
         spans = tuple([(part.start, part.count) for part in plan.slices])
         plain_s = self._pace.seconds(BatchShape(spans, num_plain))
         longer_s = max(0.0, self._pace.seconds(batch) - plain_s)
         for name, asking_s in asked.items():
-            spent = (asking_s + longer_s * tried[name] / tried.total()) / plain_s
+            spent = (asking_s + longer_s * tried[name] / num_tried) / plain_s
             self._balance(name, plan).add(right[name] / num_plain, spent)
-        self.stats.saved_s += plain_s * (num_plain + right.total()) / num_plain - elapsed_s
+        self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
     def _hear(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count them, and those that were right."""
@@ -214,15 +194,14 @@ class Speculator:
         """Return a proposer's account at about as many requests."""
         return self._balances[name, len(plan.slices).bit_length()]
 
-    def _current_price(self, plan: StepPlan) -> Price | None:
+    def _current_terms(self, plan: StepPlan) -> Terms:
         """Return what guesses cost; worked out now and then, as it changes slowly."""
-        self._price_age += 1
-        known, count = self._price, len(plan.slices)
-        if known is None or self._price_age >= _PRICE_STEPS or count != self._price_slices:
-            known = self._chooser.price(BatchShape.of(plan), plan.budget)
-            self._price, self._price_age, self._price_slices = known, 0, count
-        if known is not None and known.most > plan.budget:
-            known = replace(known, most=plan.budget)
+        size = len(plan.slices), sum([part.count for part in plan.slices])
+        known = self._terms
+        if known is None or self._terms_size != size or self._terms_age >= _TERMS_STEPS:
+            known = self._terms = self._chooser.terms(BatchShape.of(plan))
+            self._terms_size, self._terms_age = size, 0
+        self._terms_age += 1
         return known
 
     def _may_ask(self, plan: StepPlan) -> bool:

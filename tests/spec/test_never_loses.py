@@ -1,0 +1,180 @@
+"""Guesses do not make a batch slower: the real controller on a machine that is simulated.
+
+Texts are known beforehand, and so is how long each step takes: by its rows, as measured on two
+cores with AVX-512, times a noise like that of shared machines, with spells in which everything
+takes twice as long. Looking for guesses takes a little, too. So all is the same in each run, and
+what is counted is the time without noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from twostroke.cache import PagePool
+from twostroke.core.hardware import Hardware
+from twostroke.core.request import Hints, Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import StepResult
+from twostroke.program import BatchShape
+from twostroke.program.cost import Cost, StepCost
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.spec import Always, Chooser, Pace, Speculator, WhilePaying, context, speculator
+from twostroke.spec.context import ContextProposer
+
+if TYPE_CHECKING:
+    from twostroke.core.step import StepPlan
+
+MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
+COST = StepCost(Cost(0, 85_000_000, 0), Cost(270_000_000, 1000, 0), 0, 0, (), ())
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32, 64)
+STEP_S = np.array(
+    (4.7, 5.9, 6.8, 7.1, 9.3, 9.9, 10.2, 10.9, 12.8, 16, 17.3, 20.5, 29.2, 39.4, 76)
+) / 1e3  # fmt: skip
+READING_S = 8e-6  # that pass between two looks at the clock
+PROMPT, ANSWER = 100, 128
+VOCAB_SIZE = 2000
+
+# How often a text goes on with a copy of something before, and how long copies are on average.
+TEXTS = {"random": (0.0, 1), "chat": (0.03, 5), "code": (0.12, 7), "short": (0.25, 3)}
+EDIT = (0.2, 40)
+
+
+class Clock:
+    """Stands for the `time` module."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += READING_S
+        return self.now_s
+
+    perf_counter = monotonic
+
+
+@dataclass
+class Noise:
+    """How many times longer each step takes than it would alone."""
+
+    rng: random.Random
+    drift: float = 0.0
+    spell: float = 1.0
+    left: int = 0
+
+    def draw(self) -> float:
+        self.drift = 0.995 * self.drift + self.rng.gauss(0, 0.015)
+        self.left = max(0, self.left - 1)
+        if not self.left and self.rng.random() < 1 / 50:
+            self.left = 1 + int(self.rng.expovariate(1 / 10))
+            self.spell = self.rng.uniform(1.2, 3)
+        return math.exp(self.rng.gauss(0, 0.05) + self.drift) * (self.spell if self.left else 1)
+
+
+@dataclass
+class Simulation:
+    """A speculator that learns on, over all jobs."""
+
+    clock: Clock
+    seed: int
+    chooser: Chooser | None = None
+    rng: random.Random = field(init=False)
+    noise: Noise = field(init=False)
+    speculator: Speculator = field(init=False)
+    jobs: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.noise = Noise(random.Random(self.seed + 1000))
+        known = Pace(COST, MACHINE)
+        self.speculator = Speculator([ContextProposer()], self.chooser or WhilePaying(known), known)
+
+    def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
+        """Return how many times faster guesses make it; the first round is practice."""
+        plain_s = guessed_s = 0.0
+        for number in range(rounds):
+            texts = [self.text(*text) for _ in range(num_streams)]
+            plain, guessed = self.token_s(texts, "off"), self.token_s(texts, "auto")
+            if number:
+                plain_s, guessed_s = plain_s + plain, guessed_s + guessed
+        return plain_s / guessed_s
+
+    def text(self, copies: float, length: int) -> list[int]:
+        rng = self.rng
+        tokens = [rng.randrange(VOCAB_SIZE) for _ in range(PROMPT)]
+        while len(tokens) < PROMPT + ANSWER:
+            if rng.random() < copies:
+                at = rng.randrange(len(tokens) - 12)
+                tokens += tokens[at : at + 3 + int(rng.expovariate(1 / length))]
+            else:
+                tokens.append(rng.randrange(VOCAB_SIZE))
+        return tokens[: PROMPT + ANSWER]
+
+    def token_s(self, texts: list[list[int]], method: str) -> float:
+        """Return the seconds of a token while all streams run."""
+        job = next(self.jobs)
+        line = Scheduler(SchedulerConfig(4096, 64), PagePool(4096, 16), None, Continuous())
+        known = {f"{job} {i}": text for i, text in enumerate(texts)}
+        params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
+        for name, text in known.items():
+            salt, hints = str(job).encode(), Hints(method)
+            line.add(Request(name, text[:PROMPT], PROMPT, params, 0, salt=salt, hints=hints))
+        seconds, num_tokens = 0.0, 0
+        while line.has_work:
+            plan = line.plan()
+            assert plan is not None
+            began_s = self.clock.now_s
+            self.speculator.extend(plan, line.add_drafts)
+            asking_s = self.clock.now_s - began_s
+            batch, result = BatchShape.of(plan), StepResult(*drawn(plan, known))
+            line.commit(plan, result)
+            step_s = float(np.interp(batch.num_rows, ROWS, STEP_S))
+            self.speculator.learn(plan, batch, result, asking_s + step_s * self.noise.draw())
+            for part in plan.slices:
+                if part.request.is_finished:
+                    self.speculator.finish(part.request)
+            step = self.speculator.stats.recent[-1]
+            if step.num_rows == len(texts) + step.num_guesses:
+                seconds, num_tokens = seconds + asking_s + step_s, num_tokens + step.num_tokens
+        return seconds / num_tokens
+
+
+def drawn(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[None]]:
+    tokens: list[int] = []
+    for part in plan.slices:
+        at = part.start + part.count
+        tokens += (texts[part.request.id][at:] + [0] * len(part.drafts))[: part.num_drawn]
+    return tokens, [None] * len(tokens)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (speculator, context):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_text_is_slower_at_any_load(clock, seed):
+    simulation = Simulation(clock, seed)
+    for name, text in TEXTS.items():
+        for num_streams in (1, 4, 16, 32):
+            assert simulation.speedup(text, num_streams) > 0.975, (name, num_streams)
+
+
+def test_what_can_be_guessed_is_faster(clock):
+    simulation = Simulation(clock, 0)
+    assert simulation.speedup(EDIT, 1) > 1.6
+    assert simulation.speedup(EDIT, 4) > 1.05
+
+
+def test_a_chooser_that_does_not_count_the_cost_shows(clock):
+    simulation = Simulation(clock, 0, Always(4))
+    assert simulation.speedup(TEXTS["short"], 16) < 0.8
