@@ -78,16 +78,9 @@ class Pair:
 
     @property
     def ratios(self) -> list[float]:
-        """How many times faster guesses make it, in the rounds that nobody disturbed, if any."""
-        pairs = list(zip(self.plain, self.guessed, strict=True))
-        calm = [pair for pair in pairs if not any(run.is_disturbed for run in pair)]
-        return [guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in calm or pairs]
-
-    @property
-    def num_calm(self) -> int:
-        """In how many rounds nobody disturbed either run."""
+        """How many times faster guesses make it."""
         pairs = zip(self.plain, self.guessed, strict=True)
-        return sum(not any(run.is_disturbed for run in pair) for pair in pairs)
+        return [guessed.tokens_per_s / plain.tokens_per_s for plain, guessed in pairs]
 
     @property
     def accepted(self) -> float:
@@ -161,13 +154,10 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
-    parser.add_argument(
-        "--as-it-is", action="store_true", help="do no round again that others disturbed"
-    )
     given = parser.parse_args()
     guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
     options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
@@ -182,14 +172,9 @@ def main() -> None:
 
 
 def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:
-    """Answer a task's prompts in turn without and with guesses.
-
-    Rounds that others disturbed are done again, up to as many as were asked for.
-    """
+    """Answer a task's prompts in turn without and with guesses."""
     pair = Pair(task.name, streams, [], [])
-    for number in range(2 * given.rounds + 1):
-        if pair.num_calm == given.rounds or (number > given.rounds and given.as_it_is):
-            break
+    for number in range(given.rounds + 1):
         rng = random.Random(f"{task.name} {streams} {number}")
         prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
         params = task.params(given.tokens)
