@@ -83,12 +83,11 @@ class Guessing:
 
     def keep(self) -> None:
         """Write the lines over those measured before on a machine like this."""
-        path = self._path(machine_slug(machine_facts()))
-        if path.exists():
-            before = _read(path)
-            new = {(line.task, line.streams) for line in self.lines}
-            self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
-            self.chosen = self.chosen or before.chosen
+        before = kept(self.name)
+        new = {(line.task, line.streams) for line in self.lines}
+        self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
+        self.chosen = self.chosen or before.chosen
+        path = _path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(asdict(self), indent=1) + "\n")
 
@@ -136,17 +135,20 @@ class Guessing:
         yield self._plot(machine, "acceptance", drawing)
 
     def _plot(self, machine: str, what: str, drawing: str) -> str:
-        path = _PLOTS / f"{machine}-{self._slug}-{what}.svg"
+        path = _PLOTS / f"{machine}-{_slug(self.name)}-{what}.svg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(drawing)
         return f"![speed-up by {what}]({path.relative_to(ROOT)})\n"
 
-    @property
-    def _slug(self) -> str:
-        return self.name.replace(", ", "-").replace(" ", "-")
 
-    def _path(self, machine: str) -> Path:
-        return ROWS / machine / "guessing" / f"{self._slug}.json"
+def kept(name: str) -> Guessing:
+    """Return what was measured before on a machine like this.
+
+    Raises:
+        SystemExit: its file cannot be read; better said before measuring than behind.
+    """
+    path = _path(name)
+    return _read(path) if path.exists() else Guessing(name, [])
 
 
 def all_guessing(machine: str) -> list[Guessing]:
@@ -161,6 +163,14 @@ def least(lines: Sequence[Line]) -> str:
         f"The least at medians is {worst.at_medians:.2f} x ({worst.task}, {worst.streams} "
         f"streams); `auto` is meant never to be below {LEAST}."
     )
+
+
+def _slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def _path(name: str) -> Path:
+    return ROWS / machine_slug(machine_facts()) / "guessing" / f"{_slug(name)}.json"
 
 
 def _chosen_cells(one: Chosen) -> tuple[str, ...]:

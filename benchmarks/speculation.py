@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from guessing import Chosen, Guessing, Line, least
+from guessing import Chosen, Guessing, Line, kept, least
 from quiet import MAX_SHARE, Watch
 from records import machine_slug
 from report import Spread, machine_facts, note
@@ -159,16 +159,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
+    name = _name(given)
+    kept(name)
     guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
     options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
     with build(given.model, options) as engine:
         pairs = [
-            measure(engine, TASKS[name], streams, given)
-            for name in given.tasks
+            measure(engine, TASKS[task], streams, given)
+            for task in given.tasks
             for streams in given.streams
         ]
         chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
-    report(given, pairs, chosen)
+    usual = Usual(step for pair in pairs for step in pair.steps)
+    found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
+    found.keep()
+    print("\n".join([*found.parts(machine_slug(machine_facts())), least(found.lines)]))
 
 
 def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:
@@ -247,8 +252,9 @@ async def _answer(
 def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen]:
     """Answer with predictions of which a chosen share is right; one stream."""
     rng = random.Random(5)
-    prompts = [TASKS["prose"].prompt(engine.card, rng) for _ in range(given.rounds)]
-    params = TASKS["prose"].params(given.tokens)
+    task = TASKS["random"]  # which does not repeat itself
+    prompts = [task.prompt(engine.card, rng) for _ in range(given.rounds)]
+    params = task.params(given.tokens)
     found = []
     for share in _RIGHT:
         ratios, right, tried, passes = [], 0, 0, 0
@@ -273,16 +279,11 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
     return found
 
 
-def report(given: argparse.Namespace, pairs: list[Pair], chosen: list[Chosen]) -> None:
-    """Print and keep the figures, and draw them."""
+def _name(given: argparse.Namespace) -> str:
+    """Return what the measured way of guessing is called."""
     helpers = [name for name in (given.draft, given.heads and "heads") if name]
     name = ", ".join([given.model, given.speculate, *helpers])
-    if given.drafts:
-        name += f", {given.drafts} drafts"
-    usual = Usual(step for pair in pairs for step in pair.steps)
-    guessing = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
-    guessing.keep()
-    print("\n".join([*guessing.parts(machine_slug(machine_facts())), least(guessing.lines)]))
+    return f"{name}, {given.drafts} drafts" if given.drafts else name
 
 
 if __name__ == "__main__":

@@ -60,3 +60,5 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_text("{}")
     with pytest.raises(SystemExit, match=r"tiny-auto\.json is damaged"):
         guessing.all_guessing("here")
+    with pytest.raises(SystemExit, match=r"tiny-auto\.json is damaged"):
+        guessing.kept("tiny, auto")
