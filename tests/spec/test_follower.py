@@ -11,6 +11,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.schedule.ticket import Ticket
 from twostroke.spec import Outcome, Words
 from twostroke.spec.follower import PRIOR, Follower
+from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
 from twostroke.tokenize import Translation
 
@@ -22,7 +23,7 @@ WORDS = Words(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
 def follower_of(words: Words | None = WORDS) -> Follower:
     mirror = Request("m", [], 0, SamplingParams(), 0)
     ticket = Ticket(mirror, (0, 0), 1000, PrefixIndex(PagePool(8, 16, (None,))).chain(b""))
-    return Follower(mirror, ticket, Odds(PRIOR).for_request(), words, 0.75)
+    return Follower(mirror, ticket, Odds(PRIOR).for_request(), words, Hope(0.75, 0.75))
 
 
 def request_of(text: str) -> Request:

@@ -9,6 +9,7 @@ import pytest
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.core.tree import ROOT
 from twostroke.spec.guesses import Guesses
+from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
 from twostroke.spec.proposal import Outcome
 
@@ -17,7 +18,7 @@ TOKEN_IDS = (10, 20, 30, 40)
 
 def guesses_of(*draws: tuple[int, dict[int, float]]) -> Guesses:
     """Return guesses of which each was drawn with these chances beside it."""
-    found = Guesses(Odds([(kind + 0.5) / 10 for kind in range(10)]).for_request(), 0.6)
+    found = Guesses(Odds([(kind + 0.5) / 10 for kind in range(10)]).for_request(), Hope(0.6, 0.6))
     for drawn, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
@@ -70,11 +71,11 @@ def test_a_text_that_is_guessed_wrong_is_left_alone_and_tried_again() -> None:
     assert proposal is not None
     for _ in range(40):
         found.learn(proposal, Outcome([0], [], [10]))
-    assert found.hope < 0.1
-    assert found.is_hopeless(0.2)
-    assert not found.is_hopeless(0.01)
+    assert found.hope.value < 0.1
+    assert found.hope.is_lost(0.2)
+    assert not found.hope.is_lost(0.01)
     tries = 0
-    while found.is_hopeless(0.2):
+    while found.hope.is_lost(0.2):
         tries += 1
     assert 10 < tries < 1000
 

@@ -15,8 +15,9 @@ from twostroke.program import BatchShape
 from twostroke.schedule.holdings import Holdings
 from twostroke.schedule.prefixes import Prefixes
 from twostroke.schedule.ticket import Ticket
-from twostroke.spec.follower import HOPE, HOPE_STEP, PRIOR, Follower, Words
+from twostroke.spec.follower import HOPE, PRIOR, Follower, Words
 from twostroke.spec.guesses import PLAIN
+from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Outcome, Price, Proposal
 
 _LENGTH_STEP = 0.05
-_DECLINED_FADE = 0.02  # of hope's way back to the beginning, each time that a prompt did not pay
+_DECLINED_RETURN = 0.02  # of hope's way back to the beginning, when a prompt did not pay
 # What draws in words of its own: the likeliest token, as nothing else fits another vocabulary.
 _OWN_WORDS = PLAIN | {"temperature": 0.0, "logprobs": 0}
 
@@ -79,7 +80,7 @@ class DraftModel:
         self._arrivals = count_up()
         self._odds = Odds(PRIOR)
         self._length = 100.0  # of an answer, on average
-        self._hope = HOPE  # of all requests
+        self._hope = Hope(HOPE, HOPE)  # of all requests
 
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
@@ -100,8 +101,8 @@ class DraftModel:
         follower = self._followers.get(request)
         if follower is not None and outcome.tried:
             follower.odds.learn(proposal, outcome)
-            follower.hear(right=bool(outcome.right))
-            self._hope += HOPE_STEP * (bool(outcome.right) - self._hope)
+            follower.hope.learn(right=bool(outcome.right))
+            self._hope.learn(right=bool(outcome.right))
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
@@ -140,7 +141,7 @@ class DraftModel:
             self._prefixes.publish(follower.ticket)
             if self._pool.groups.has_windows:
                 self._leave_behind(follower)
-        return None if follower.is_hopeless(least) else follower
+        return None if follower.hope.is_lost(least) else follower
 
     def _pays(self, request: Request, follower: Follower, price: Price, least: float) -> bool:
         """Whether what the guesses may save is more than computing the prompt takes.
@@ -154,7 +155,7 @@ class DraftModel:
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - request.num_output)
         prompt_s = self._pace.seconds(BatchShape.prefill(num_new, num_known))
-        return _share_saved(self._hope, least, price.most) * left >= price.rate * prompt_s
+        return _share_saved(self._hope.value, least, price.most) * left >= price.rate * prompt_s
 
     def _meet(self, request: Request, price: Price, least: float) -> Follower | None:
         """Return the draft's view of a new request, or None once it was found not to pay."""
@@ -165,7 +166,7 @@ class DraftModel:
             follower.go_on(request)
             if follower.mirror.tokens and self._pays(request, follower, price, least):
                 return follower
-            self._hope += _DECLINED_FADE * (HOPE - self._hope)
+            self._hope.come_back(_DECLINED_RETURN)
         self._declined.add(request)
         return None
 
@@ -186,7 +187,8 @@ class DraftModel:
         arrival = next(self._arrivals)
         chain = self._prefixes.chain(request.salt)
         ticket = Ticket(mirror, (arrival, arrival), self._context_length, chain)
-        return Follower(mirror, ticket, self._odds.for_request(), self._words, self._hope)
+        hope = Hope(HOPE, self._hope.value)
+        return Follower(mirror, ticket, self._odds.for_request(), self._words, hope)
 
     def _catch_up(self, followers: Sequence[Follower]) -> list[Follower]:
         """Compute what the draft has not seen yet; return those that then have a first guess.
@@ -288,7 +290,7 @@ class DraftModel:
         for follower in followers:
             if follower.is_done:
                 continue
-            next_chance = follower.chance * max(follower.hope, 0.5)
+            next_chance = follower.chance * max(follower.hope.value, 0.5)
             if next_chance < least or follower.guesses[-1] in follower.mirror.end_ids:
                 follower.is_done = True
 

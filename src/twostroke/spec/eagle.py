@@ -125,7 +125,7 @@ class EagleHeads(HeadsProposer[_Follower]):
             request.seed,
             pages=[[]],
         )
-        guesses = old.guesses if old else Guesses(self._odds.for_request(), self._known.accepted[0])
+        guesses = old.guesses if old else self._no_guesses()
         follower = self._followers[request] = _Follower(mirror, position, guesses)
         return follower
 
@@ -151,7 +151,7 @@ class EagleHeads(HeadsProposer[_Follower]):
         del follower.mirror.tokens[follower.num_true :]
         follower.mirror.num_computed = follower.num_computed
         is_current = follower.base + follower.num_true == len(request.tokens) - 1
-        if not is_current or not follower.waiting or follower.guesses.is_hopeless(least):
+        if not is_current or not follower.waiting or follower.guesses.hope.is_lost(least):
             return None
         return follower
 
@@ -199,7 +199,7 @@ class EagleHeads(HeadsProposer[_Follower]):
         step_s = self._pace.seconds(BatchShape.decode((start,) * num_active))
         least = price.least_chance(step_s / num_active)
         for follower in followers:
-            hope = max(follower.guesses.hope, _LEAST_HOPE)
+            hope = max(follower.guesses.hope.value, _LEAST_HOPE)
             follower.is_done |= follower.guesses.chance * hope < least
 
     def _grow(self, follower: _Follower, count: int, kept: Sequence[_Follower]) -> bool:

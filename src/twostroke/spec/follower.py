@@ -12,12 +12,11 @@ from twostroke.spec.proposal import Proposal
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.schedule.ticket import Ticket
+    from twostroke.spec.hope import Hope
     from twostroke.spec.odds import RequestOdds
     from twostroke.tokenize import Translation
 
 HOPE: Final = 0.75  # that the first guess behind a text is right, before anything is known
-HOPE_STEP: Final = 0.05
-_HOPE_FADE = 0.002  # of the way back to the beginning, each time that nothing was guessed
 _NUM_SURE = 10  # guesses are of a kind with those of which the draft was about as sure
 _UNFINISHED = 0.7  # of the odds: the end of a text that may be the beginning of a longer token
 _SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
@@ -52,7 +51,7 @@ class Follower:
     ticket: Ticket
     odds: RequestOdds
     words: Words | None
-    hope: float
+    hope: Hope
     num_seen: int = 0
     num_same: int = 0
     guesses: list[int] = field(default_factory=list)
@@ -102,20 +101,6 @@ class Follower:
         self.guesses.append(guess)
         self.sure.append(sureness)
         self.chance *= self.odds.of(_kind(sureness))
-
-    def is_hopeless(self, least: float) -> bool:
-        """Whether to leave it for now, if guesses pay from the chance `least` on.
-
-        Hope comes back slowly.
-        """
-        if self.hope >= least:
-            return False
-        self.hope += _HOPE_FADE * (HOPE - self.hope)
-        return True
-
-    def hear(self, *, right: bool) -> None:
-        """Hear whether the first guess was right."""
-        self.hope += HOPE_STEP * (right - self.hope)
 
     def proposal(self, most: int) -> Proposal | None:
         """Return up to `most` guesses, in the target's tokens."""

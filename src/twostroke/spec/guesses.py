@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.step import TokenLogprobs
+    from twostroke.spec.hope import Hope
     from twostroke.spec.odds import RequestOdds
     from twostroke.spec.proposal import Outcome
 
@@ -27,9 +28,6 @@ PLAIN: Final[dict[str, Any]] = {
     "presence_penalty": 0.0,
     "min_tokens": 0,
 }
-
-_HOPE_STEP = 0.05
-_HOPE_FADE = 0.002  # of the way back to the beginning, each time that nothing was guessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +47,15 @@ class Guesses:
     """Guesses of one request's next tokens, of which each has odds by how sure the head was.
 
     `tokens` are what the head drew, one behind the other; `others[i]` are what it found likely in
-    the place of `tokens[i]`, each with its kind. `hope` is how often the first guess was right
-    lately, `first_hope` what it began with.
+    the place of `tokens[i]`, each with its kind. `hope` is whether to make any.
     """
 
     odds: RequestOdds
-    first_hope: float
-    hope: float = 0.0
+    hope: Hope
     tokens: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     others: list[list[tuple[int, int]]] = field(default_factory=list)
     chance: float = 1.0  # that all are right
-
-    def __post_init__(self) -> None:
-        """Begin with what is known of all requests."""
-        self.hope = self.first_hope
 
     def clear(self) -> None:
         """Drop the guesses."""
@@ -87,18 +79,11 @@ class Guesses:
         )
         return True
 
-    def is_hopeless(self, least: float) -> bool:
-        """Whether to leave it for now, if guesses pay from the chance `least` on."""
-        if self.hope >= least:
-            return False
-        self.hope += _HOPE_FADE * (self.first_hope - self.hope)
-        return True
-
     def learn(self, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""
         if outcome.tried:
             self.odds.learn(proposal, outcome)
-            self.hope += _HOPE_STEP * (bool(outcome.right) - self.hope)
+            self.hope.learn(right=bool(outcome.right))
 
     def proposal(self, source: str, most: int) -> Proposal | None:
         """Return `most` guesses: a chain, with leaves beside it where the head was in doubt."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from twostroke.spec.guesses import Guesses
+from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
 
 if TYPE_CHECKING:
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Runner
     from twostroke.core.request import Request
-    from twostroke.spec.guesses import Guesses, HeadsOdds
+    from twostroke.spec.guesses import HeadsOdds
     from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Outcome, Price, Proposal
 
@@ -53,6 +55,11 @@ class HeadsProposer(Generic[F]):
     def close(self) -> None:
         """Give back memory and threads."""
         self._runner.close()
+
+    def _no_guesses(self) -> Guesses:
+        """Return a request's guesses before there are any."""
+        first = self._known.accepted[0]
+        return Guesses(self._odds.for_request(), Hope(first, first))
 
     def _proposals(
         self, requests: Sequence[Request], found: Mapping[Request, F | None], price: Price

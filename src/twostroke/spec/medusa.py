@@ -80,7 +80,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         if follower is None:
             params = replace(request.params, **PLAIN)
             mirror = Request(request.id, [], 0, params, request.seed, pages=[[0]])
-            guesses = Guesses(self._odds.for_request(), self._known.accepted[0])
+            guesses = self._no_guesses()
             follower = self._followers[request] = _Follower(mirror, hidden, 0, guesses)
         follower.hidden, follower.num_tokens = hidden, len(request.tokens)
         tokens = follower.mirror.tokens
@@ -92,7 +92,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         if follower is None or follower.num_tokens != len(request.tokens):
             return None
         follower.guesses.clear()
-        return None if follower.guesses.is_hopeless(least) else follower
+        return None if follower.guesses.hope.is_lost(least) else follower
 
     def _run(self, followers: Sequence[_Follower], depth: int) -> None:
         others = tuple(range(1, depth))
