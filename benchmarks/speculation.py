@@ -4,7 +4,7 @@ One engine answers the same prompts in turn without and with guesses; answers ar
 by token, so the time is all that differs. As many streams as are asked for run all the time: where
 one ends, the next prompt begins, until there are no more. Each run is a tenant of its own, or the
 second one would know the answers from the first. Machines are shared, so a second ratio takes each
-step to last as long as those of as many rows do in the median. With predictions that are wrong now
+step to last as long as those of as many rows usually do. With predictions that are wrong now
 and then the share of right guesses is chosen, and the measured speed-up stands beside the one that
 the usual formula predicts.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -96,13 +96,12 @@ class Pair:
         return num_tokens / (num_tokens - sum(run.accepted for run in self.guessed))
 
     @property
-    def steps(self) -> list[TimedStep]:
-        """All that were taken."""
-        return [step for run in (*self.plain, *self.guessed) for step in run.steps]
+    def runs(self) -> list[Run]:
+        """All of both kinds."""
+        return [*self.plain, *self.guessed]
 
     def line(self, usual: Usual) -> Line:
         """Return what is kept of it; `usual` is how long steps take."""
-        both = (*self.plain, *self.guessed)
         return Line(
             self.task,
             self.streams,
@@ -112,26 +111,39 @@ class Pair:
             [run.tokens_per_s for run in self.guessed],
             self.per_pass,
             self.accepted,
-            sum(run.is_disturbed for run in both),
+            sum(run.is_disturbed for run in self.runs),
         )
 
 
 class Usual:
-    """How long steps without prompts take in the median, by their rows.
+    """How long steps take that nobody disturbs, by their rows.
 
-    What slows a machine down now and then, or for some seconds, does not show in times that are
-    made of these. Numbers of rows that were seen too seldom lie between their neighbours.
+    A step's time is taken for the product of what its rows take and of how slow the machine was in
+    its run. Both are fitted to the medians of each run's steps of each number of rows (least
+    squares of their logarithms), so neither moments nor minutes in which others slowed a machine
+    down show in times that are made of these. Rare numbers of rows lie between their neighbours.
     """
 
-    def __init__(self, steps: Iterable[TimedStep]) -> None:
-        """Learn from all steps of a benchmark."""
-        times: defaultdict[int, list[float]] = defaultdict(list)
-        for step in steps:
-            times[step.num_rows].append(step.step_s)
-        often = {rows: median(one) for rows, one in times.items() if len(one) >= _OFTEN}
-        often = often or {rows: median(one) for rows, one in times.items()}
-        self._rows = sorted(often)
-        self._times = [often[rows] for rows in self._rows]
+    def __init__(self, runs: Iterable[Run]) -> None:
+        """Learn from all runs of a benchmark."""
+        cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        for number, run in enumerate(runs):
+            for step in run.steps:
+                cells[step.num_rows, number].append(step.step_s)
+        often = Counter[int]()
+        for (rows, _), times in cells.items():
+            often[rows] += len(times)
+        least = min(_OFTEN, max(often.values()))
+        self._rows = sorted(rows for rows in often if often[rows] >= least)
+        places = {rows: place for place, rows in enumerate(self._rows)}
+        known = [(places[rows], number, t) for (rows, number), t in cells.items() if rows in places]
+        weights = np.sqrt([len(times) for *_, times in known])
+        sums = np.zeros((len(known), len(places) + 1 + max(number for _, number, _ in known)))
+        for equation, (place, number, _) in enumerate(known):
+            sums[equation, [place, len(places) + number]] = weights[equation]
+        medians = np.log([median(times) for *_, times in known])
+        fitted = np.linalg.lstsq(sums, medians * weights)[0]
+        self._times = np.exp(fitted[: len(places)])
 
     def token_s(self, runs: Iterable[Run]) -> float:
         """Return the seconds of a token, had each step taken its usual time.
@@ -170,7 +182,7 @@ def main() -> None:
             for streams in given.streams
         ]
         chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
-    usual = Usual(step for pair in pairs for step in pair.steps)
+    usual = Usual(run for pair in pairs for run in pair.runs)
     found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
     found.keep()
     print("\n".join([*found.parts(machine_slug(machine_facts())), least(found.lines)]))

@@ -46,7 +46,7 @@ def test_the_page_has_tables_and_plots(tmp_path):
     for what in ("load", "acceptance"):
         assert f"plots/here-tiny-auto-{what}.svg" in text
         assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().startswith("<svg")
-    assert least(lines).startswith("The least at medians is 0.90 x (chat, 4 streams)")
+    assert least(lines).startswith("The least steady one is 0.90 x (chat, 4 streams)")
 
 
 def test_free_rows_give_what_the_formula_says():

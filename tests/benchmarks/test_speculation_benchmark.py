@@ -16,21 +16,36 @@ def _step(step_s: float, guesses: int = 0, right: int = 0, asking_s: float = 0.0
     return TimedStep(2 + guesses, guesses, 2, 2 + right, step_s, asking_s)
 
 
-def test_a_slow_spell_does_not_show():
+def test_slow_moments_do_not_show():
     plain = _run(*[_step(0.010)] * 20, *[_step(0.050)] * 9)
-    guessed = _run(*[_step(0.015, guesses=2, right=1)] * 10)
-    usual = Usual([*plain.steps, *guessed.steps])
-    assert usual.token_s([plain]) == pytest.approx(0.005)
-    assert usual.token_s([guessed]) == pytest.approx(0.005)
+    guessed = _run(*[_step(0.010)] * 20, *[_step(0.015, guesses=2, right=1)] * 10)
+    usual = Usual([plain, guessed])
+    assert _ratio(usual, plain, guessed) == pytest.approx((40 + 30) / (20 + 15) / 2)
 
 
 def test_looking_for_guesses_counts():
-    run = _run(*[_step(0.020, asking_s=0.002)] * 10)
-    assert Usual(run.steps).token_s([run]) == pytest.approx(0.011)
-    assert run.tokens_per_s == pytest.approx(1 / 0.011)
+    plain = _run(*[_step(0.020)] * 10)
+    asking = _run(*[_step(0.020, asking_s=0.002)] * 10)
+    assert _ratio(Usual([plain, asking]), plain, asking) == pytest.approx(1 / 1.1)
+    assert asking.tokens_per_s == pytest.approx(1 / 0.011)
 
 
 def test_rare_sizes_lie_between_their_neighbours():
-    often = [*[_step(0.010)] * 10, *[_step(0.030, guesses=4)] * 10]
+    often = _run(*[_step(0.010)] * 10, *[_step(0.030, guesses=4)] * 10)
     rare = _run(_step(0.900, guesses=2))
-    assert Usual([*often, *rare.steps]).token_s([rare]) == pytest.approx(0.010)
+    usual = Usual([often, rare])
+    assert _ratio(usual, often, rare) == pytest.approx(1)
+
+
+def test_slow_minutes_do_not_show():
+    plain = [_run(*[_step(0.010)] * 40) for _ in range(3)]
+    guessed = [
+        _run(*[_step(0.010 * slow)] * 9, *[_step(0.015 * slow, 2, 1)] * 31) for slow in (1, 3)
+    ]
+    usual = Usual([*plain, *guessed])
+    expected = (9 * 2 + 31 * 3) / (9 * 0.010 + 31 * 0.015) / (2 / 0.010)
+    assert usual.token_s(plain) / usual.token_s(guessed) == pytest.approx(expected)
+
+
+def _ratio(usual: Usual, plain: Run, guessed: Run) -> float:
+    return usual.token_s([plain]) / usual.token_s([guessed])
