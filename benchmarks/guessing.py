@@ -191,4 +191,4 @@ def _read(path: Path) -> Guessing:
         lines = [Line(**line) for line in fields["lines"]]
         return Guessing(fields["name"], lines, [Chosen(**one) for one in fields["chosen"]])
     except (ValueError, TypeError, KeyError) as error:
-        raise SystemExit(f"{path} is damaged ({error}): measure it again.") from None
+        raise SystemExit(f"{path} is damaged ({error}): delete it, and measure again.") from None

@@ -121,46 +121,49 @@ class Usual:
     A step's time is taken for the product of what its rows take and of how slow the machine was in
     its run. Both are fitted to the medians of each run's steps of each number of rows (least
     squares of their logarithms), so neither moments nor minutes in which others slowed a machine
-    down show in times that are made of these. Rare numbers of rows lie between their neighbours.
+    down show in times that are made of these. Of rare numbers of rows each step has its own time,
+    as it would be had its run not been slow.
     """
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         """Learn from all runs of a benchmark."""
         cells: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        often = Counter[int]()
         for number, run in enumerate(runs):
             for step in run.steps:
                 cells[step.num_rows, number].append(step.step_s)
-        often = Counter[int]()
-        for (rows, _), times in cells.items():
-            often[rows] += len(times)
+                often[step.num_rows] += 1
         least = min(_OFTEN, max(often.values()))
-        self._rows = sorted(rows for rows in often if often[rows] >= least)
-        places = {rows: place for place, rows in enumerate(self._rows)}
+        places = {rows: i for i, rows in enumerate(r for r in often if often[r] >= least)}
         known = [(places[rows], number, t) for (rows, number), t in cells.items() if rows in places]
         weights = np.sqrt([len(times) for *_, times in known])
-        sums = np.zeros((len(known), len(places) + 1 + max(number for _, number, _ in known)))
+        sums = np.zeros((len(known), len(places) + len(runs)))
         for equation, (place, number, _) in enumerate(known):
             sums[equation, [place, len(places) + number]] = weights[equation]
         medians = np.log([median(times) for *_, times in known])
-        fitted = np.linalg.lstsq(sums, medians * weights)[0]
-        self._times = np.exp(fitted[: len(places)])
+        fitted = np.exp(np.linalg.lstsq(sums, medians * weights)[0])
+        self._times = {rows: float(fitted[place]) for rows, place in places.items()}
+        self._slow = {id(run): float(fitted[len(places) + n]) for n, run in enumerate(runs)}
 
     def token_s(self, runs: Iterable[Run]) -> float:
         """Return the seconds of a token, had each step taken its usual time.
 
         Looking for guesses takes the share of a step that it was seen to take.
         """
-        steps = [step for run in runs for step in run.steps]
-        usual_s = np.interp([step.num_rows for step in steps], self._rows, self._times)
-        shares = [1 + step.asking_s / step.step_s for step in steps]
-        return float(np.dot(usual_s, shares)) / sum(step.num_tokens for step in steps)
+        seconds, num_tokens = 0.0, 0
+        for run in runs:
+            for step in run.steps:
+                usual_s = self._times.get(step.num_rows, step.step_s / self._slow[id(run)])
+                seconds += usual_s * (1 + step.asking_s / step.step_s)
+                num_tokens += step.num_tokens
+        return seconds / num_tokens
 
 
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--draft", help="a smaller model with the same vocabulary")
+    parser.add_argument("--draft", help="a smaller model that guesses")
     parser.add_argument("--heads", help="a folder of heads trained for the model")
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
@@ -182,7 +185,7 @@ def main() -> None:
             for streams in given.streams
         ]
         chosen = [] if given.no_acceptance else measure_acceptance(engine, given)
-    usual = Usual(run for pair in pairs for run in pair.runs)
+    usual = Usual([run for pair in pairs for run in pair.runs])
     found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
     found.keep()
     print("\n".join([*found.parts(machine_slug(machine_facts())), least(found.lines)]))
@@ -227,17 +230,24 @@ def answer(
     watch, recent = Watch(), engine.client.loop.speculation.recent
     recent.clear()
     outputs = asyncio.run(_answer(engine, prompts, num_streams, params, caller, hints))
+    steps = [
+        step
+        for step in recent
+        if step.num_rows == step.num_plain + step.num_guesses and step.num_plain == num_streams
+    ]
+    if not steps or len(recent) == recent.maxlen:
+        raise SystemExit(
+            f"{len(recent)} steps, and all of {num_streams} streams ran in {len(steps)}: "
+            "take more --tokens or fewer --streams if there are none, fewer --tokens if there are "
+            f"{recent.maxlen} steps, which is as many as are kept."
+        )
     usages = [output.usage for one in outputs for output in one if output.usage is not None]
     return Run(
         [tuple(token for output in one for token in output.token_ids) for one in outputs],
         sum(usage.accepted_tokens for usage in usages),
         sum(usage.rejected_tokens for usage in usages),
         watch.others_share(),
-        [
-            step
-            for step in recent
-            if step.num_rows == step.num_plain + step.num_guesses and step.num_plain == num_streams
-        ],
+        steps,
     )
 
 

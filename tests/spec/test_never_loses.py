@@ -25,11 +25,25 @@ from twostroke.core.step import StepResult
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, StepCost
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
-from twostroke.spec import Always, Chooser, Pace, Speculator, WhilePaying, context, speculator
+from twostroke.spec import (
+    Always,
+    Chooser,
+    Pace,
+    Proposal,
+    Speculator,
+    WhilePaying,
+    context,
+    speculator,
+)
 from twostroke.spec.context import ContextProposer
+from twostroke.spec.odds import Odds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from twostroke.core.step import StepPlan
+    from twostroke.spec import Outcome, Price, Proposer
+    from twostroke.spec.odds import RequestOdds
 
 MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
 COST = StepCost(Cost(0, 85_000_000, 0), Cost(270_000_000, 1000, 0), 0, 0, (), ())
@@ -78,22 +92,62 @@ class Noise:
 
 
 @dataclass
+class Drafting:
+    """Guesses eight tokens each time, of which each is right with the same chance."""
+
+    right: float
+    rng: random.Random
+    clock: Clock
+    texts: dict[str, list[int]]
+    name: str = "ngram"
+    odds: Odds = field(default_factory=lambda: Odds((0.5,)))
+    requests: dict[Request, RequestOdds] = field(default_factory=dict)
+
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        self.clock.now_s += 4 * READING_S * len(requests)
+        return [self.guess(request, min(8, price.most)) for request in requests]
+
+    def guess(self, request: Request, most: int) -> Proposal | None:
+        odds = self.requests.setdefault(request, self.odds.for_request())
+        coming = self.texts[request.id][len(request.tokens) :][:most]
+        if not coming:
+            return None
+        guesses = [t if self.rng.random() < self.right else VOCAB_SIZE for t in coming]
+        kinds = (0,) * len(guesses)
+        return Proposal(self.name, tuple(guesses), (odds.of(0),) * len(guesses), kinds)
+
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        self.requests[request].learn(proposal, outcome)
+
+    def finish(self, request: Request) -> None:
+        self.requests.pop(request, None)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
 class Simulation:
     """A speculator that learns on, over all jobs."""
 
     clock: Clock
     seed: int
     chooser: Chooser | None = None
+    right: float | None = None  # of a draft's guesses; guesses are of the text without a draft
     rng: random.Random = field(init=False)
     noise: Noise = field(init=False)
     speculator: Speculator = field(init=False)
     jobs: itertools.count[int] = field(default_factory=itertools.count)
+    texts: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.noise = Noise(random.Random(self.seed + 1000))
         known = Pace(COST, MACHINE)
-        self.speculator = Speculator([ContextProposer()], self.chooser or WhilePaying(known), known)
+        proposer: Proposer = ContextProposer()
+        if self.right is not None:
+            proposer = Drafting(self.right, self.rng, self.clock, self.texts)
+        self.speculator = Speculator([proposer], self.chooser or WhilePaying(known), known)
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
         """Return how many times faster guesses make it; the first round is practice."""
@@ -121,6 +175,7 @@ class Simulation:
         job = next(self.jobs)
         line = Scheduler(SchedulerConfig(4096, 64), PagePool(4096, 16), None, Continuous())
         known = {f"{job} {i}": text for i, text in enumerate(texts)}
+        self.texts.update(known)
         params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
         for name, text in known.items():
             salt, hints = str(job).encode(), Hints(method)
@@ -154,11 +209,12 @@ def drawn(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Clock]:
     clock = Clock()
     for module in (speculator, context):
         monkeypatch.setattr(module, "time", clock)
-    return clock
+    yield clock
+    assert not caplog.records, "a proposer that fails is asked no more"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -175,6 +231,41 @@ def test_what_can_be_guessed_is_faster(clock):
     assert simulation.speedup(EDIT, 4) > 1.05
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_draft_that_guesses_all_the_time_costs_little_where_it_does_not_pay(clock, seed):
+    for right in (0.5, 0.6):
+        for num_streams in (4, 8, 16):
+            found = Simulation(clock, seed, right=right).speedup(TEXTS["random"], num_streams, 7)
+            assert found > 0.93, (right, num_streams)
+
+
+def test_a_draft_is_faster_where_it_pays(clock):
+    assert Simulation(clock, 0, right=0.8).speedup(TEXTS["random"], 1) > 1.5
+
+
 def test_a_chooser_that_does_not_count_the_cost_shows(clock):
     simulation = Simulation(clock, 0, Always(4))
     assert simulation.speedup(TEXTS["short"], 16) < 0.8
+
+
+def test_what_guesses_cost_is_asked_again_where_none_could_pay(clock):
+    chooser = Hopeless()
+    Simulation(clock, 0, chooser).speedup(EDIT, 4, rounds=2)
+    assert 10 < chooser.num_asked < 100
+
+
+@dataclass
+class Hopeless:
+    """Says that no guess could pay."""
+
+    num_asked: int = 0
+
+    def terms(self, batch: BatchShape) -> Hopeless:
+        self.num_asked += 1
+        return self
+
+    def price(self, budget: int) -> None:
+        return None
+
+    def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
+        raise AssertionError("nobody was to be asked")

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Proposal
 
 _LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
-_PROBES = (1, 2, 4, 8, 16)  # rows: kernels take them by fours and eights
+_PROBES = (1, 2, 4, 8, 16)  # guesses
+_FULL = (2, 4, 8)  # rows that kernels compute together
+_STALE = 24  # steps after which the time of those without guesses is measured anew,
+_MUCH = 1.5  # or more where guesses bring so many times the tokens a second
+_STALE_IF_MUCH = 96
 _FAR = 8  # guesses beyond the best number so far, after which no better one is looked for
 
 
@@ -70,13 +74,15 @@ class WhilePaying:
     more, since it reads all keys and values anew. The best number has the most expected tokens a
     second. If that is not 8% more than without any, none is taken: a batch that keeps the
     arithmetic busy by itself leaves nothing to be gained.
+
+    Now and then a step goes without, so that it is known what guesses are compared with.
     """
 
     pace: Pace
 
     def terms(self, batch: BatchShape) -> Terms:
         """Return what guesses cost by what is known of such steps."""
-        return _PayingTerms(batch.num_sampled, self.pace.outlook(batch))
+        return _PayingTerms(batch.num_sampled, self.pace.outlook(batch), self.pace)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class _PayingTerms:
 
     num_tokens: int
     outlook: Outlook
+    pace: Pace
     _prices: dict[int, Price | None] = field(default_factory=dict)  # by the most rows
 
     def price(self, budget: int) -> Price | None:
@@ -98,8 +105,9 @@ class _PayingTerms:
         outlook = self.outlook
         plain_s = outlook.seconds(0)
         rate = self.num_tokens / plain_s
+        probes = {*_PROBES, *[rows - outlook.num_rows for rows in _FULL]}
         row_s = min(
-            [(outlook.seconds(n) - plain_s) / n for n in _PROBES if n <= most], default=plain_s
+            [(outlook.seconds(n) - plain_s) / n for n in probes if 0 < n <= most], default=plain_s
         )
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
         return Price(chance, rate, most) if chance < 1 else None
@@ -113,7 +121,8 @@ class _PayingTerms:
         ]
         guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
         expected, outlook = float(self.num_tokens), self.outlook
-        best = _LEAST_GAIN * expected / outlook.seconds(0)
+        plain = expected / outlook.seconds(0)
+        best = _LEAST_GAIN * plain
         num_best = num_forks = 0
         for count, (worth, _, is_fork) in enumerate(guesses[:budget], 1):
             expected += worth
@@ -124,6 +133,9 @@ class _PayingTerms:
             elif count >= num_best + _FAR:
                 break
         taken = [0] * len(proposals)
+        stale = _STALE if best < _MUCH * plain else _STALE_IF_MUCH
+        if num_best and self.pace.age(outlook.num_rows) > stale:
+            return taken
         for _, who, _ in guesses[:num_best]:
             taken[who] += 1
         return taken

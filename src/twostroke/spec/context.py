@@ -105,6 +105,7 @@ class ContextProposer:
             return Proposal(source, tuple(tokens[: len(odds)]), tuple(odds), tuple(kinds))
         if shares:  # no number of such guesses could pay
             of_kind.fade(_kind(match.length))
+            self._hot.discard(request)
         return None
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:

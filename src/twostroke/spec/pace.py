@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from twostroke.program.cost import StepCost
 
 _STEP = 0.03  # of a new measurement's way into what is believed
+_STEP_IF_NEW = 0.12  # if the step before had another size: that tells them apart
 _MOST_CHANGE = 1.5  # of one measurement: others may have had the processor
 _NEAR = 4  # classes of sizes
 _FIT_STEP = 0.02  # of a step's way into what is believed of all
 _LEAST = 0.05
+_FEW = 10  # times that a size was met before what is unexpected is put down to the moment
 _SPELL_STEP = 0.4  # of what a step took longer than expected that is put down to the moment
 _SPELL_KEPT = 0.98  # a step
 _MOST_WRONG = 2.0
@@ -56,11 +58,17 @@ class Pace:
     _arithmetic: float = 1.0
     _ratios: dict[int, _Ratio] = field(default_factory=dict)
     _num_steps: int = 0
+    _last_size: int = 0
     _spell: float = 1.0  # times as long as steps take otherwise
 
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
         return self._fitted_s(batch) * self._ratio(_size(batch.num_rows)) * self._spell
+
+    def age(self, num_rows: int) -> int:
+        """Return how many steps ago one of about as many rows was measured."""
+        known = self._ratios.get(_size(num_rows))
+        return self._num_steps - known.step if known is not None else self._num_steps
 
     def outlook(self, batch: BatchShape) -> Outlook:
         """Return how to predict steps with guesses beside those of `batch`."""
@@ -84,7 +92,8 @@ class Pace:
         wrong = usual_s / (self._together_s(*parts) * self._ratio(size))
         self._fit(*parts, usual_s)
         self._learn_ratio(size, usual_s / self._together_s(*parts))
-        if self._num_steps > _MANY:
+        self._last_size = size
+        if self._ratios[size].count > _FEW:
             wrong = min(max(wrong, 1 / _MOST_WRONG), _MOST_WRONG)
             self._spell = (self._spell * wrong**_SPELL_STEP) ** _SPELL_KEPT
 
@@ -96,7 +105,8 @@ class Pace:
             return
         measured = min(max(measured, known.value / _MOST_CHANGE), known.value * _MOST_CHANGE)
         known.count += 1
-        known.value += max(_STEP, 1 / known.count) * (measured - known.value)
+        step = _STEP_IF_NEW if size != self._last_size else _STEP
+        known.value += max(step, 1 / known.count) * (measured - known.value)
         known.step = self._num_steps
 
     def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:

@@ -77,7 +77,7 @@ class Speculator:
         self._asked: dict[str, float] = {}  # names, and the seconds that each has taken of these
         self._balances: defaultdict[tuple[str, int], Balance] = defaultdict(Balance)
         self._terms: Terms | None = None
-        self._terms_size = (0, 0)  # slices and rows that they hold for
+        self._terms_size = (0, 0, 0)  # slices, rows and tokens that they hold for
         self._terms_age = 0  # steps
         self._rest = 0  # steps
         self._rest_slices = 0  # and only while there are as many slices
@@ -95,6 +95,7 @@ class Speculator:
         price = terms.price(plan.budget)
         if price is None:
             self._rest, self._rest_slices = _REST, len(plan.slices)
+            self._terms = None
             return
         parts = [  # those of one output token, behind which drafts may stand
             part
@@ -196,7 +197,8 @@ class Speculator:
 
     def _current_terms(self, plan: StepPlan) -> Terms:
         """Return what guesses cost; worked out now and then, as it changes slowly."""
-        size = len(plan.slices), sum([part.count for part in plan.slices])
+        slices = plan.slices
+        size = len(slices), sum([p.count for p in slices]), sum([p.samples for p in slices])
         known = self._terms
         if known is None or self._terms_size != size or self._terms_age >= _TERMS_STEPS:
             known = self._terms = self._chooser.terms(BatchShape.of(plan))
