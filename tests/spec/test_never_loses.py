@@ -1,7 +1,7 @@
 """Guesses do not make a batch slower: the real controller on a machine that is simulated.
 
-Texts are known beforehand, and so is how long each step takes: by its rows, as measured on two
-cores with AVX-512, times a noise like that of shared machines, with spells in which everything
+Texts are known beforehand, and so is how long each step takes: by its rows, about as measured on
+two cores with AVX-512, times a noise like that of shared machines, with spells in which everything
 takes twice as long. Looking for guesses takes a little, too. So all is the same in each run, and
 what is counted is the time without noise.
 """
