@@ -18,6 +18,8 @@ TS_EXPORT const char* ts_linear_level() { return ts::level_name(); }
 
 TS_EXPORT int32_t ts_linear_request_tiles() { return ts::request_tiles() ? 1 : 0; }
 
+TS_EXPORT int32_t ts_linear_rows_together() { return ts::rows_together(); }
+
 TS_EXPORT int64_t ts_linear_packed_bytes(int32_t type, int64_t num_outputs, int64_t num_inputs) {
   return ts::packed_bytes(static_cast<WeightType>(type), num_outputs, num_inputs);
 }

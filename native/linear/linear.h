@@ -109,6 +109,10 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
 bool request_tiles();
 
 /// "portable", "avx2", "avx512", "amx", "amx_emulated" or "neon_dotprod".
+/// How many rows kernels of block formats compute at once, at most; there is one for each power of
+/// two up to it.
+int rows_together();
+
 const char* level_name();
 
 }  // namespace ts

@@ -250,6 +250,8 @@ void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t gro
 
 }  // namespace
 
+int rows_together() { return max_kernel_rows<WeightType::Q4_0>(); }
+
 void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
               int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
               bool accumulate) {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.heads import write_random_heads
-from support.native import native_dir
+from support.native import load_level, native_dir
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.config import (
@@ -101,6 +101,8 @@ def test_answers_are_the_same(
 def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str, kind: str) -> None:
     if backend == "torch":
         pytest.importorskip("torch", reason="no PyTorch here")
+    if backend.startswith("cpu:"):
+        load_level(backend.removeprefix("cpu:"))  # skips where this machine lacks it
     params = [replace(GREEDY, max_tokens=12), SamplingParams(max_tokens=12, seed=1)] * 2
     with engine_of(path, backend, method="off") as llm:
         plain = said(llm.generate(PROMPTS, params))

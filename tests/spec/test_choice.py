@@ -21,7 +21,7 @@ HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any"
 def pace_of(fixed_s: float, row_s: float) -> Pace:
     """Steps take `fixed_s`, and `row_s` more for each row."""
     cost = StepCost(Cost(0, round(fixed_s * 1e9), 0), Cost(round(row_s * 1e9), 0, 0), 0, 0, (), ())
-    return Pace(cost, HARDWARE)
+    return Pace(cost, HARDWARE, rows_together=8)
 
 
 def decode(num_streams: int) -> BatchShape:
@@ -196,3 +196,16 @@ def test_what_becomes_of_a_tree_teaches_only_about_those_that_had_a_chance():
     line = Proposal("test", (1, 2, 3), (0.5,) * 3, (0,) * 3)
     assert list(Outcome(range(3), range(1), ()).trials(line)) == [(0, True), (1, False)]
     assert list(Outcome(range(2), range(2), ()).trials(line)) == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize("together", [1, 2, 4, 8])
+def test_the_cheapest_number_of_guesses_is_probed(together: int):
+    cost = pace_of(0.001, 0.001).cost
+    for num_rows in range(1, 12):
+        pace = Pace(cost, HARDWARE, together)
+        outlook = pace.outlook(decode(num_rows))
+        plain_s = outlook.seconds(0)
+        each_s = {n: (outlook.seconds(n) - plain_s) / n for n in range(1, 9)}
+        probed = outlook.probes(8)
+        assert probed <= set(each_s)
+        assert min(each_s[n] for n in probed) == pytest.approx(min(each_s.values()))

@@ -143,7 +143,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.noise = Noise(random.Random(self.seed + 1000))
-        known = Pace(COST, MACHINE)
+        known = Pace(COST, MACHINE, rows_together=8)
         proposer: Proposer = ContextProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)

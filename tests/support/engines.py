@@ -86,7 +86,7 @@ def tiny_client(
     config = SchedulerConfig(context_length=card.context_length, **limits)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
     speculation = speculation or SpeculationOptions("off")
-    speculator = build_speculator(speculation, card.cost.per_step(), None)
+    speculator = build_speculator(speculation, card.cost.per_step(), None, 1)
     loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
     try:
         yield Client(card, loop), backend

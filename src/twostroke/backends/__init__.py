@@ -26,6 +26,8 @@ class BackendFacts:
     that pages filled by either serve the other. `level` names the instruction set of the kernels,
     or whose limits the backend is held against. There are `num_pages` pages, each for `page_size`
     tokens of any one cache group; `windows[g]` is how many positions the rows of group g see.
+    Kernels compute up to `rows_together` rows at once, for each power of two up to it: fewer rows
+    take as long as the next one.
     """
 
     name: str
@@ -36,6 +38,7 @@ class BackendFacts:
     page_size: int
     windows: tuple[int | None, ...]
     one_arithmetic: bool
+    rows_together: int
     weight_bytes: int
     cache_bytes: int
 

@@ -149,8 +149,9 @@ def build(
                     raise
                 leave_out(draft.loaded.name, error)
                 draft = None
-        speculator = build_speculator(guessing, card.cost.per_step(), limits, helpers, watchers)
-        loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
+        cost, rows_together = card.cost.per_step(), backend.facts.rows_together
+        speculator = build_speculator(guessing, cost, limits, rows_together, helpers, watchers)
+        loop = EngineLoop(backend, scheduler, speculator, Meter(cost))
     except BaseException:
         for helper in helpers:
             helper.close()
@@ -199,14 +200,15 @@ def build_speculator(
     options: SpeculationOptions,
     cost: StepCost,
     limits: Limits | None,
+    rows_together: int,
     helpers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
 ) -> Speculator:
     """Return who guesses tokens, for steps of this cost on a machine with these limits.
 
-    `helpers` are proposers with models of their own.
+    Its kernels compute `rows_together` rows at once (`BackendFacts`). `helpers` are proposers with models of their own.
     """
-    pace = Pace(cost, limits.hardware() if limits else None)
+    pace = Pace(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
         proposers.append(ContextProposer())

@@ -137,7 +137,7 @@ class Draft:
         )
         return DraftModel(
             runner,
-            Pace(cost.per_step(), hardware),
+            Pace(cost.per_step(), hardware, runner.facts.rows_together),
             vocab_size=target.cost.program.vocab_size,
             context_length=length,
             token_budget=options.batch.token_budget,

@@ -92,7 +92,8 @@ class Heads:
             shown=last_hidden(program),
         )
         stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
-        pace = Pace(CostModel(program, stored).per_step(), hardware)
+        cost = CostModel(program, stored).per_step()
+        pace = Pace(cost, hardware, runner.facts.rows_together)
         odds = HeadsOdds(facts.accepted, facts.right_if_sure)
         kind = EagleHeads if facts.spec.kind == EAGLE else MedusaHeads
         return kind(facts.spec.kind, runner, pace, odds, facts.token_ids)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from twostroke.spec.proposal import Proposal
 
 _LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
-_PROBES = (1, 2, 4, 8, 16)  # guesses
-_FULL = (2, 4, 8)  # rows that kernels compute together
+_MOST_PROBED = 16  # guesses
 _STALE = 24  # steps after which the time of those without guesses is measured anew,
 _MUCH = 1.5  # or more where guesses bring so many times the tokens a second
 _STALE_IF_MUCH = 96
@@ -105,10 +104,8 @@ class _PayingTerms:
         outlook = self.outlook
         plain_s = outlook.seconds(0)
         rate = self.num_tokens / plain_s
-        probes = {*_PROBES, *[rows - outlook.num_rows for rows in _FULL]}
-        row_s = min(
-            [(outlook.seconds(n) - plain_s) / n for n in probes if 0 < n <= most], default=plain_s
-        )
+        probes = outlook.probes(min(most, _MOST_PROBED))
+        row_s = min([(outlook.seconds(n) - plain_s) / n for n in probes], default=plain_s)
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
         return Price(chance, rate, most) if chance < 1 else None
 

@@ -45,7 +45,8 @@ class Pace:
     steps: prompts tell of the one, single rows of the other, and so a step of some rows is known
     about before one was tried. Sizes are numbers of rows, in classes that grow with them: kernels
     take rows by fours and eights. A size of which nothing is known, or nothing new for long, is
-    thought to be like its neighbours.
+    thought to be like its neighbours. Kernels take up to `rows_together` rows at once, and fewer
+    for as long as the next power of two.
 
     Machines are shared, and slow for a while now and then. The best of several sizes must not be
     the one that had the better moments: so a step is held against those just before it, and what
@@ -54,6 +55,7 @@ class Pace:
 
     cost: StepCost
     hardware: Hardware | None
+    rows_together: int = 1
     _memory: float = 1.0  # times as long as at the limits
     _arithmetic: float = 1.0
     _ratios: dict[int, _Ratio] = field(default_factory=dict)
@@ -80,7 +82,14 @@ class Pace:
             * self._spell
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
-        return Outlook(batch.num_rows, fitted_s, one_s - fitted_s, two_s - one_s, self._ratio)
+        return Outlook(
+            batch.num_rows,
+            self.rows_together,
+            fitted_s,
+            one_s - fitted_s,
+            two_s - one_s,
+            self._ratio,
+        )
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
         """Hear how long a step took."""
@@ -134,7 +143,8 @@ class Pace:
     def _padded_s(self, batch: BatchShape) -> tuple[float, float]:
         """Return both at the machine's limits, for as many rows as kernels compute."""
         memory_s, arithmetic_s = self._least_s(batch)
-        return memory_s, arithmetic_s * _num_padded(batch.num_rows) / max(1, batch.num_rows)
+        num_rows = batch.num_rows
+        return memory_s, arithmetic_s * num_padded(num_rows, self.rows_together) / max(1, num_rows)
 
     def _least_s(self, batch: BatchShape) -> tuple[float, float]:
         """Return the time of memory traffic and that of arithmetic, at the machine's limits."""
@@ -169,11 +179,21 @@ class Outlook:
     """
 
     num_rows: int  # without guesses
+    rows_together: int
     fitted_s: float
     fork_s: float  # what the first guess of a path adds
     row_s: float  # and what another one does
     ratio: Callable[[int], float]
     _ratios: dict[int, float] = field(default_factory=dict)
+
+    def probes(self, most: int) -> set[int]:
+        """Return numbers of guesses up to `most`, of which one costs least a guess, or nearly.
+
+        They are the powers of two, and those that leave no row of a kernel idle.
+        """
+        powers = [1 << exponent for exponent in range(most.bit_length())]
+        full = [1 << exponent for exponent in range(self.rows_together.bit_length())]
+        return {n for n in (*powers, *[rows - self.num_rows for rows in full]) if 0 < n <= most}
 
     def seconds(self, num_guesses: int, num_forks: int = 0) -> float:
         """Return about how long the step takes with guesses, of which some fork."""
@@ -182,16 +202,17 @@ class Outlook:
         ratio = self._ratios.get(size)
         if ratio is None:
             ratio = self._ratios[size] = self.ratio(size)
-        fitted_s = self.fitted_s + (_num_padded(num_rows) - num_rows) * self.row_s
+        num_idle = num_padded(num_rows, self.rows_together) - num_rows
+        fitted_s = self.fitted_s + num_idle * self.row_s
         if num_guesses:
             num_paths = num_forks + (num_guesses > num_forks)
             fitted_s += num_paths * self.fork_s + (num_guesses - num_paths) * self.row_s
         return fitted_s * ratio
 
 
-def _num_padded(num_rows: int) -> int:
-    """Return how many rows kernels compute, which take up to 8 rows by twos, fours and eights."""
-    return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= 8 else num_rows
+def num_padded(num_rows: int, together: int) -> int:
+    """Return how many rows kernels compute, which fill up to `together` to a power of two."""
+    return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= together else num_rows
 
 
 def _size(num_rows: int) -> int:

@@ -181,6 +181,7 @@ class CpuBackend:
             page_size=pages.page_size,
             windows=tuple(group.window for group in self._program.cache_groups),
             one_arithmetic=bool(self._library.ts_one_arithmetic()),
+            rows_together=self._library.ts_linear_rows_together(),
             weight_bytes=self._loaded[1].num_bytes,
             cache_bytes=pages.num_pages * page_bytes,
         )

@@ -35,6 +35,7 @@ _SIGNATURES = {
     "ts_record_size": (c_int64, (c_int32,)),
     "ts_probe": (c_int32, ()),
     "ts_linear_request_tiles": (c_int32, ()),
+    "ts_linear_rows_together": (c_int32, ()),
     "ts_linear_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "ts_map_memory": (c_void_p, (c_int64,)),
     "ts_unmap_memory": (None, (c_void_p, c_int64)),

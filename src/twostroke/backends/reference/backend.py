@@ -55,6 +55,7 @@ class ReferenceBackend:
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
             one_arithmetic=True,
+            rows_together=1,
             weight_bytes=sum(weight.nbytes for weight in self._weights.values()),
             cache_bytes=num_pages * program.page_bytes(page_size, FORMATS["f32"]),
         )

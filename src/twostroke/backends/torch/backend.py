@@ -58,6 +58,7 @@ class TorchBackend:
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
             one_arithmetic=True,
+            rows_together=1,
             weight_bytes=self._model.weight_bytes,
             cache_bytes=self._pages.memory.nbytes,
         )
