@@ -21,6 +21,7 @@ TS_EXPORT int64_t ts_sample_row_offset(int32_t index) {
       offsetof(SampleRow, bias_ids),
       offsetof(SampleRow, bias_values),
       offsetof(SampleRow, barred_ids),
+      offsetof(SampleRow, mask),
       offsetof(SampleRow, seed),
       offsetof(SampleRow, counter),
       offsetof(SampleRow, num_tokens),

@@ -4,6 +4,7 @@
 // once where the definition rounds twice. tests/native/test_sample.py compares weights exactly.
 #include "sample/passes.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -134,6 +135,22 @@ int64_t find_peaks(const float* logits, int64_t count, float* peaks) {
     }
   });
   return first;
+}
+
+void apply_mask(const float* logits, const uint32_t* mask, int64_t count, float* out) {
+  const float nothing = -kInfinity;
+  for (int64_t first = 0; first < count; first += 32) {
+    const int64_t end = std::min<int64_t>(32, count - first);
+    const uint32_t word = mask[first / 32];
+    float* target = out + first;
+    if (word == 0) {  // most words, where little is allowed
+      std::fill_n(target, end, nothing);
+    } else if (word == ~uint32_t{0}) {
+      std::memcpy(target, logits + first, sizeof(float) * end);
+    } else {
+      for (int64_t i = 0; i < end; ++i) target[i] = word >> i & 1 ? logits[first + i] : nothing;
+    }
+  }
 }
 
 float scale_of(double temperature) {

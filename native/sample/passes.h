@@ -19,6 +19,9 @@ inline int64_t num_blocks(int64_t count) { return (count + kBlock - 1) / kBlock;
 // the largest of all, or -1 if nothing is above minus infinity.
 int64_t find_peaks(const float* logits, int64_t count, float* peaks);
 
+// Write the logits of tokens whose bit is set, and minus infinity for the others.
+void apply_mask(const float* logits, const uint32_t* mask, int64_t count, float* out);
+
 // The factor that turns a difference of logits into a power of 2.
 float scale_of(double temperature);
 

@@ -312,6 +312,7 @@ void SamplerScratch::fit(int64_t vocab_size) {
   candidates.reserve(vocab_size);
   kept_logits.resize(vocab_size);
   kept_ids.resize(vocab_size);
+  masked.resize(vocab_size);
 }
 
 void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch,
@@ -319,10 +320,15 @@ void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, Sampler
   scratch.fit(vocab_size);
   *result = SampleResult{};
   adjust(row, logits, vocab_size, scratch);
+  const float* allowed = logits;
+  if (row.mask) {
+    apply_mask(logits, row.mask, vocab_size, scratch.masked.data());
+    allowed = scratch.masked.data();
+  }
   if (row.temperature > 0.0)
-    result->token = drawn(row, logits, vocab_size, scratch);
+    result->token = drawn(row, allowed, vocab_size, scratch);
   else
-    result->token = static_cast<int32_t>(likeliest(logits, vocab_size, scratch));
+    result->token = static_cast<int32_t>(likeliest(allowed, vocab_size, scratch));
   put_back(logits, scratch);
   if (row.num_logprobs < 0 || result->token == kNoToken) return;
   report(std::min(row.num_logprobs, kMaxLogprobs), logits, vocab_size, scratch, result);

@@ -19,6 +19,7 @@ struct SampleRow {
   const int32_t* bias_ids;
   const float* bias_values;
   const int32_t* barred_ids;  // never drawn: end tokens while min_tokens is not reached
+  const uint32_t* mask;       // a bit a token, lowest first: those that may be drawn; null: all
   uint64_t seed;
   uint64_t counter;  // index of the output token that is drawn
   int64_t num_tokens;
@@ -63,6 +64,7 @@ class SamplerScratch {
   std::vector<float> peaks;          // largest logit of each block
   std::vector<float> ordered_peaks;  // the same, while being ordered
   std::vector<float> weights;        // see passes.h
+  std::vector<float> masked;         // the logits of tokens that a mask allows
   std::vector<uint64_t> masses;      // sum of the weights of each block
   std::vector<uint32_t> seen;        // how a token occurs in the history; all 0 between rows
   std::vector<Saved> saved;          // in the order of writing

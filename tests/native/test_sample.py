@@ -12,6 +12,7 @@ import pytest
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
 from support.sampling import (
     KINDS,
+    OneMask,
     make_request,
     random_logits,
     random_request,
@@ -51,7 +52,16 @@ def cases(
     count = SIZES[vocab_size]
     requests = [random_request(rng, vocab_size) for _ in range(count)]
     logits = np.stack([random_logits(rng, vocab_size) for _ in range(count)])
-    return requests, logits, [draw(r, x) for r, x in zip(requests, logits, strict=True)]
+    return (
+        requests,
+        logits,
+        [draw(r, x, (), mask(r)) for r, x in zip(requests, logits, strict=True)],
+    )
+
+
+def mask(request: Request) -> NDArray[np.uint32] | None:
+    matcher = request.matcher
+    return matcher.mask if isinstance(matcher, OneMask) else None
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)

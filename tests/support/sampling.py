@@ -22,16 +22,48 @@ if TYPE_CHECKING:
 KINDS = ("normal", "peaked", "flat", "ties", "equal", "holes", "nan", "infinite", "huge", "nothing")
 
 
+class OneMask:
+    """A matcher that allows the same tokens everywhere."""
+
+    def __init__(self, flags: NDArray[np.bool_]) -> None:
+        """Allow the tokens whose flags, of shape (vocab_size,), are set."""
+        self.num_words = -(-flags.size // 32)
+        padded = np.zeros(32 * self.num_words, bool)
+        padded[: flags.size] = flags
+        self.mask = np.packbits(padded, bitorder="little").view("<u4").astype(np.uint32)
+
+    def masks(
+        self,
+        output: Sequence[int],
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        out: NDArray[np.uint32],
+    ) -> None:
+        del output, parents
+        assert len(out) == 1 + len(drafts)
+        out[:] = self.mask
+
+    def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        del output
+        return len(tokens)
+
+    def forced(self, output: Sequence[int]) -> Sequence[int]:
+        del output
+        return ()
+
+
 def make_request(
     params: SamplingParams,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
     seed: int = 0,
     end_ids: Sequence[int] = (),
+    allowed: NDArray[np.bool_] | None = None,
 ) -> Request:
-    """A request that has already written `output`."""
-    tokens = [*prompt, *output]
-    return Request("r", tokens, len(prompt), params, seed, end_ids=frozenset(end_ids))
+    """A request that has already written `output`, and may go on with tokens that are `allowed`."""
+    tokens, ends = [*prompt, *output], frozenset(end_ids)
+    matcher = None if allowed is None else OneMask(allowed)
+    return Request("r", tokens, len(prompt), params, seed, end_ids=ends, matcher=matcher)
 
 
 def random_logits(
@@ -82,7 +114,28 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
         logprobs=None if rng.random() < 0.5 else int(rng.integers(0, 21)),
     )
     seed = int(rng.integers(2**64, dtype=np.uint64)) - int(rng.integers(2)) * 2**63
-    return make_request(params, some_ids(20), some_ids(20), seed, some_ids(3))
+    ends = some_ids(3)
+    return make_request(
+        params, some_ids(20), some_ids(20), seed, ends, random_mask(rng, vocab_size, ends)
+    )
+
+
+def random_mask(
+    rng: np.random.Generator, vocab_size: int, ends: Sequence[int]
+) -> NDArray[np.bool_] | None:
+    """Flags of allowed tokens, (vocab_size,): many, few, an end alone, none; often no mask."""
+    kind = rng.choice(["no mask", "no mask", "many", "few", "an end", "none"])
+    flags = np.zeros(vocab_size, bool)
+    if kind == "no mask":
+        return None
+    if kind == "many":
+        flags[:] = rng.random(vocab_size) < 0.9
+        flags[: vocab_size // 2] |= rng.random() < 0.5  # whole words of a mask
+    elif kind == "few":
+        flags[rng.integers(0, vocab_size, size=5)] = True
+    elif kind == "an end":
+        flags[[token for token in ends if token < vocab_size][:1]] = True
+    return flags
 
 
 def sample_native(

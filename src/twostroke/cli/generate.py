@@ -13,6 +13,8 @@ import click
 
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.figures import Figures, describe
+from twostroke.cli.files import decoded, read_text
+from twostroke.cli.form import constraint, form_options
 from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import (
     compute_options,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer and nothing else.")
 @sampling_options
+@form_options
 @compute_options
 @speculation_options
 def command(**given: Any) -> None:
@@ -61,8 +64,8 @@ def command(**given: Any) -> None:
     as_json, quiet = given.pop("as_json"), given.pop("quiet")
     system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
     expected = given.pop("prediction")
-    prediction = "" if expected is None else _decoded(_read(expected), str(expected))
-    params, options = sampling_params(given), engine_options(given)
+    prediction = "" if expected is None else read_text(expected)
+    params, options = sampling_params(given, constraint(given)), engine_options(given)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
@@ -86,30 +89,15 @@ def _prompt(text: str | None, option: str | None, path: Path | None) -> str:
         raise UsageError("Give the prompt once: in quotes, with -p TEXT, or with -f FILE.")
     text = option if text is None else text
     if path is not None:
-        return _decoded(_read(path), str(path))
+        return read_text(path)
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
     if text == "-" or (text is None and is_piped):
-        return _decoded(sys.stdin.buffer.read(), "Standard input")
+        return decoded(sys.stdin.buffer.read(), "Standard input")
     if text is None:
         raise UsageError(
             "There is no prompt: give one with -p TEXT, -f FILE, or on standard input."
         )
     return text
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"The file '{path}' cannot be read: {error.strerror}.") from None
-
-
-def _decoded(data: bytes, source: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        message = f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}."
-        raise UsageError(message) from None
 
 
 def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:

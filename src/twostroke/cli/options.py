@@ -27,6 +27,8 @@ from twostroke.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from twostroke.core.constraint import Constraint
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 # How the parts of the configuration call what an option sets, where that is not its own name.
@@ -60,7 +62,7 @@ def option(section: str, *names: str, **attributes: Any) -> Callable[[F], F]:
 
 def sampling_options(function: F) -> F:
     """Add the options of `SamplingParams`."""
-    return _add(
+    return add_options(
         function,
         "Choosing tokens",
         (("--max-tokens",), {"type": int, "help": "Most tokens to write [default: the context]."}),
@@ -98,7 +100,7 @@ def sampling_options(function: F) -> F:
 
 def compute_options(function: F) -> F:
     """Add the options of `ComputeOptions` and `CacheOptions`."""
-    return _add(
+    return add_options(
         function,
         "Machine",
         (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Who computes."}),
@@ -140,7 +142,7 @@ def compute_options(function: F) -> F:
 
 def batch_options(function: F) -> F:
     """Add the options of `BatchOptions`."""
-    return _add(
+    return add_options(
         function,
         "Batching",
         (
@@ -184,7 +186,7 @@ def batch_options(function: F) -> F:
 
 def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
     """Add the options of `SpeculationOptions`; `draft` is who guesses if nothing is said."""
-    return _add(
+    return add_options(
         function,
         "Guessing ahead",
         (
@@ -262,7 +264,7 @@ def _draft(named: str) -> str | None:
     return None if word == _NO_DRAFT else PARTNER if word == PARTNER else named
 
 
-def sampling_params(given: dict[str, Any]) -> SamplingParams:
+def sampling_params(given: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
     """Take the sampling options out of `given` and build them."""
     names = (
         "max_tokens",
@@ -279,11 +281,14 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         "ignore_eos",
     )
     with named_as_options():
-        return SamplingParams(**{name: given.pop(name) for name in names})
+        return SamplingParams(**{name: given.pop(name) for name in names}, constraint=constraint)
 
 
-def _add(function: F, section: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> F:
-    """Add options to a command's function, in the order in which the help shows them."""
+def add_options(function: F, section: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> F:
+    """Add options to a command's function, in the order in which the help shows them.
+
+    Each is its names and `click.option`'s attributes.
+    """
     for names, attributes in reversed(options):
         shown = attributes.get("default") is not None
         decorate: Callable[[F], F] = option(section, *names, show_default=shown, **attributes)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from twostroke.core.constraint import Matcher
     from twostroke.core.sampling import SamplingParams
 
 
@@ -54,6 +55,7 @@ class Request:
             of the key-value page that holds the group's part of `tokens[i * page_size:]`, or
             `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
         hints: who may guess its next tokens, and from what.
+        matcher: says which tokens keep its output within `params.constraint`, if there is one.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         num_drafted: tokens that were guessed and computed before they were known.
         num_accepted: how many of these were right.
@@ -77,6 +79,7 @@ class Request:
     salt: bytes = b""
     prompt_field: str = "prompt"
     hints: Hints = NO_HINTS
+    matcher: Matcher | None = None
     arrival_s: float = 0.0
     started_s: float = 0.0
     num_computed: int = 0

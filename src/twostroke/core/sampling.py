@@ -12,6 +12,8 @@ from twostroke.core.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.core.constraint import Constraint
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_LOGIT_BIAS = 1024
@@ -25,12 +27,15 @@ class SamplingParams:
     """Everything that decides which token comes next and when to end.
 
     The order of application is: logit bias, repetition, frequency and presence penalties,
-    minimum tokens (end tokens barred), temperature, top-k, min-p, top-p, draw.
+    minimum tokens (end tokens barred), the constraint's mask, temperature, top-k, min-p, top-p,
+    draw.
     `temperature` 0 is greedy: the largest logit, the lowest id among equals.
     `max_tokens` None means as many as the context holds. `seed` None draws a fresh one per
     request. `logprobs` None reports none, 0 the chosen token's alone, k the k likeliest beside it;
     they are taken from the model's own distribution, before any of the above. `stop` and
-    `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given.
+    `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given. With a
+    `constraint` the answer is one that it allows, or the beginning of one if it was cut; where
+    nothing can be added any more it ends, whatever `min_tokens` says.
 
     Raises:
         RequestError: a value is outside its bounds; `param` names the field.
@@ -53,6 +58,7 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""
@@ -74,6 +80,9 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_CHOICES)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.constraint is not None and self.ignore_eos:
+            message = "ignore_eos cannot be combined with a constraint, whose answers end."
+            raise RequestError(message, param="ignore_eos")
         self._check_stops()
         self._check_bias()
 

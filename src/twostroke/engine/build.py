@@ -32,7 +32,15 @@ from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
+from twostroke.spec import (
+    Always,
+    ContextProposer,
+    ForcedTokens,
+    Lookahead,
+    Pace,
+    Speculator,
+    WhilePaying,
+)
 from twostroke.weights import LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
@@ -206,12 +214,13 @@ def build_speculator(
 ) -> Speculator:
     """Return who guesses tokens, for steps of this cost on a machine with these limits.
 
-    Its kernels compute `rows_together` rows at once (`BackendFacts`). `helpers` are proposers with models of their own.
+    Its kernels compute `rows_together` rows at once (`BackendFacts`). `helpers` are proposers with
+    models of their own.
     """
     pace = Pace(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
-        proposers.append(ContextProposer())
+        proposers += [ForcedTokens(), ContextProposer()]
     proposers += helpers
     if options.method == "lookahead":
         proposers.append(Lookahead())

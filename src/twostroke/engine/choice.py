@@ -11,6 +11,7 @@ from twostroke.engine.output import Output, Timings, Usage
 from twostroke.tokenize import StreamDecoder
 
 if TYPE_CHECKING:
+    from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import Request
     from twostroke.engine.mail import Mailbox
     from twostroke.tokenize import Tokenizer
@@ -63,7 +64,7 @@ class Choice:
         stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
         return self._last(text, delta, reason, stop)
 
-    def cut(self, reason: FinishReason, error: str | None = None) -> Output:
+    def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
         """Return the last output of a choice that ends without another token."""
         return self._last(self.decoder.finish(), None, reason, None, error)
 
@@ -73,7 +74,7 @@ class Choice:
         delta: Delta | None,
         reason: FinishReason,
         stop: str | int | None,
-        error: str | None = None,
+        error: TwostrokeError | None = None,
     ) -> Output:
         request = self.request
         return Output(

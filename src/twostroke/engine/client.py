@@ -8,11 +8,12 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import RequestError, TwostrokeError
+from twostroke.core.errors import RequestError
 from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
 from twostroke.engine.output import Completion, Output, join
+from twostroke.sample.grammar import Grammars
 
 if TYPE_CHECKING:
     import asyncio
@@ -82,13 +83,14 @@ class Generation:
         May be left and taken up again.
 
         Raises:
+            RequestError: its constraint could not be followed further.
             TwostrokeError: the engine failed under the request.
         """
         while self._num_ended < len(self.request_ids):
             output = self._queue.get()
             self._num_ended += output.finish_reason is not None
             if output.error is not None:
-                raise TwostrokeError(output.error)
+                raise output.error
             yield output
 
     def wait(self) -> list[Completion]:
@@ -120,13 +122,14 @@ class AsyncGeneration:
         A caller that leaves early calls `cancel`, or takes up again where it left.
 
         Raises:
+            RequestError: its constraint could not be followed further.
             TwostrokeError: the engine failed under the request.
         """
         while self._num_ended < len(self.request_ids):
             output = await self._queue.get()
             self._num_ended += output.finish_reason is not None
             if output.error is not None:
-                raise TwostrokeError(output.error)
+                raise output.error
             yield output
 
     async def wait(self) -> list[Completion]:
@@ -150,6 +153,7 @@ class Client:
         """Speak to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
+        self.grammars = Grammars(card.tokenizer, card.cost.program.vocab_size)
 
     def generate(
         self,
@@ -161,7 +165,8 @@ class Client:
         """Queue a prompt and return its outputs, to be read from any thread.
 
         Raises:
-            RequestError: the prompt is empty, has an unknown token, or can never fit.
+            RequestError: the prompt is empty, has an unknown token, or can never fit, or the
+                constraint cannot be used.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine no longer runs.
         """
@@ -222,7 +227,7 @@ class Client:
         """Yield one prompt's n requests."""
         self._check(tokens, params)
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
-        ends = frozenset(params.stop_token_ids)
+        ends, constraint = frozenset(params.stop_token_ids), params.constraint
         if not params.ignore_eos:
             ends |= self.card.tokenizer.eos_ids
         for index in range(params.n):
@@ -238,6 +243,7 @@ class Client:
                 salt=caller.tenant.encode(),
                 prompt_field=caller.prompt_field,
                 hints=hints,
+                matcher=None if constraint is None else self.grammars.matcher(constraint),
             )
 
     def _check_hints(self, hints: Hints) -> None:

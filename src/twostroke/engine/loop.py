@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import EngineStoppedError
+from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
@@ -180,11 +180,11 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it
             reason = f"{type(error).__name__}: {error}"
             self._failure = reason
-        message = f"The engine stopped: {reason}"
+        stopped = TwostrokeError(f"The engine stopped: {reason}")
         with self._condition:
             left = list(self._choices.values())
             self._choices.clear()
-            post([(c.mailbox, c.cut(FinishReason.ERROR, message)) for c in left])
+            post([(c.mailbox, c.cut(FinishReason.ERROR, stopped)) for c in left])
 
     def _step(self) -> bool:
         """Do one step, or wait for work; return False once the engine is to stop."""
@@ -255,7 +255,9 @@ class EngineLoop:
 
     def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
         part = plan.slices[0]
-        self._fail(part.request, f"{type(error).__name__}: {error}")
+        if not isinstance(error, RequestError):  # which is the request's own fault
+            error = _failure(f"{type(error).__name__}: {error}")
+        self._fail(part.request, error)
         return StepResult([NO_TOKEN] * part.num_drawn, [None] * part.num_drawn)
 
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
@@ -271,15 +273,18 @@ class EngineLoop:
             right = right_drafts(part.drafts, part.branches, drawn)
             for token in drawn[:1] + [drawn[1 + draft] for draft in right]:
                 if token == NO_TOKEN:
-                    self._fail(part.request, "its logits leave no token to draw.")
+                    self._fail(part.request, _failure("its logits leave no token to draw."))
                 if token in part.request.end_ids:
                     break
 
-    def _fail(self, request: Request, why: str) -> None:
+    def _fail(self, request: Request, error: TwostrokeError) -> None:
         """End one request whose computation failed; the others go on."""
-        message = f"The engine failed on this request: {why}"
         with self._condition:
             choice = self._choices.get(request.id)
             if choice is not None:
                 self._end(choice, FinishReason.ERROR)
-                post([(choice.mailbox, choice.cut(FinishReason.ERROR, message))])
+                post([(choice.mailbox, choice.cut(FinishReason.ERROR, error))])
+
+
+def _failure(why: str) -> TwostrokeError:
+    return TwostrokeError(f"The engine failed on this request: {why}")

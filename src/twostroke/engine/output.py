@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import FinishReason
     from twostroke.core.step import TokenLogprobs
 
@@ -49,7 +50,8 @@ class Output:
 
     `text` is safe to show: whole characters, and no beginning of a stop string. Token ids and
     log-probabilities may run ahead of it. The last output of a choice has `finish_reason`,
-    `usage` and `timings`; `stop` is then the stop string or token id that was met, if any.
+    `usage` and `timings`; `stop` is then the stop string or token id that was met, if any, and
+    `error` what ended it where that was no good end.
     """
 
     index: int
@@ -60,7 +62,7 @@ class Output:
     stop: str | int | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-    error: str | None = None
+    error: TwostrokeError | None = None
 
 
 @dataclass(frozen=True, slots=True)

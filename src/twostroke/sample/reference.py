@@ -27,6 +27,7 @@ import numpy as np
 
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.core.tree import ROOT, parents_of, path_to
+from twostroke.sample.masks import allows_only, as_flags, fill_masks
 from twostroke.sample.philox import random_bits
 
 if TYPE_CHECKING:
@@ -62,8 +63,26 @@ def draw_all(
     slices: Sequence[Slice], logits: NDArray[np.float32]
 ) -> list[tuple[int, TokenLogprobs | None]]:
     """Draw all tokens of a step from its sampled rows' logits (rows, vocab_size), as `draw`."""
-    behind = [(part.request, drafts) for part in slices for drafts in _drafts_before(part)]
-    return [draw(who, row, drafts) for (who, drafts), row in zip(behind, logits, strict=True)]
+    behind = [
+        (part.request, drafts, mask)
+        for part in slices
+        for drafts, mask in zip(_drafts_before(part), _masks(part), strict=True)
+    ]
+    return [
+        draw(who, row, drafts, mask)
+        for (who, drafts, mask), row in zip(behind, logits, strict=True)
+    ]
+
+
+def _masks(part: Slice) -> Sequence[NDArray[np.uint32] | None]:
+    """Return the mask of each token to be drawn, if there is a constraint."""
+    matcher = part.request.matcher
+    if matcher is None:
+        return [None] * part.num_drawn
+    masks = np.zeros((part.num_drawn, matcher.num_words), np.uint32)
+    if part.samples:
+        fill_masks(matcher, part.request, part, masks)
+    return list(masks)
 
 
 def _drafts_before(part: Slice) -> Iterator[Sequence[int]]:
@@ -79,16 +98,20 @@ def _drafts_before(part: Slice) -> Iterator[Sequence[int]]:
 
 
 def draw(
-    request: Request, logits: NDArray[np.float32], drafts: Sequence[int] = ()
+    request: Request,
+    logits: NDArray[np.float32],
+    drafts: Sequence[int] = (),
+    mask: NDArray[np.uint32] | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
     """Draw the token after a request's newest one, or after `drafts` that follow it.
 
+    Only those that are in the `mask`, if there is one, may be drawn (`core.constraint.Matcher`).
     `logits`, of shape (vocab_size,), are left as they are. Returns the token, or `NO_TOKEN` where
     nothing may be drawn, and its log-probabilities if the request asked for them (None with
     `NO_TOKEN`).
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
-    adjusted = adjust(request, logits, drafts)
+    adjusted = adjust(request, logits, drafts, mask)
     if request.params.is_greedy:
         token = _likeliest(adjusted)
     else:
@@ -101,11 +124,16 @@ def draw(
 
 @_overflow_is_infinite
 def adjust(
-    request: Request, logits: NDArray[np.float32], drafts: Sequence[int] = ()
+    request: Request,
+    logits: NDArray[np.float32],
+    drafts: Sequence[int] = (),
+    mask: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.float32]:
-    """Return a copy of `logits` with bias, penalties and barred end tokens applied.
+    """Return a copy of `logits` with bias, penalties, barred end tokens and the mask applied.
 
     The `drafts` count as if they were the end of the request's output.
+
+    End tokens are not barred where the mask leaves nothing else.
 
     Repetition looks at prompt and output: positive logits are divided by the penalty, others
     multiplied. Frequency and presence look at the output alone. Float32 after each step.
@@ -127,8 +155,11 @@ def adjust(
         rest -= float(np.float32(params.frequency_penalty)) * counts
         rest -= float(np.float32(params.presence_penalty))
         logits[seen] = rest.astype(np.float32)
-    if request.num_output + len(drafts) < params.min_tokens:
+    early = request.num_output + len(drafts) < params.min_tokens
+    if early and (mask is None or not allows_only(mask, request.end_ids)):
         logits[_known(request.end_ids, logits.size)] = -np.inf
+    if mask is not None:
+        logits[~as_flags(mask, logits.size)] = -np.inf
     return logits
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.core.tree import depths_of, ends_of, parents_of, path_to
+from twostroke.sample.masks import allows_only, fill_masks
 from twostroke.sample.reference import LEAST_PENALTY
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ ROW = np.dtype(
         ("bias_ids", np.uint64),
         ("bias_values", np.uint64),
         ("barred_ids", np.uint64),
+        ("mask", np.uint64),
         ("seed", np.uint64),
         ("counter", np.uint64),
         ("num_tokens", np.int64),
@@ -84,6 +86,7 @@ class RowTable:
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
         self._drafted: Rows = self._rows  # with those of drafts
         self._branched: list[NDArray[np.int32]] = []  # tokens up to the ends of branches
+        self._masks: dict[Request, NDArray[np.uint32]] = {}  # of requests with a constraint
 
     def __len__(self) -> int:
         return len(self._places)
@@ -113,6 +116,8 @@ class RowTable:
         rows["counter"] = counters
         early = counters < self._min_tokens[places]
         rows["num_barred"] = np.where(early, self._num_ends[places], 0)
+        if self._masks:
+            self._mask(requests, parts, rows)
         return rows
 
     def _gather(self, requests: Sequence[Request]) -> None:
@@ -133,6 +138,7 @@ class RowTable:
             self._last = None
             self._free.append(self._places.pop(request))
             del self._arrays[request]
+            self._masks.pop(request, None)
             self._histories.pop(request, None)
 
     def _add(self, request: Request) -> int:
@@ -148,7 +154,7 @@ class RowTable:
         self._num_ends[place] = end_ids.size
 
         row = self._table[place]
-        row["tokens"] = 0
+        row["tokens"] = row["mask"] = 0
         row["bias_ids"], row["bias_values"] = bias_ids.ctypes.data, bias_values.ctypes.data
         row["barred_ids"], row["num_bias"] = end_ids.ctypes.data, bias_ids.size
         row["seed"], row["num_prompt"] = request.seed & (2**64 - 1), request.num_prompt
@@ -161,6 +167,8 @@ class RowTable:
 
         if params.has_penalties:
             self._histories[request] = _History()
+        if request.matcher is not None:
+            self._masks[request] = np.zeros((1, request.matcher.num_words), dtype=np.uint32)
         return place
 
     def _grow(self) -> None:
@@ -213,6 +221,25 @@ class RowTable:
                 tokens = np.array([*request.tokens, *path], np.int32)
                 rows["tokens"][first + 1 + branch.first : first + 1 + end] = tokens.ctypes.data
                 self._branched.append(tokens)
+
+    def _mask(self, requests: Sequence[Request], parts: Sequence[Slice] | None, rows: Rows) -> None:
+        """Point the rows of requests with a constraint to masks, which are good for this step."""
+        slices: Sequence[Slice | None] = parts or [None] * len(requests)
+        counts = [1 if part is None else part.num_drawn for part in slices]
+        at = 0
+        for request, part, count in zip(requests, slices, counts, strict=True):
+            own, at = rows[at : at + count], at + count
+            if request.matcher is None:
+                continue
+            masks = self._masks[request]
+            if len(masks) < count:
+                masks = self._masks[request] = np.zeros((2 * count, masks.shape[1]), masks.dtype)
+            masks = masks[:count]
+            fill_masks(request.matcher, request, part, masks)
+            own["mask"] = masks.ctypes.data + masks.strides[0] * np.arange(count, dtype=np.uint64)
+            for row, mask in zip(own, masks, strict=True):
+                if row["num_barred"] and allows_only(mask, request.end_ids):
+                    row["num_barred"] = 0
 
     def _make_room(self, request: Request, history: _History, num_tokens: int) -> None:
         old = history.tokens

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def end_reason(ticket: Ticket, token: int) -> FinishReason | None:
     """Why the request, to which `token` was just appended, ends; None if it goes on."""
     request = ticket.request
-    if token in request.end_ids and request.num_output > request.params.min_tokens:
+    early = request.num_output <= request.params.min_tokens and request.matcher is None
+    if token in request.end_ids and not early:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
 

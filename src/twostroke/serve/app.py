@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
+from twostroke.core.errors import ModelNotFoundError, RequestError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve import chat, completions, errors
 from twostroke.serve.boundary import Boundary
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
+    from twostroke.core.constraint import Constraint
     from twostroke.engine.client import Client
     from twostroke.engine.hardware import Limits
     from twostroke.serve.dialect import Dialect
@@ -61,6 +63,7 @@ class Api:
         self.names = options.model_names or (client.card.name,)
         self.is_draining = False
         self._open: set[Answers] = set()
+        self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
 
     def routes(self) -> list[Route]:
         """Return what is answered where."""
@@ -134,6 +137,7 @@ class Api:
                 job, encoded, name = await asyncio.to_thread(prepare, body)
             else:
                 job, encoded, name = prepare(body)
+            await self._compile(job.params.constraint)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
@@ -152,6 +156,23 @@ class Api:
             return _json(dialect.whole(reply, whole, answers.usage))
 
         return generate
+
+    async def _compile(self, constraint: Constraint | None) -> None:
+        """Let a new constraint be compiled beside the event loop and the engine.
+
+        Raises:
+            RequestError: it cannot be used, or takes too long.
+        """
+        grammars, limit_s = self.client.grammars, self.options.limits.compile_timeout_s
+        if constraint is None or grammars.knows(constraint):
+            return
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._compiler, grammars.matcher, constraint)
+        try:
+            await asyncio.wait_for(work, limit_s)
+        except TimeoutError:
+            message = f"{constraint.param} took longer than {limit_s:g} s to compile: simplify it."
+            raise RequestError(message, param=constraint.param) from None
 
     def _name(self, asked: str | None) -> str:
         """Return the name that the response carries.

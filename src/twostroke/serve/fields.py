@@ -10,6 +10,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.errors import UnsupportedFieldError
+from twostroke.serve.structure import ResponseFormat, StructuredOutputs, to_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,17 +37,11 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "cache_salt": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1.0,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -107,6 +102,13 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prediction: Prediction | None = None
     speculate: str | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     # Harmless: they change nothing about the answer.
     user: Any = None
     metadata: Any = None
@@ -124,17 +126,11 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: Any = None
     best_of: int | None = None
     cache_salt: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     length_penalty: Any = None
     prompt_logprobs: Any = None
-    response_format: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     skip_special_tokens: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
@@ -174,6 +170,7 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     values["include_stop"] = asked.include_stop_str_in_output
     values["logit_bias"] = asked.logit_bias
     values["stop_token_ids"] = tuple(asked.stop_token_ids or ())
+    values["constraint"] = to_constraint(asked)
     values |= own
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 

@@ -18,6 +18,7 @@ class Limits:
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
         max_unread: outputs that a stream may fall behind the engine.
         max_choices: prompts times n of one request.
+        compile_timeout_s: for a schema or grammar that is new, from the request's arrival (400).
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -28,6 +29,7 @@ class Limits:
     reader_timeout_s: float = 30.0
     max_unread: int = 4096
     max_choices: int = 1024
+    compile_timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
 from twostroke.spec.eagle import EagleHeads
 from twostroke.spec.follower import Words
+from twostroke.spec.forced import ForcedTokens
 from twostroke.spec.guesses import HeadsOdds
 from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.medusa import MedusaHeads
@@ -24,6 +25,7 @@ __all__ = [
     "ContextProposer",
     "DraftModel",
     "EagleHeads",
+    "ForcedTokens",
     "HeadsOdds",
     "Lookahead",
     "MedusaHeads",

@@ -53,6 +53,19 @@ class Proposal:
             return (False,) * len(self.tokens)
         return [parent in self.parents[:i] for i, parent in enumerate(self.parents)]
 
+    def first(self, count: int) -> Proposal:
+        """Return the first `count` guesses alone."""
+        if count >= len(self.tokens):
+            return self
+        return Proposal(
+            self.source,
+            self.tokens[:count],
+            self.odds[:count],
+            self.kinds[:count],
+            self.parents[:count],
+            self.worths[:count],
+        )
+
     def best_first(self) -> Proposal:
         """Return the same tree with the tokens that are worth most at the beginning."""
         order = sorted(range(len(self.tokens)), key=lambda i: -self.worths[i])

@@ -233,8 +233,17 @@ class Speculator:
         with self._trusting_nobody(proposer):
             proposals = proposer.propose(requests, price)
         self._asked[proposer.name] = time.monotonic() - began_s
-        for part, proposal in zip(asked, proposals, strict=False):  # none, if it has failed
+        for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
+            proposal = _as_allowed(offered, part.request)
             if proposal is not None:
                 guess = _Guess(part, proposer, proposal)
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
                     known[id(part)] = guess
+
+
+def _as_allowed(proposal: Proposal | None, request: Request) -> Proposal | None:
+    """Return the beginning of a chain that the request's constraint allows, or None."""
+    if proposal is None or request.matcher is None or proposal.parents:
+        return proposal
+    count = request.matcher.count_allowed(request.output, proposal.tokens)
+    return proposal.first(count) if count else None

@@ -1,0 +1,75 @@
+"""What an answer has to look like, and who says which tokens keep it so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from twostroke.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar")
+MAX_CONSTRAINT = 256 * 1024  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A set of texts, one of which the answer will be.
+
+    `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
+    expression for the whole answer), "choice" (a JSON list of texts) or "grammar" (Lark's notation,
+    or llama.cpp's GBNF). `param` is what the caller calls it: errors name it.
+
+    Raises:
+        RequestError: there is no such notation, or the text is too long.
+    """
+
+    notation: str
+    text: str
+    param: str = field(default="constraint", compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could read."""
+        if self.notation not in NOTATIONS:
+            message = f"A constraint is one of {', '.join(NOTATIONS)}, not '{self.notation}'."
+            raise RequestError(message, param=self.param)
+        if len(self.text) > MAX_CONSTRAINT:
+            message = f"{self.param} takes at most {MAX_CONSTRAINT:,} characters."
+            raise RequestError(message, param=self.param)
+
+
+class Matcher(Protocol):
+    """Which tokens keep one request's answer within its constraint.
+
+    It is shown the output tokens so far at every call and knows the beginning of them already: it
+    follows by itself, whatever became of the request in between. A mask has a bit for each token of
+    the vocabulary in `num_words` words, the lowest bit of the first for token 0; none is set beyond
+    the last token.
+    """
+
+    num_words: int
+
+    def masks(
+        self,
+        output: Sequence[int],
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        out: NDArray[np.uint32],
+    ) -> None:
+        """Write which tokens may follow `output` into `out[0]`, and draft `i` into `out[1 + i]`.
+
+        Each draft follows `drafts[parents[i]]` (or `ROOT`), and all before that one; they stand
+        depth first, so that one follows the draft before it or one that that follows. What stands
+        behind a draft that may not be there is of no meaning: nobody will reach it.
+        """
+
+    def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` may follow `output`, each behind the last."""
+
+    def forced(self, output: Sequence[int]) -> Sequence[int]:
+        """Return tokens that follow `output` as the text leaves nothing else; perhaps not all."""

@@ -1,0 +1,279 @@
+"""Grammars: a constraint's text to a matcher that says which tokens may come next.
+
+llguidance reads the notations and walks the vocabulary; what is here ties it to our tokenizers and
+to steps with drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from twostroke.core.errors import RequestError
+from twostroke.core.tree import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llguidance import GrammarFormat, LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
+
+    from twostroke.core.constraint import Constraint
+    from twostroke.tokenize import Tokenizer
+
+_MAX_KNOWN: Final = 64  # compiled grammars that are kept
+_MAX_ERROR: Final = 300  # characters
+MAX_CHOICES: Final = 1024
+_NICENESS: Final = 10  # of the thread that compiles
+_FORMATS: Final[dict[str, GrammarFormat]] = {
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+_NAMES: Final = {
+    "json_schema": "The JSON schema",
+    "regex": "The regular expression",
+    "choice": "The list of choices",
+    "grammar": "The grammar",
+}
+
+# JSON is written as Python's json.dumps does: a weak model would otherwise fill its answer with
+# blanks, of which a schema allows any number.
+_JSON_FORM: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+
+# At the rates that llguidance gives: a tenth of a second of compiling, and some ten milliseconds
+# for the mask of a step, beyond which the request fails.
+_LIMITS: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 5_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,
+    "max_items_in_row": 1000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+
+# Rules that refer to one another in a chain are followed by recursion, one frame each: as many as
+# fit into the longest text must fit into the stack. Only what is used of it takes memory.
+_STACK_BYTES: Final = 512 << 20
+_stack_lock = threading.Lock()  # the size of new stacks is the process's
+
+
+class Grammars:
+    """Compiles constraints for one model's vocabulary, and keeps those that were used last.
+
+    Safe to use from several threads; only one compiles at a time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Compile for logits of `vocab_size`, of which the tokenizer may leave some unused."""
+        self.ends = tokenizer.eos_ids
+        self.num_words = -(-vocab_size // 32)  # of a mask
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._known: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> GrammarMatcher:
+        """Return a matcher for a new request; compiles the constraint if it is not known.
+
+        Raises:
+            RequestError: the constraint is not valid, asks for what is not supported, or is too
+                complex; the sentence says what.
+        """
+        key = constraint.notation, constraint.text
+        with self._lock:
+            compiled = self._known.get(key)
+            if compiled is None:
+                compiled = _on_large_stack(self._compile, constraint)
+                self._known[key] = compiled
+                if len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return compiled.another(constraint)
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether `matcher` would answer at once."""
+        return (constraint.notation, constraint.text) in self._known
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes a second or two in which no other thread gets far.
+
+        Otherwise it is done for the first constraint.
+        """
+        with self._lock:
+            assert self._vocabulary is not None
+
+    def _compile(self, constraint: Constraint) -> GrammarMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        text, limits = _grammar(constraint), LLParserLimits(**_LIMITS)
+        compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        matcher = GrammarMatcher(compiled, self, constraint)
+        # The first mask is the most work, and is not done again.
+        matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        words: Any = _Words(self._tokenizer, self._vocab_size)
+        return LLTokenizer(words, n_vocab=self._vocab_size, eos_token=sorted(self.ends))
+
+
+class _Words:
+    """A tokenizer as llguidance wants to see it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokens = [
+            tokenizer.token_bytes(i) if i < tokenizer.vocab_size else b"" for i in range(vocab_size)
+        ]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text, none of them special."""
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+
+
+class GrammarMatcher:
+    """A compiled grammar, as far as one request's output has gone through it."""
+
+    def __init__(self, matcher: LLMatcher, grammars: Grammars, constraint: Constraint) -> None:
+        """Begin at the beginning of an answer."""
+        self._matcher = matcher
+        self._grammars = grammars
+        self._constraint = constraint
+        self._num_known = 0  # tokens of the output
+        self.ends = grammars.ends
+        self.num_words = grammars.num_words
+
+    def another(self, constraint: Constraint) -> GrammarMatcher:
+        """Return one for a new request that asks for the same."""
+        assert not self._num_known
+        return GrammarMatcher(self._matcher.deep_copy(), self._grammars, constraint)
+
+    def masks(
+        self,
+        output: Sequence[int],
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        out: NDArray[np.uint32],
+    ) -> None:
+        """Write which tokens may come next, as `core.constraint.Matcher` says."""
+        self._follow(output)
+        self._mask(out[0])
+        path = [ROOT]  # drafts that the matcher has taken in
+        for i, (draft, parent) in enumerate(zip(drafts, parents, strict=True)):
+            out[1 + i] = out[0]  # something to draw, for rows that nobody will reach
+            if parent not in path:
+                continue
+            self._go_back(path, parent)
+            if draft not in self.ends and self._matcher.validate_tokens([draft]):
+                self._matcher.consume_token(draft)
+                path.append(i)
+                self._mask(out[1 + i])
+        self._go_back(path, ROOT)
+        self._check()
+
+    def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` may follow."""
+        self._follow(output)
+        return self._matcher.validate_tokens(list(tokens))
+
+    def forced(self, output: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that must follow, as far as they are easily found."""
+        self._follow(output)
+        # A copy, for a search that is given up leaves a matcher of no further use.
+        return self._matcher.deep_copy().compute_ff_tokens()
+
+    def _follow(self, output: Sequence[int]) -> None:
+        """Take in the tokens that are new."""
+        if len(output) > self._num_known:
+            self._matcher.consume_tokens(list(output[self._num_known :]))
+            self._num_known = len(output)
+        self._check()
+
+    def _mask(self, row: NDArray[np.uint32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _go_back(self, path: list[int], draft: int) -> None:
+        """Let the matcher stand behind a draft on the path again."""
+        kept = path.index(draft) + 1
+        if kept < len(path):
+            self._matcher.rollback(len(path) - kept)
+            del path[kept:]
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refusal(self._constraint, self._matcher.get_error())
+
+
+def _on_large_stack(
+    compile_: Callable[[Constraint], GrammarMatcher], constraint: Constraint
+) -> GrammarMatcher:
+    """Return what `compile_` returns, called in a thread of its own with much room on its stack."""
+    with ThreadPoolExecutor(1, "twostroke-grammar", _step_back) as thread, _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            work = thread.submit(compile_, constraint)
+        finally:
+            threading.stack_size(before)
+    return work.result()
+
+
+def _step_back() -> None:
+    """Let this thread's work wait for that of others, where the system can do so for a thread."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Return a constraint in llguidance's own form."""
+    from llguidance import LLMatcher, grammar_from
+
+    text, notation = constraint.text, constraint.notation
+    try:
+        if notation == "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
+        if notation == "choice" and not _are_texts(json.loads(text)):
+            message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
+            raise _refusal(constraint, message)
+        return grammar_from(_FORMATS[notation], text)
+    except ValueError as error:
+        raise _refusal(constraint, str(error)) from None
+
+
+def _are_texts(value: object) -> bool:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
+        return False
+    return all(isinstance(text, str) and text for text in value)
+
+
+def _refusal(constraint: Constraint, why: str) -> RequestError:
+    what = _NAMES[constraint.notation]
+    return RequestError(f"{what} cannot be used: {_first_line(why)}", param=constraint.param)
+
+
+def _first_line(text: str) -> str:
+    """Return the beginning of an error's text: the rest is of the engine's inside."""
+    line = text.strip().partition("\n")[0][:_MAX_ERROR]
+    return line if line.endswith(".") else f"{line}."

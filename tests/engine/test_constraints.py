@@ -1,0 +1,187 @@
+"""Constraints on whole engines: answers keep to them, whoever guesses and whatever happens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import regex
+
+from support.native import native_dir
+from support.tiny import write_tiny_gguf
+from twostroke import LLM, SamplingParams
+from twostroke.core.config import (
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import RequestError
+from twostroke.core.request import FinishReason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from twostroke.engine.output import Completion
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["a long name of a kind", "another one", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = r"(hello|help)( the (world|moon)){1,4}\."
+PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+JSON = Constraint("json_schema", json.dumps(SCHEMA))
+REGEX = Constraint("regex", PATTERN)
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=150, constraint=JSON),
+    SamplingParams(temperature=1.5, max_tokens=150, seed=1, n=3, constraint=JSON, logprobs=2),
+    SamplingParams(temperature=1.5, max_tokens=60, seed=2, constraint=REGEX, min_tokens=50),
+    SamplingParams(max_tokens=60, seed=3, constraint=REGEX, repetition_penalty=1.3, min_p=0.01),
+    SamplingParams(max_tokens=12, seed=4, constraint=JSON, logit_bias={20: 5.0}),
+    SamplingParams(max_tokens=60, seed=5, constraint=REGEX, stop=["moon"]),
+    SamplingParams(max_tokens=20, seed=6),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+def engine_of(
+    path: Path, backend: str = "cpu", memory_bytes: int = 6_000_000, **speculation: Any
+) -> LLM:
+    native_dir()
+    compute = ComputeOptions(backend=backend, num_threads=2)
+    cache = CacheOptions(memory_bytes=memory_bytes if backend == "cpu" else None)
+    return LLM(
+        str(path), EngineOptions(compute, cache, speculation=SpeculationOptions(**speculation))
+    )
+
+
+def answers(llm: LLM, **hints: Any) -> list[Completion]:
+    prompts = [prompt for prompt in PROMPTS for _ in ASKED]
+    found = llm.generate(prompts, ASKED * len(PROMPTS), **hints)
+    return [one for each in found for one in each]
+
+
+def said(found: list[Completion]) -> list[Any]:
+    return [(one.text, one.token_ids, one.logprobs, one.finish_reason, one.stop) for one in found]
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> list[Any]:
+    with engine_of(path, method="off") as llm:
+        return said(answers(llm))
+
+
+def test_answers_are_what_the_constraint_allows(path: Path) -> None:
+    with engine_of(path) as llm:
+        found = answers(llm)
+    params = [one for one in ASKED for _ in range(one.n)] * len(PROMPTS)
+    for asked, answer in zip(params, found, strict=True):
+        if asked.constraint is JSON and answer.finish_reason is FinishReason.STOP:
+            check(json.loads(answer.text))
+        elif asked.constraint is REGEX:
+            is_whole = answer.finish_reason is FinishReason.STOP and not asked.stop
+            assert regex.fullmatch(PATTERN, answer.text, partial=not is_whole), answer.text
+    reasons = [answer.finish_reason for answer in found]
+    assert reasons.count(FinishReason.STOP) > len(reasons) / 2
+    assert FinishReason.LENGTH in reasons
+
+
+def check(value: Any) -> None:
+    assert set(value) == {"name", "age", "kind", "tags"}
+    assert len(value["name"]) <= 12
+    assert 0 <= value["age"] <= 150
+    assert value["kind"] in ("a long name of a kind", "another one", None)
+    assert len(value["tags"]) <= 3
+    assert all(tag in {True, False} for tag in value["tags"])
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "auto"},
+        {"method": "ngram", "count": 6},
+        {"method": "draft", "draft": "same", "count": 5},
+        {"method": "lookahead", "count": 12},
+    ],
+    ids=str,
+)
+def test_guesses_change_no_answer(
+    path: Path, plain: list[Any], speculation: dict[str, Any]
+) -> None:
+    given = speculation | ({"draft": str(path)} if "draft" in speculation else {})
+    with engine_of(path, **given) as llm:
+        assert said(answers(llm)) == plain
+        assert said(answers(llm, prediction='{"name": "hello", "age": 1, "kind": null')) == plain
+        stats = llm.engine.client.loop.speculation
+        if "count" in speculation:
+            assert sum(stats.accepted.values()) > 20
+
+
+def test_what_a_grammar_forces_is_guessed(path: Path) -> None:
+    with engine_of(path, method="auto", count=8) as llm:
+        llm.generate(PROMPTS, ASKED[0])
+        stats = llm.engine.client.loop.speculation
+        assert stats.accepted["grammar"] > 100
+
+
+@pytest.mark.parametrize("count", [None, 5])
+def test_preemption_and_prefix_hits_change_no_answer(
+    path: Path, plain: list[Any], count: int | None
+) -> None:
+    with engine_of(path, memory_bytes=150_000, count=count) as llm:
+        assert said(answers(llm)) == plain
+        assert said(answers(llm)) == plain
+        stats = llm.engine.client.loop.stats()
+        assert stats.num_preemptions > 0
+        assert stats.num_referenced_pages == 0
+
+
+def test_the_reference_backend_keeps_to_constraints(path: Path) -> None:
+    params = replace(ASKED[0], max_tokens=60)
+    with engine_of(path, "reference", method="off") as llm:
+        plain = said([one for each in llm.generate(PROMPTS, params) for one in each])
+    with engine_of(path, "reference", method="auto", count=4) as llm:
+        again = said([one for each in llm.generate(PROMPTS, params) for one in each])
+    assert again == plain
+    assert all(text.startswith('{"name": "') for text, *_ in plain)
+
+
+def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
+    """There are too many ways to go on behind its beginning."""
+    ways = " | ".join(f'"w{i}"' for i in range(3000))
+    grammar = Constraint("grammar", f'start: "aaa" ({ways})')
+    with engine_of(path) as llm:
+        client = llm.engine.client
+        doomed = client.generate([5], SamplingParams(max_tokens=400, constraint=grammar))
+        other = client.generate([5], replace(ASKED[1], n=1))
+        with pytest.raises(RequestError, match="items"):
+            doomed.wait()
+        check(json.loads(other.wait()[0].text))
+        assert client.loop.stats().num_referenced_pages == 0
+
+
+def test_ends_cannot_be_ignored() -> None:
+    with pytest.raises(RequestError, match="ignore_eos"):
+        SamplingParams(constraint=REGEX, ignore_eos=True)
+
+
+def test_an_unusable_constraint_is_refused_before_anything_is_queued(path: Path) -> None:
+    with engine_of(path) as llm:
+        with pytest.raises(RequestError, match="regular expression"):
+            llm.generate("a", SamplingParams(constraint=Constraint("regex", "(")))
+        assert llm.engine.client.loop.stats().num_waiting == 0
+        assert llm.generate("a", ASKED[2])[0][0].text

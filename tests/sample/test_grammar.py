@@ -1,0 +1,244 @@
+"""Which tokens a constraint allows, held against a slow definition of the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import regex
+
+from support.byte_tokenizer import END, byte_tokenizer
+from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
+from twostroke.core.errors import RequestError
+from twostroke.core.tree import ROOT, path_to
+from twostroke.sample.grammar import Grammars
+from twostroke.sample.masks import allows_only, as_flags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.tokenize import Tokenizer
+
+UNUSED = 7  # rows of the model that no token has
+PATTERNS = [
+    rb"(hello|hell|help) world",
+    rb"[a-c]+(, [a-c]+)*",
+    rb"[0-9]{2,4}-[0-9]{2}",
+    rb"(wo|w)*h?",
+    "(é|ð|x)+".encode(),
+    rb"a",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size + UNUSED)
+
+
+def allowed_after(matcher: GrammarMatcher, output: Sequence[int], size: int) -> NDArray[np.bool_]:
+    mask = np.zeros((1, matcher.num_words), np.uint32)
+    matcher.masks(output, (), (), mask)
+    assert not as_flags(mask[0], 32 * matcher.num_words)[size:].any()
+    return as_flags(mask[0], size)
+
+
+def by_definition(
+    tokenizer: Tokenizer, pattern: regex.Pattern[bytes], text: bytes
+) -> NDArray[np.bool_]:
+    """A token may follow if some text begins with it; an end if the text is whole."""
+    flags = np.zeros(tokenizer.vocab_size + UNUSED, bool)
+    for token in range(tokenizer.vocab_size):
+        if token in tokenizer.eos_ids:
+            flags[token] = pattern.fullmatch(text) is not None
+        elif token not in tokenizer.special_ids:
+            longer = text + tokenizer.token_bytes(token)
+            flags[token] = pattern.fullmatch(longer, partial=True) is not None
+    return flags
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_are_those_of_the_definition(
+    tokenizer: Tokenizer, grammars: Grammars, pattern: bytes, seed: int
+) -> None:
+    chance, compiled = random.Random(seed), regex.compile(pattern)
+    matcher = grammars.matcher(Constraint("regex", pattern.decode()))
+    output: list[int] = []
+    for _ in range(25):
+        text = b"".join(map(tokenizer.token_bytes, output))
+        expected = by_definition(tokenizer, compiled, text)
+        found = allowed_after(matcher, output, expected.size)
+        if matcher.forced(output):  # then words are cut as the tokenizer does
+            assert np.flatnonzero(found).tolist() == list(matcher.forced(output)[:1])
+            assert not (found & ~expected).any()
+        else:
+            assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist(), text
+        token = chance.choice(np.flatnonzero(found).tolist())
+        if token in tokenizer.eos_ids:
+            break
+        output.append(token)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_behind_drafts_are_those_without(
+    tokenizer: Tokenizer, grammars: Grammars, seed: int
+) -> None:
+    """Trees of right and wrong drafts, ends among them; the matcher is then where it was."""
+    chance = random.Random(seed)
+    constraint = Constraint("regex", chance.choice(PATTERNS).decode())
+    size = tokenizer.vocab_size + UNUSED
+    shared, output = grammars.matcher(constraint), list[int]()
+    for _ in range(4):
+        drafts, parents = list[int](), list[int]()
+        for i in range(chance.randrange(12)):
+            above = [] if i == 0 else path_to(i - 1, parents)  # depth first, as in a step
+            parent = chance.choice([ROOT, *above, *above[-1:] * 3])
+            path = [*output, *on_path(drafts, parents, parent)]
+            likely = possible(grammars, constraint, path, size)
+            drafts.append(
+                chance.choice(likely)
+                if likely and chance.random() < 0.8
+                else chance.randrange(size)
+            )
+            parents.append(parent)
+        masks = np.zeros((1 + len(drafts), shared.num_words), np.uint32)
+        shared.masks(output, drafts, parents, masks)
+        for draft in range(ROOT, len(drafts)):
+            path = on_path(drafts, parents, draft)
+            if is_possible(grammars, constraint, output, path, size):
+                expected = allowed_after(grammars.matcher(constraint), [*output, *path], size)
+                found = as_flags(masks[1 + draft], size)
+                assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
+        following = [
+            t for t in possible(grammars, constraint, output, size) if t not in tokenizer.eos_ids
+        ]
+        if not following:
+            break
+        output.append(chance.choice(following))
+
+
+def on_path(drafts: Sequence[int], parents: Sequence[int], draft: int) -> list[int]:
+    return [drafts[place] for place in path_to(draft, parents)]
+
+
+def possible(grammars: Grammars, constraint: Constraint, output: list[int], size: int) -> list[int]:
+    """What may follow; nothing if the output itself is not allowed."""
+    if not is_possible(grammars, constraint, [], output, size):
+        return []
+    flags = allowed_after(grammars.matcher(constraint), output, size)
+    return [int(token) for token in np.flatnonzero(flags)]
+
+
+def is_possible(
+    grammars: Grammars, constraint: Constraint, output: list[int], path: list[int], size: int
+) -> bool:
+    matcher, known = grammars.matcher(constraint), list(output)
+    for token in path:
+        if token in matcher.ends or not allowed_after(matcher, known, size)[token]:
+            return False
+        known.append(token)
+    return True
+
+
+def test_allowed_drafts_are_counted_and_forced_ones_are_known(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    matcher = grammars.matcher(Constraint("regex", "(hello|help) world"))
+    words = tokenizer.encode("hello world")
+    assert matcher.count_allowed([], words) == len(words)
+    assert matcher.count_allowed([], [*words[:1], words[0], *words[1:]]) == 1
+    assert matcher.count_allowed(words[:1], words[1:]) == len(words) - 1
+    forced = matcher.forced(words[:1])
+    assert tokenizer.decode(forced) == " world"[: len(tokenizer.decode(forced))]
+    assert forced
+
+
+def test_choices_are_texts_not_patterns(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    texts = ["a.c", "(", 'say "hi"\n', "é|ü", "\\d", "<|im_end|>"]
+    constraint = Constraint("choice", json.dumps(texts))
+    for text in texts:
+        matcher, output = grammars.matcher(constraint), tokenizer.encode(text)
+        assert matcher.count_allowed([], output) == len(output)
+        flags = allowed_after(matcher, output, tokenizer.vocab_size)
+        assert np.flatnonzero(flags).tolist() == sorted(tokenizer.eos_ids)
+    assert grammars.matcher(constraint).count_allowed([], tokenizer.encode("abc")) == 1
+
+
+def test_json_is_written_on_one_line(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    matcher = grammars.matcher(Constraint("json_schema", '{"type": "object"}'))
+    value = {"a": [1, 2.5, None, True], "b": {"c": 'd é " \\ \n'}, "e": {}, "f": []}
+    text = tokenizer.encode(json.dumps(value, ensure_ascii=False))
+    assert matcher.count_allowed([], text) == len(text)
+    spaced = tokenizer.encode(json.dumps(value, indent=1))
+    assert matcher.count_allowed([], spaced) < len(spaced)
+
+
+@pytest.mark.parametrize("text", ['root ::= "a" | "b" root', 'start: "a" | "b" start'])
+def test_grammars_are_larks_or_llama_cpps(
+    tokenizer: Tokenizer, grammars: Grammars, text: str
+) -> None:
+    matcher = grammars.matcher(Constraint("grammar", text))
+    assert matcher.count_allowed([], tokenizer.encode("bbba")) == 4
+    assert matcher.count_allowed([], tokenizer.encode("bab")) == 2
+
+
+@pytest.mark.parametrize(
+    ("notation", "text", "word"),
+    [
+        ("regex", "(", "regular expression"),
+        ("regex", "(?=a)", "regular expression"),
+        ("json_schema", "{", "JSON schema"),
+        ("json_schema", "[]", "JSON schema"),
+        ("json_schema", '{"type": "strnig"}', "JSON schema"),
+        ("json_schema", '{"uniqueItems": true, "type": "array"}', "uniqueItems"),
+        ("json_schema", '{"$ref": "http://127.0.0.1:1/schema"}', "JSON schema"),
+        ("grammar", "start: nobody", "nobody"),
+        ("grammar", "", "grammar"),
+        ("choice", "[]", "choices"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    grammars: Grammars, notation: str, text: str, word: str
+) -> None:
+    with pytest.raises(RequestError, match="cannot be used") as refusal:
+        grammars.matcher(Constraint(notation, text, "field"))
+    assert word in refusal.value.message
+    assert refusal.value.param == "field"
+    assert "\n" not in refusal.value.message
+
+
+def test_constraints_are_bounded_before_anyone_reads_them() -> None:
+    with pytest.raises(RequestError, match="at most"):
+        Constraint("regex", "a" * (MAX_CONSTRAINT + 1))
+    with pytest.raises(RequestError, match="one of"):
+        Constraint("yaml", "a")
+
+
+def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -> None:
+    constraints = [Constraint("regex", f"a{{{count}}}") for count in range(1, 80)]
+    for constraint in constraints:
+        grammars.matcher(constraint)
+        grammars.matcher(constraints[0])
+    assert grammars.knows(constraints[-1])
+    assert grammars.knows(constraints[0])
+    assert not grammars.knows(constraints[1])
+
+
+def test_ends_alone_are_told_from_other_tokens(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    matcher = grammars.matcher(Constraint("regex", "a|ab"))
+    mask = np.zeros((1, matcher.num_words), np.uint32)
+    for text, only_ends in (("", False), ("a", False), ("ab", True)):
+        matcher.masks(tokenizer.encode(text), (), (), mask)
+        assert allows_only(mask[0], tokenizer.eos_ids) is only_ends
+    assert tokenizer.find(END) in tokenizer.eos_ids
