@@ -106,6 +106,22 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         store.flush()
 
 
+def test_a_disk_that_is_full_ends_the_collecting(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native_dir()
+    monkeypatch.setattr("twostroke.train.store._PART_ROWS", 100)
+    (tmp_path / "file").write_text("")
+    spec, lines = load_path(model).spec, list[str]()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        assert len(lines) < 500, "it answers on and on, and keeps nothing"
+
+    with pytest.raises(TwostrokeError, match=r"Answers cannot be written to"):
+        collect(str(model), spec, tmp_path / "file", TrainOptions(num_tokens=5000), report)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

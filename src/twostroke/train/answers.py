@@ -13,7 +13,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.train.prompts import Prompt, prompts
-from twostroke.train.record import Recorder
+from twostroke.train.record import Answer, Recorder
 from twostroke.train.store import Store, kept_answers
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Generation, ModelCard
     from twostroke.models.spec import ModelSpec
     from twostroke.train.options import TrainOptions
-    from twostroke.train.record import Answer
 
     Report = Callable[[str], None]
 
@@ -55,15 +54,18 @@ def collect(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
     store = Store(folder, len(answers))
-    with build(model, engine_options, watcher=Recorder(store.add)) as engine:
+    said = deque[Answer]()  # written by this thread: an engine goes on without a watcher that fails
+    with build(model, engine_options, watcher=Recorder(said.append)) as engine:
         has_chat = engine.card.chat_template is not None
         asked = _asked(options, has_chat=has_chat)
         num_before = sum(map(len, answers))
         for _ in _answer(engine, asked, len(answers)):
+            store.take(said)
             num_rows = num_before + store.num_rows
             report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
             if num_rows >= options.num_tokens:
                 break
+    store.take(said)
     store.flush()
     answers = kept_answers(folder, spec.hidden_size)
     if sum(map(len, answers)) < options.num_tokens:

@@ -12,6 +12,7 @@ from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.train.record import Answer
 
 if TYPE_CHECKING:
+    from collections import deque
     from pathlib import Path
 
 _PART_ROWS = 25_000  # in one pair of files
@@ -30,11 +31,16 @@ class Store:
     _waiting: list[Answer] = field(default_factory=list)
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer, on disk once there are enough of them."""
+        """Keep an answer, on disk once there are enough of them; errors as `flush`."""
         self._waiting.append(answer)
         self.num_rows += len(answer)
         if sum(map(len, self._waiting)) >= _PART_ROWS:
             self.flush()
+
+    def take(self, answers: deque[Answer]) -> None:
+        """Keep answers as `add` does, and take them off the list, to which others may add."""
+        while answers:
+            self.add(answers.popleft())
 
     def flush(self) -> None:
         """Write what is not on disk yet.
