@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from support.gguf_writer import write_gguf
+from support.gguf_writer import I32, Typed, write_gguf
 from support.native import native_dir
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
@@ -25,6 +26,7 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
+from twostroke.quant import FORMATS, QuantTensor
 from twostroke.spec import DraftModel
 
 if TYPE_CHECKING:
@@ -251,6 +253,26 @@ def test_a_draft_may_have_another_vocabulary(
         if "count" in given:
             assert llm.engine.client.loop.speculation.proposed["draft"] > 100
         assert llm.engine.client.loop.stats().num_running == 0
+
+
+def test_a_draft_may_lack_rows_for_control_tokens_of_its_target(path: Path, tmp_path: Path) -> None:
+    """Whoever names such a token, in a prompt of ids, takes the draft from nobody."""
+    metadata, tensors = tiny_metadata(Tiny()), tiny_tensors(Tiny())
+    tokens, table = metadata["tokenizer.ggml.tokens"], tensors["token_embd.weight"].dequantize()
+    metadata["tokenizer.ggml.tokens"] = [*tokens, "<|tool|>", "<|call|>"]
+    kinds = [3 if token.startswith("<|") else 1 for token in metadata["tokenizer.ggml.tokens"]]
+    metadata["tokenizer.ggml.token_type"] = Typed(I32, kinds)
+    metadata["llama.vocab_size"] = len(kinds)
+    larger = np.concatenate([table, table[:2]])
+    tensors["token_embd.weight"] = QuantTensor.from_floats(larger, FORMATS["F32"])
+    target = tmp_path / "larger.gguf"
+    write_gguf(target, metadata, tensors)
+    prompt = [40, 50, len(tokens) + 1, 60]
+    with engine_of(target, method="off") as llm:
+        plain = said(llm.generate(prompt, GREEDY))
+    with engine_of(target, method="draft", draft=str(path), count=3) as llm:
+        assert said(llm.generate(prompt, GREEDY)) == plain
+        assert llm.engine.client.loop.speculation.accepted["draft"] > 40
 
 
 def test_a_draft_without_letters_is_refused(path: Path, tmp_path: Path) -> None:

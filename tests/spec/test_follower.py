@@ -23,7 +23,7 @@ WORDS = Words(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
 def follower_of(words: Words | None = WORDS) -> Follower:
     mirror = Request("m", [], 0, SamplingParams(), 0)
     ticket = Ticket(mirror, (0, 0), 1000, PrefixIndex(PagePool(8, 16, (None,))).chain(b""))
-    return Follower(mirror, ticket, Odds(PRIOR).for_request(), words, Hope(0.75, 0.75))
+    return Follower(mirror, ticket, Odds(PRIOR).for_request(), words, Hope(0.75, 0.75), 500)
 
 
 def request_of(text: str) -> Request:

@@ -139,6 +139,7 @@ class Draft:
             runner,
             Pace(cost.per_step(), hardware, runner.facts.rows_together),
             vocab_size=target.cost.program.vocab_size,
+            own_vocab_size=program.vocab_size,
             context_length=length,
             token_budget=options.batch.token_budget,
             words=self.words,

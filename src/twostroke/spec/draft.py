@@ -55,19 +55,21 @@ class DraftModel:
         pace: Pace,
         *,
         vocab_size: int,
+        own_vocab_size: int,
         context_length: int,
         token_budget: int,
         words: Words | None = None,
     ) -> None:
         """Write with `runner`, whose steps take what `pace` says, `token_budget` rows a step.
 
-        `vocab_size` is the target's: the draft may have rows for tokens that nobody has. `words`
-        are needed where its vocabulary is another one.
+        `vocab_size` is the target's: the draft, with `own_vocab_size`, may have rows for tokens
+        that nobody has, or too few for control tokens that only the target has. `words` are
+        needed where its vocabulary is another one.
         """
         facts = runner.facts
         self._runner = runner
         self._pace = pace
-        self._vocab_size = vocab_size
+        self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
         self._context_length = context_length
         self._token_budget = token_budget
         self._words = words
@@ -188,7 +190,8 @@ class DraftModel:
         chain = self._prefixes.chain(request.salt)
         ticket = Ticket(mirror, (arrival, arrival), self._context_length, chain)
         hope = Hope(HOPE, self._hope.value)
-        return Follower(mirror, ticket, self._odds.for_request(), self._words, hope)
+        odds = self._odds.for_request()
+        return Follower(mirror, ticket, odds, self._words, hope, self._own_vocab_size)
 
     def _catch_up(self, followers: Sequence[Follower]) -> list[Follower]:
         """Compute what the draft has not seen yet; return those that then have a first guess.

@@ -22,6 +22,7 @@ _UNFINISHED = 0.7  # of the odds: the end of a text that may be the beginning of
 _SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
 PRIOR: Final = (*_SURE_PRIOR, *[_UNFINISHED * prior for prior in _SURE_PRIOR])
 _UNSETTLED = 2  # tokens at the end of a text that more of it may change
+_STRANGER = 0  # stands for a token that the draft has no row for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Follower:
     odds: RequestOdds
     words: Words | None
     hope: Hope
+    vocab_size: int  # the draft's rows; without words the request may have tokens beyond
     num_seen: int = 0
     num_same: int = 0
     guesses: list[int] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Follower:
         first = self.num_same
         new = request.tokens[self.num_seen :]
         if self.words is None:
-            said = new
+            said = [token if token < self.vocab_size else _STRANGER for token in new]
             self.num_seen, self.num_same = len(request.tokens), len(request.tokens)
         else:
             is_prompt = not self.num_seen
