@@ -110,7 +110,7 @@ class _EngineCollector(Collector):
         yield from self._speculation()
 
     def _speculation(self) -> Iterator[Metric]:
-        stats = self._client.loop.speculation
+        stats = self._client.loop.speculation  # which grows meanwhile: items are copied at once
         for name, text, counts in (
             ("proposed", "Tokens computed as guesses, by where they came from.", stats.proposed),
             ("accepted", "Guesses that were right.", stats.accepted),
@@ -118,7 +118,7 @@ class _EngineCollector(Collector):
             family = CounterMetricFamily(
                 f"twostroke_speculation_{name}_tokens", text, labels=("source",)
             )
-            for source, count in counts.items():
+            for source, count in tuple(counts.items()):
                 family.add_metric((source,), count)
             yield family
         text = "How often the guess at a place behind the newest token was right."
