@@ -108,6 +108,17 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
     ("fields", "said", "param"),
     [
         ({"speculate": "draft"}, "speculate can be auto, off here, not 'draft'.", "speculate"),
+        (
+            {"speculate": "autp\n" + 9000 * "x"},
+            f"speculate can be auto, off here, not 'autp\\n{35 * 'x'}'.",
+            "speculate",
+        ),
+        ({"speculate": ""}, "speculate can be auto, off here, not ''.", "speculate"),
+        (
+            {"speculate": "of"},
+            "speculate can be auto, off here, not 'of'. Did you mean 'off'?",
+            "speculate",
+        ),
         ({"speculate": 5}, "speculate must be a string, not an integer.", "speculate"),
         ({"prediction": "text"}, "prediction must be an object, not a string.", "prediction"),
         (

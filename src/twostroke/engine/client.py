@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import RequestError, nearest
 from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from twostroke.engine.prompts import Chat
     from twostroke.program.cost import CostModel
     from twostroke.tokenize import Tokenizer
+
+_MOST_SHOWN = 40  # characters of a wrong word that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +251,9 @@ class Client:
     def _check_hints(self, hints: Hints) -> None:
         methods = self.loop.methods
         if hints.speculate not in {"auto", "off", *methods}:
-            known = ", ".join(("auto", "off", *methods))
-            message = f"speculate can be {known} here, not '{hints.speculate}'."
-            raise RequestError(message, param="speculate")
+            known, word = ("auto", "off", *methods), hints.speculate[:_MOST_SHOWN]
+            message = f"speculate can be {', '.join(known)} here, not {word!r}."
+            raise RequestError(message + nearest(word, known), param="speculate")
         if any(not 0 <= token < self.card.cost.program.vocab_size for token in hints.prediction):
             raise RequestError("prediction has unknown token ids.", param="prediction")
 

@@ -228,7 +228,7 @@ def read(asked: ChatRequest) -> Job:
         prompts=(_conversation(asked.messages),),
         params=to_params(asked, **own),
         caller=to_caller(asked, "messages"),
-        speculate=asked.speculate or "auto",
+        speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),

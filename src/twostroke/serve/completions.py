@@ -129,7 +129,7 @@ def read(asked: CompletionRequest) -> Job:
         prompts=_prompts(asked.prompt),
         params=to_params(asked, max_tokens=max_tokens, logprobs=asked.logprobs),
         caller=to_caller(asked, "prompt"),
-        speculate=asked.speculate or "auto",
+        speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
