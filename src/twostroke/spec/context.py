@@ -134,7 +134,7 @@ class ContextProposer:
             yield "context", match, known.own
         if known.expected is not None:
             num_output = request.num_output
-            if request.tokens[request.num_prompt :] == known.expected.tokens[:num_output]:
+            if known.num_as_expected(request) == num_output:
                 match = Match(max(_EXPECTED, num_output), (num_output,))
             else:
                 match = known.expected.match(request.tokens)
@@ -150,6 +150,7 @@ class _References:
     own: TokenIndex
     expected: TokenIndex | None
     odds: dict[str, RequestOdds]
+    _num_as_expected: int = 0
 
     @classmethod
     def of(cls, request: Request, odds: dict[str, Odds]) -> _References:
@@ -157,6 +158,16 @@ class _References:
         expected = TokenIndex(list(prediction)) if prediction else None
         own_odds = {source: shared.for_request() for source, shared in odds.items()}
         return cls(TokenIndex(request.tokens), expected, own_odds)
+
+    def num_as_expected(self, request: Request) -> int:
+        """Return how many tokens of the answer are, from its first one on, what was expected."""
+        expected = self.expected.tokens if self.expected is not None else []
+        said, end = request.tokens, min(len(expected), request.num_output)
+        count = self._num_as_expected
+        while count < end and said[request.num_prompt + count] == expected[count]:
+            count += 1
+        self._num_as_expected = count
+        return count
 
 
 def _kind(length: int) -> int:
