@@ -18,7 +18,13 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError, RequestError, UsageError
+from twostroke.core.errors import (
+    MemoryLimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    RequestError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,3 +191,11 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SpeculationOptions(**options)
+
+
+def test_heads_that_look_back_too_far_for_the_memory_are_refused(
+    path: Path, tmp_path: Path
+) -> None:
+    far = write_random_heads(tmp_path, path, "eagle", window=1 << 28)
+    with pytest.raises(MemoryLimitError, match=r"MB of memory are free: lower --max-running"):
+        engine_of(path, heads=str(far))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from twostroke.cache import FORMATS as CACHE_FORMATS
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.machine import memory_available
 from twostroke.engine.parts import FLOAT32_BACKENDS, auto_kv_format, guessing, make_backend
 from twostroke.engine.sizing import CacheSize
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
@@ -67,7 +68,11 @@ class Heads:
     def build(
         self, options: EngineOptions, max_running: int, backend: Backend, hardware: Hardware | None
     ) -> EagleHeads | MedusaHeads:
-        """Read the weights; heads compute on the threads of `backend`, which outlives them."""
+        """Read the weights; heads compute on the threads of `backend`, which outlives them.
+
+        Raises:
+            MemoryLimitError: their pages do not fit beside the target's.
+        """
         facts = self.loaded.facts
         program = build_heads(facts.spec)
         compute = guessing(options.compute)
@@ -79,6 +84,13 @@ class Heads:
         num_places = -(-num_tokens // page_size) + 1
         num_pages = num_places * max_running if facts.spec.kind == EAGLE else 1
         cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
+        free_bytes = memory_available() - backend.facts.cache_bytes
+        if cache_bytes > free_bytes:
+            raise MemoryLimitError(
+                f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
+                f"{max_running} requests, and {free_bytes / 1e6:,.0f} MB of memory are free: "
+                "lower --max-running, or train heads with a smaller --window."
+            )
         length = facts.spec.layer.context_length
         size = CacheSize(length, num_pages, page_size, cache_bytes, kv_format)
         runner = make_backend(
