@@ -9,10 +9,6 @@
 #include "linear/lanes.h"
 #include "pool.h"
 
-#if TS_LEVEL >= 1
-#include <immintrin.h>
-#endif
-
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -43,7 +39,7 @@ double shortest_s(Pool& pool, const Body& body) {
 }
 
 uint64_t read_stream(const uint64_t* data, int64_t num_lines) {
-  constexpr int64_t kAhead = 40;  // lines; KERNELS.md measured 2.5 KB as the best distance
+  constexpr int64_t kAhead = 40;  // lines: as far as the kernels fetch ahead (linear/kernels.h)
   uint64_t sums[8] = {};
   for (int64_t line = 0; line < num_lines; ++line) {
     __builtin_prefetch(data + (line + kAhead) * 8);
@@ -116,27 +112,36 @@ float run_chains(int64_t rounds) {
   return static_cast<float>(_mm512_reduce_add_epi32(a));
 }
 
-#elif TS_LEVEL == 1
+#elif TS_LEVEL == 1 || defined(__SSE2__)
+
+// Pairs of int16, as linear/dot_pairs.h has them. In assembly: of intrinsics GCC 12 makes a loop
+// that keeps sums in memory and takes three times as long.
+#if TS_LEVEL == 1
+using Integers = __m256i;
+#define TS_MULTIPLY_ADD "vpmaddwd %2, %2, %1\n\tvpaddd %1, %0, %0"
+#else
+using Integers = __m128i;
+#define TS_MULTIPLY_ADD "movdqa %2, %1\n\tpmaddwd %2, %1\n\tpaddd %1, %0"
+#endif
 
 constexpr const char* kPeakKind = "int16 multiply-add";
-constexpr double kOpsARound = kChains * 2.0 * 16;
+constexpr double kOpsARound = kChains * 2.0 * sizeof(Integers) / sizeof(int16_t);
 constexpr int64_t kRoundsRun = kRounds;
 
 float run_chains(int64_t rounds) {
-  __m256i sums[kChains];
-  for (__m256i& sum : sums) sum = _mm256_setzero_si256();
-  __m256i a = _mm256_set1_epi16(1);
-  const __m256i b = _mm256_set1_epi16(2);
+  Integers sums[kChains] = {};
+  const Integers zeros = {};
   for (int64_t i = 0; i < rounds; ++i) {
     TS_UNROLL
     for (int k = 0; k < kChains; ++k) {
-      asm volatile("" : "+x"(a));
-      sums[k] = _mm256_add_epi32(sums[k], _mm256_madd_epi16(a, b));
+      Integers product;
+      asm volatile(TS_MULTIPLY_ADD : "+x"(sums[k]), "=&x"(product) : "x"(zeros));
     }
   }
-  for (const __m256i& sum : sums) a = _mm256_add_epi32(a, sum);
-  return static_cast<float>(_mm256_extract_epi32(a, 0));
+  return 0;
 }
+
+#undef TS_MULTIPLY_ADD
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 

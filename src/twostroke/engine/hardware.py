@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.meter import Strokes
 
-_VERSION = 1  # of the measurement: raise it when what is measured changes
+_VERSION = 2  # of the measurement: raise it when what is measured changes
 
 
 class Limits:
@@ -110,10 +111,11 @@ def _read(path: Path) -> Hardware | None:
 
 def _write(path: Path, hardware: Hardware) -> None:
     """Remember; a folder that cannot be written only means measuring again next time."""
-    try:
+    partial = path.with_suffix(".part")
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".part")
         partial.write_text(json.dumps(asdict(hardware), indent=1))
         partial.replace(path)
-    except OSError:
         return
+    with suppress(OSError):  # half of it, on a full disk
+        partial.unlink(missing_ok=True)

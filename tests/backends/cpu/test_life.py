@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.cpu import PAGE_SIZE, Sequence, cpu_backend, greedy_request, run, tiny_model
-from support.native import native_dir
+from support.cpu import LEVELS, PAGE_SIZE, Sequence, cpu_backend, greedy_request, run, tiny_model
+from support.native import IS_ARM, load_level, native_dir
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.backends.cpu.plan import OpTime
@@ -134,6 +134,18 @@ def test_limits_of_the_machine_are_measured():
     peak, kind = measure_peak("portable", 1)
     assert peak > 1e8
     assert kind
+
+
+def test_instructions_of_twice_the_width_have_a_higher_peak():
+    """Not so if a compiler keeps sums in memory, which costs half of the peak or more.
+
+    Only the oldest processors with AVX2 (AMD's before 2019) compute its halves one by one.
+    """
+    if IS_ARM:
+        pytest.skip("the levels of AArch64 are equally wide")
+    load_level("avx2")
+    best = {level: max(measure_peak(level, 1)[0] for _ in range(3)) for level in LEVELS[:2]}
+    assert best["avx2"] > 1.4 * best["portable"]
 
 
 def resident_bytes():
