@@ -46,9 +46,10 @@ inline uint8_t* allocate(int64_t bytes) {
 /// What one thread can do at best, measured in this run; what it has no way to measure counts as
 /// unbounded, so that it sets no floor.
 struct Peaks {
+  bool are_measured = false;
   double read_bytes_s = 1e15;      // of the chosen footprint
   double near_bytes_s = 1e15;      // of 16 KB, which the first-level cache holds
-  double quantized_macs_s = 1e18;  // dpbusd, two planes an activation
+  double quantized_macs_s = 1e18;  // dpbusd, two planes an activation; without it, pairs of int16
   double float_macs_s = 1e18;
   double tile_macs_s = 0;  // of bfloat16 tiles, which do two planes of int8 as fast; 0: no tiles
 };

@@ -8,9 +8,10 @@
 // take one matrix of outputs x inputs (default 1536 x 768); `formats` such as Q4_1,Q8_0 chooses
 // some, and `kernels` among them attention and the kernels between products. The floor is the
 // longer of two times: reading the weights, or the keys and values, at the streaming bandwidth, and
-// multiplying at the peak of tiles, of dpbusd (two planes an activation, or one), or of float32
-// multiply-adds; for the kernels between products, reading and writing rows at the first-level
-// cache's bandwidth. All are measured first, in the same run.
+// multiplying at the peak of tiles, of dpbusd (two planes an activation, or one) or, on processors
+// without it, of pairs of int16, or of float32 multiply-adds; for the kernels between products,
+// reading and writing rows at the first-level cache's bandwidth. All are measured first, in the
+// same run.
 #include <string>
 #include <vector>
 
@@ -161,11 +162,16 @@ int main(int argc, char** argv) {
   }
   Peaks peaks = measure_peaks(footprint);
   peaks.tile_macs_s = measure_tiles(library);
-  std::printf(
-      "%s: reads %.1f GB/s, %.0f from the first-level cache; GMAC/s: dpbusd %.0f (two "
-      "planes), float %.0f, tiles %.0f\n",
-      library.level(), peaks.read_bytes_s / 1e9, peaks.near_bytes_s / 1e9,
-      peaks.quantized_macs_s / 1e9, peaks.float_macs_s / 1e9, peaks.tile_macs_s / 1e9);
+  if (peaks.are_measured) {
+    std::printf(
+        "%s: reads %.1f GB/s, %.0f from the first-level cache; GMAC/s: integers %.0f (activations "
+        "of 15 bits), float %.0f, tiles %.0f\n",
+        library.level(), peaks.read_bytes_s / 1e9, peaks.near_bytes_s / 1e9,
+        peaks.quantized_macs_s / 1e9, peaks.float_macs_s / 1e9, peaks.tile_macs_s / 1e9);
+  } else {
+    std::printf("%s: the limits of such a processor are not known, so floors are 0\n",
+                library.level());
+  }
   for (const Format& format : kFormats) {
     if (argc > 5 && std::strstr(argv[5], format.name) == nullptr) continue;
     const int64_t one = library.packed_bytes(format.type, num_outputs, num_inputs);
