@@ -108,11 +108,11 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
 /// may be used; other levels have nothing to ask for and return true.
 bool request_tiles();
 
-/// "portable", "avx2", "avx512", "amx", "amx_emulated" or "neon_dotprod".
 /// How many rows kernels of block formats compute at once, at most; there is one for each power of
 /// two up to it.
 int rows_together();
 
+/// "portable", "avx2", "avx512", "amx", "amx_emulated" or "neon_dotprod".
 const char* level_name();
 
 }  // namespace ts
