@@ -195,3 +195,17 @@ def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert json.loads(out)["usage"]["completion_tokens"] > 0
     assert int(err) < 1.6 * smollm2_path.stat().st_size + cache_bytes
+
+
+def test_ctrl_c_while_the_last_one_is_answered_is_the_same_one() -> None:
+    script = """
+import os, signal
+from twostroke.cli import app
+def run(arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+app.run = run
+app.main()
+"""
+    with started(script=script) as process:
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"")

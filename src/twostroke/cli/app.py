@@ -105,8 +105,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     sys.unraisablehook = _interrupt_again
-    code = run(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
+    try:
+        code = run(sys.argv[1:])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
+    except KeyboardInterrupt:  # a second one, while the first was answered
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = Interruption.exit_code
     sys.exit(code)
 
 
