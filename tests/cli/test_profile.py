@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pathlib
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
@@ -129,3 +131,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(
 
 def test_an_unknown_model_is_refused(cli: Cli) -> None:
     assert cli("profile", "smolm2").code == 3
+
+
+def test_a_picture_for_which_the_disk_is_full_is_named(
+    cli: Cli, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, text: str, encoding: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", write_text)
+    ran = cli("profile", tiny, *SMALL, "--plot", str(tmp_path / "a.svg"))
+    assert ran.code == 1
+    assert ran.err.endswith("a.svg: No space left on device.\n")

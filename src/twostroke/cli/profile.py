@@ -127,7 +127,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(_result(model, profiles)))
     if plot is not None:
-        plot.write_text(_picture(model, profiles), encoding="utf-8")
+        _write(plot, _picture(model, profiles))
 
 
 def _shapes(given: dict[str, Any]) -> tuple[Shape, ...]:
@@ -146,6 +146,13 @@ def _check_plot(path: Path) -> None:
         raise UsageError(f"--plot draws SVG: give a name that ends in .svg, not '{path.name}'.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot: there is no folder '{path.parent}'.")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # that of a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _notice(text: str) -> None:
