@@ -35,7 +35,7 @@ export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT)"
 
 setup: $(STAMP) ## Make the virtual environment with Twostroke and the tools to work on it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, Any
 
 from goals import GOALS
@@ -32,6 +33,7 @@ _HEAD = (
 
 def main() -> None:
     """Write the page and its plots."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     parts = [_HEAD]
     for machine, records in all_records():
         parts += _machine_parts(machine, records)
