@@ -32,15 +32,7 @@ from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import (
-    Always,
-    ContextProposer,
-    ForcedTokens,
-    Lookahead,
-    Pace,
-    Speculator,
-    WhilePaying,
-)
+from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
 from twostroke.weights import LoadedModel, load, release_tensors
 
 if TYPE_CHECKING:
@@ -220,7 +212,7 @@ def build_speculator(
     pace = Pace(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
-        proposers += [ForcedTokens(), ContextProposer()]
+        proposers.append(ContextProposer())
     proposers += helpers
     if options.method == "lookahead":
         proposers.append(Lookahead())

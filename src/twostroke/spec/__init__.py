@@ -10,7 +10,6 @@ from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
 from twostroke.spec.eagle import EagleHeads
 from twostroke.spec.follower import Words
-from twostroke.spec.forced import ForcedTokens
 from twostroke.spec.guesses import HeadsOdds
 from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.medusa import MedusaHeads
@@ -25,7 +24,6 @@ __all__ = [
     "ContextProposer",
     "DraftModel",
     "EagleHeads",
-    "ForcedTokens",
     "HeadsOdds",
     "Lookahead",
     "MedusaHeads",

@@ -2,7 +2,8 @@
 
 The method that is called n-gram, prompt lookup or inference with reference; here with three
 references: the request's own tokens, what its caller expects the answer to be like, and what
-the same tenant's earlier answers said (suffix statistics).
+the same tenant's earlier answers said (suffix statistics). Where a constraint leaves no choice,
+what it forces comes first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.spec.forced import ForcedTokens
 from twostroke.spec.index import Match, TokenIndex
 from twostroke.spec.memory import Memory, until_break
 from twostroke.spec.odds import Odds, RequestOdds
@@ -50,6 +52,7 @@ class ContextProposer:
     def __init__(self) -> None:
         """Know nothing yet."""
         self._memory = Memory()
+        self._forced = ForcedTokens()
         self._odds = {source: Odds(_PRIOR) for source in ("context", "prediction", "memory")}
         self._requests: dict[Request, _References] = {}
         self._hot: set[Request] = set()  # their last guess was right
@@ -80,6 +83,8 @@ class ContextProposer:
         return sorted(in_turn.union(i for i in range(count) if requests[i] in self._hot))
 
     def _propose(self, request: Request, price: Price) -> Proposal | None:
+        if forced := self._forced.propose(request, price):
+            return forced
         known = self._requests.get(request)
         if known is None:
             known = self._requests[request] = _References.of(request, self._odds)
@@ -111,7 +116,9 @@ class ContextProposer:
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""
         known = self._requests.get(request)
-        if known is not None:
+        if proposal.source == ForcedTokens.source:
+            self._forced.learn(request, proposal, outcome)
+        elif known is not None:
             known.odds[proposal.source].learn(proposal, outcome)
         if outcome.right:
             self._hot.add(request)
@@ -125,6 +132,7 @@ class ContextProposer:
         """Remember what a request has said, for its tenant's next ones."""
         self._requests.pop(request, None)
         self._hot.discard(request)
+        self._forced.finish(request)
         self._memory.add(request)
 
     def _matches(

@@ -10,8 +10,6 @@ from twostroke.spec.odds import Odds, RequestOdds
 from twostroke.spec.proposal import Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from twostroke.core.request import Request
     from twostroke.spec.proposal import Outcome, Price
 
@@ -23,34 +21,32 @@ _PRIOR = (0.9, 0.9, 0.9, 0.9)
 class ForcedTokens:
     """Offers what must follow in the answer of a request with a constraint, such as a key."""
 
-    name = "grammar"
+    source = "grammar"
 
     def __init__(self) -> None:
         """Know nothing yet."""
         self._odds = Odds(_PRIOR)
         self._requests: dict[Request, RequestOdds] = {}
 
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        return [self._propose(request, price) for request in requests]
-
-    def _propose(self, request: Request, price: Price) -> Proposal | None:
+    def propose(self, request: Request, price: Price) -> Proposal | None:
+        """Return what must follow, if anything must and it may pay."""
         if request.matcher is None:
             return None
         tokens = request.matcher.forced(request.output)[: price.most]
+        if not tokens:
+            return None
         odds = self._requests.get(request)
         if odds is None:
             odds = self._requests[request] = self._odds.for_request()
         kinds = [min(place, len(_PRIOR) - 1) for place in range(len(tokens))]
         chances = [odds.of(kind) for kind in kinds]
-        worths = list(takewhile(lambda worth: worth >= price.row_chance, accumulate(chances, mul)))
-        count = len(worths)
+        worths = takewhile(lambda worth: worth >= price.row_chance, accumulate(chances, mul))
+        count = len(list(worths))
         if not count:
-            if tokens:
-                odds.fade(0)
+            odds.fade(0)
             return None
         return Proposal(
-            self.name, tuple(tokens[:count]), tuple(chances[:count]), tuple(kinds[:count])
+            self.source, tuple(tokens[:count]), tuple(chances[:count]), tuple(kinds[:count])
         )
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
@@ -62,6 +58,3 @@ class ForcedTokens:
     def finish(self, request: Request) -> None:
         """Forget a request."""
         self._requests.pop(request, None)
-
-    def close(self) -> None:
-        """Hold nothing that must be given back."""
