@@ -18,6 +18,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
+from twostroke.sample.schema import check_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -253,6 +254,7 @@ def _grammar(constraint: Constraint) -> str:
     text, notation = constraint.text, constraint.notation
     try:
         if notation == "json_schema":
+            check_keywords(text)
             return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
         if notation == "choice" and not _are_texts(json.loads(text)):
             message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
@@ -275,5 +277,7 @@ def _refusal(constraint: Constraint, why: str) -> RequestError:
 
 def _first_line(text: str) -> str:
     """Return the beginning of an error's text: the rest is of the engine's inside."""
+    if "coerce_one_of" in text:
+        text = "the alternatives of a oneOf overlap, which is not supported; anyOf is"
     line = text.strip().partition("\n")[0][:_MAX_ERROR]
     return line if line.endswith(".") else f"{line}."

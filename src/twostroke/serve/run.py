@@ -87,6 +87,7 @@ def run_server(
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
+    client.grammars.prepare()  # now, as no stream has to wait for it
     api = Api(client, options, limits)
     return asyncio.run(_serve(api, listener, on_ready, on_stop))
 

@@ -1,0 +1,63 @@
+"""Which keywords of JSON Schema are kept to: every other one is refused, never passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Keywords by what stands in them: one schema (or a list of them), or schemas under names.
+SCHEMAS: Final = frozenset(
+    ("additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems")
+)
+NAMED_SCHEMAS: Final = frozenset(("$defs", "definitions", "patternProperties", "properties"))
+VALUES: Final = frozenset(
+    (
+        *("$anchor", "$id", "$ref", "$schema", "const", "enum", "exclusiveMaximum"),
+        *("exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties", "maximum"),
+        *("minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern"),
+        *("required", "type"),
+    )
+)
+# These say nothing about which values are valid.
+ANNOTATIONS: Final = frozenset(
+    ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title")
+) | {"writeOnly"}
+
+_KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
+
+
+def check_keywords(text: str) -> None:
+    """Check that a JSON schema asks for nothing that would be passed over.
+
+    Raises:
+        ValueError: it is not JSON, or has a keyword that is not known; the sentence names it.
+    """
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(schema, dict):
+        raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, as others are
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        path, part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += _inside(part, path)
+
+
+def _inside(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas in a schema, with their paths."""
+    for keyword, value in schema.items():
+        place = f"{path}/{keyword}"
+        if keyword not in _KNOWN:
+            raise ValueError(f"'{keyword}' ({place}) is not supported{nearest(keyword, _KNOWN)}")
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            yield from ((f"{place}/{name}", inner) for name, inner in value.items())
+        elif keyword in SCHEMAS:
+            many = value if isinstance(value, list) else [value]
+            yield from ((place, inner) for inner in many)
