@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -83,6 +83,9 @@ test-oracle: pull ## Compare with PyTorch and transformers, in an environment of
 
 test-speculation: pull ## Compare answers with every way of guessing ahead with plain ones, on real models (EXACT_ARGS=).
 	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(EXACT_ARGS)
+
+test-forms: pull ## Check answers under a thousand constraints with a validator (MODEL=, EXACT_ARGS=).
+	@PYTHONPATH=src $(BIN)/python tests/exact/forms.py --model $(MODEL) $(EXACT_ARGS)
 
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
