@@ -107,8 +107,6 @@ def test_wrong_chat_field_is_named(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -116,7 +114,6 @@ def test_wrong_chat_field_is_named(
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"cache_salt": "s"}, "cache_salt"),
         ({"bad_words": ["x"]}, "bad_words"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_not_ignored(

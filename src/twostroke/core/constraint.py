@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar")
+NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters
 
 
@@ -22,8 +22,9 @@ class Constraint:
     """A set of texts, one of which the answer will be.
 
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
-    expression for the whole answer), "choice" (a JSON list of texts) or "grammar" (Lark's notation,
-    or llama.cpp's GBNF). `param` is what the caller calls it: errors name it.
+    expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
+    llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is what the caller
+    calls it: errors name it.
 
     Raises:
         RequestError: there is no such notation, or the text is too long.

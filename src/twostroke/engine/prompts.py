@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
+from twostroke.engine.tool_prompt import with_tools_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,15 +30,30 @@ class Chat:
         return ChatTemplate.for_tokenizer(self._tokenizer)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> Prompt:
-        """Return the prompt of a conversation.
+        """Return the prompt of a conversation, in which `tools` may be called.
+
+        A template that knows nothing of tools is given them, and calls of them, in words.
 
         Raises:
             RequestError: the messages are not as they should be, or do not suit the template.
             ModelFormatError: the model's template is not valid.
         """
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        template = self._template
+        if template.knows_tools:
+            shown = tools or None
+            return template.render(
+                messages, add_generation_prompt=add_generation_prompt, tools=shown
+            )
+        has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
+        if tools or has_calls:
+            messages = with_tools_in_words(messages, tools)
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
 
 
 def encode_text(card: ModelCard, prompt: str | Sequence[int]) -> list[int]:
@@ -56,7 +72,11 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     return Hints(speculate, tuple(card.tokenizer.encode(prediction)) if prediction else ())
 
 
-def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:
+def encode_chat(
+    card: ModelCard,
+    messages: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]] = (),
+) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's turn.
 
     Raises:
@@ -65,4 +85,4 @@ def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> li
     if card.chat_template is None:
         message = f"{card.name} has no chat template: use plain completions instead."
         raise RequestError(message, param="messages")
-    return card.tokenizer.encode_prompt(card.chat_template.render(messages))
+    return card.tokenizer.encode_prompt(card.chat_template.render(messages, tools))

@@ -37,12 +37,14 @@ _FORMATS: Final[dict[str, GrammarFormat]] = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "grammar",
+    "lark": "lark",
 }
 _NAMES: Final = {
     "json_schema": "The JSON schema",
     "regex": "The regular expression",
     "choice": "The list of choices",
     "grammar": "The grammar",
+    "lark": "The grammar",
 }
 
 # JSON is written as Python's json.dumps does: a weak model would otherwise fill its answer with

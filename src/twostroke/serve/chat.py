@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS
+from twostroke.serve.call_bodies import AnswerMessage, CallBody, answer_message, call_body
+from twostroke.serve.calls import CallReader, TextPiece
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
 from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
 from twostroke.serve.job import Conversation, Job
 from twostroke.serve.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.serve.structure import to_constraint
+from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
 from twostroke.serve.usage import (
     TimingsBody,
     UsageBody,
@@ -23,9 +27,11 @@ from twostroke.serve.usage import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from twostroke.engine.output import Completion, Output, Usage
 
-ROLES: Final = ("system", "developer", "user", "assistant")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -40,8 +46,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -55,18 +59,33 @@ class TextPart(
     text: str
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """What was called, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that an answer made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message; beside role and content stands what SDKs echo of our own answers."""
 
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
 
 
 class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +96,9 @@ class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    parallel_tool_calls: Any = None  # harmless without tools
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     # Refused unless neutral.
     add_generation_prompt: Any = None
@@ -91,18 +112,8 @@ class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     functions: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-
-
-class AnswerMessage(msgspec.Struct):
-    """The message of an answer."""
-
-    role: str
-    content: str
-    refusal: None = None
 
 
 class Choice(msgspec.Struct):
@@ -130,7 +141,8 @@ class Delta(msgspec.Struct):
     """What a chunk adds to the message."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -172,6 +184,7 @@ class ChatWriter:
         )
         self._has_logprobs = reply.job.params.logprobs is not None
         self._begun: set[int] = set()
+        self._readers: dict[int, CallReader] = {}  # where there may be calls
 
     def feed(self, output: Output) -> bytes:
         """Return the events of an output."""
@@ -182,13 +195,34 @@ class ChatWriter:
             self._begun.add(output.index)
             choice.delta = Delta("assistant", "")
             events = event(self._chunk)
-        logprobs = chat_logprobs(self._reply.tokenizer, output) if self._has_logprobs else None
-        if output.text or (logprobs is not None and logprobs.content):
-            choice.delta = Delta(content=output.text)
-            choice.logprobs = logprobs
+        choice.logprobs = (
+            chat_logprobs(self._reply.tokenizer, output) if self._has_logprobs else None
+        )
+        for choice.delta in self._deltas(output):
             events += event(self._chunk)
             choice.logprobs = None
+        if choice.logprobs is not None and choice.logprobs.content:
+            choice.delta = Delta(content="")
+            events += event(self._chunk)
+        choice.logprobs = None
         return events + self._last(output) if output.finish_reason is not None else events
+
+    def _deltas(self, output: Output) -> Iterator[Delta]:
+        """Yield what an output adds to the message."""
+        functions = self._reply.job.functions
+        if not functions:
+            if output.text:
+                yield Delta(content=output.text)
+            return
+        reader = self._readers.setdefault(output.index, CallReader(functions))
+        pieces = reader.feed(output.text)
+        if output.finish_reason is not None:
+            pieces += reader.finish()
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                yield Delta(content=piece.text)
+            else:
+                yield Delta(tool_calls=[call_body(piece)])
 
     def finish(self, usage: Usage) -> bytes:
         """Return the usage, where asked for, and the end."""
@@ -202,7 +236,9 @@ class ChatWriter:
         assert output.finish_reason is not None
         choice = self._choice
         choice.delta = Delta()
-        choice.finish_reason = finish_reason(output.finish_reason)
+        reader = self._readers.get(output.index)
+        has_calls = reader is not None and reader.num_calls > 0
+        choice.finish_reason = finish_reason(output.finish_reason, has_calls=has_calls)
         if self._reply.job.timings:
             assert output.usage is not None
             assert output.timings is not None
@@ -220,12 +256,18 @@ def read(asked: ChatRequest) -> Job:
     """
     check_neutral(asked, _NEUTRAL)
     options = asked.stream_options
-    own = {"logprobs": _top(asked)}
+    own: dict[str, Any] = {"logprobs": _top(asked)}
+    tools = to_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+    if tools is not None:
+        if to_constraint(asked) is not None:
+            message = "tools cannot be combined with a form of the answer: leave one of them out."
+            raise RequestError(message, param="tools")
+        own["constraint"] = tools.constraint()
     if asked.max_completion_tokens is not None:  # the newer name of the same limit
         own["max_tokens"] = asked.max_completion_tokens
     return Job(
         model=asked.model,
-        prompts=(_conversation(asked.messages),),
+        prompts=(_conversation(asked.messages, tools),),
         params=to_params(asked, **own),
         caller=to_caller(asked, "messages"),
         speculate="auto" if asked.speculate is None else asked.speculate,
@@ -233,22 +275,24 @@ def read(asked: ChatRequest) -> Job:
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),
+        functions=() if tools is None else tuple(name for name, _ in tools.callable),
     )
 
 
 def whole(reply: Reply, answers: list[Completion], usage: Usage) -> ChatCompletion:
     """Return the response that is not streamed."""
     has_logprobs = reply.job.params.logprobs is not None
-    choices = [
-        Choice(
+    choices = []
+    for answer in answers:
+        message = answer_message(answer.text, reply.job.functions)
+        choice = Choice(
             answer.index,
-            AnswerMessage("assistant", answer.text),
+            message,
             chat_logprobs(reply.tokenizer, answer) if has_logprobs else None,
-            finish_reason(answer.finish_reason),
+            finish_reason(answer.finish_reason, has_calls=message.tool_calls is not UNSET),
             timings_body(answer.usage, answer.timings) if reply.job.timings else UNSET,
         )
-        for answer in answers
-    ]
+        choices.append(choice)
     return ChatCompletion(
         reply.id, "chat.completion", reply.created_s, reply.model, choices, usage_body(usage)
     )
@@ -266,15 +310,16 @@ def _top(asked: ChatRequest) -> int | None:
     return (top or 0) if asked.logprobs else None
 
 
-def _conversation(messages: list[Message]) -> Conversation:
+def _conversation(messages: list[Message], tools: Tools | None) -> Conversation:
     if not messages:
         raise RequestError("messages must have at least one message.", param="messages")
-    return Conversation(tuple(_message(i, message) for i, message in enumerate(messages)))
+    said = tuple(_message(i, message) for i, message in enumerate(messages))
+    return Conversation(said, tools.shown if tools is not None else ())
 
 
-def _message(place: int, message: Message) -> dict[str, str]:
+def _message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if getattr(message, name):
             param = f"{where}.{name}"
             raise UnsupportedFieldError(f"{param} is not supported yet.", param=param)
@@ -282,13 +327,20 @@ def _message(place: int, message: Message) -> dict[str, str]:
         known = ", ".join(ROLES)
         error = f"{where}.role must be one of {known}, not '{message.role}'."
         raise RequestError(error, param=f"{where}.role")
-    if message.content is None:
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and message.role != role:
+            error = f"{where}.{name} belongs to a message of role {role}, not {message.role}."
+            raise RequestError(error, param=f"{where}.{name}")
+    if message.content is None and not message.tool_calls:
         raise MissingFieldError(f"{where}.content is missing.", param=f"{where}.content")
-    content = message.content
+    content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    said = {"role": role, "content": text}
-    return said if message.name is None else said | {"name": message.name}
+    said: dict[str, Any] = {"role": role, "content": text}
+    if message.tool_calls:
+        said["tool_calls"] = [msgspec.to_builtins(call) for call in message.tool_calls]
+    more = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return said | {key: value for key, value in more.items() if value is not None}
 
 
 DIALECT: Final = Dialect("chat", "chatcmpl-", ChatRequest, read, ChatWriter, whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 from twostroke.core.request import FinishReason
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the model's chat template; each has `role` and `content`."""
+    """Messages for the model's chat template; each has `role` and `content`.
 
-    messages: tuple[dict[str, str], ...]
+    `tools` may be called in the answer; they are OpenAI's objects.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 Prompt = str | list[int] | Conversation
@@ -45,7 +49,8 @@ class Job:
     """Prompts, and how each is to be continued; protocols translate into this and nothing else.
 
     `model` is the name that the client used, None for whichever there is. `echo` repeats each
-    prompt before its answer; `timings` wants to be told how long things took. `speculate` and the
+    prompt before its answer; `timings` wants to be told how long things took;
+    `functions` are those whose calls are to be read out of the answers. `speculate` and the
     text of `prediction` are the engine's `Hints`.
     """
 
@@ -59,6 +64,7 @@ class Job:
     include_usage: bool = False
     echo: bool = False
     timings: bool = False
+    functions: tuple[str, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -72,7 +78,7 @@ class Job:
             RequestError: the chat template is missing or refuses the messages.
         """
         prompts = [
-            encode_chat(card, prompt.messages)
+            encode_chat(card, prompt.messages, prompt.tools)
             if isinstance(prompt, Conversation)
             else encode_text(card, prompt)
             for prompt in self.prompts

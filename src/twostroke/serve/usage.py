@@ -68,9 +68,11 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def finish_reason(reason: FinishReason) -> str:
-    """Return OpenAI's word for why an answer ended."""
-    return "length" if reason is FinishReason.LENGTH else "stop"
+def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
+    """Return OpenAI's word for why an answer ended; one with calls ends so that they are made."""
+    if reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
 
 
 def decode_rate(usage: Usage, timings: Timings) -> float | None:

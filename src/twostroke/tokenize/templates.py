@@ -113,6 +113,11 @@ class ChatTemplate:
             source = _CHATML
         return cls(source, tokenizer, budget=budget)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it shows tools, and calls of them in `<tool_call>` as Qwen and Hermes do."""
+        return "tools" in self.source and "<tool_call>" in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -1,0 +1,67 @@
+"""OpenAI's message of an answer, with the calls of tools that it makes."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FunctionCallBody(msgspec.Struct):
+    """A call's function, or a piece of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallBody(msgspec.Struct):
+    """A call, or a piece of one: only the first piece has id, type and name."""
+
+    function: FunctionCallBody
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    """The message of an answer."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+def answer_message(text: str, functions: Sequence[str]) -> AnswerMessage:
+    """Return the message of a whole answer, in which these functions may be called."""
+    if not functions:
+        return AnswerMessage("assistant", text)
+    reader, calls, said = CallReader(functions), list[CallBody](), ""
+    for piece in (*reader.feed(text), *reader.finish()):
+        if isinstance(piece, TextPiece):
+            said += piece.text
+        elif isinstance(piece, CallBegin):
+            calls.append(call_body(piece))
+            calls[-1].index = UNSET
+        else:
+            calls[-1].function.arguments += piece.text
+    return (
+        AnswerMessage("assistant", said or None, tool_calls=calls)
+        if calls
+        else AnswerMessage("assistant", said)
+    )
+
+
+def call_body(piece: CallBegin | ArgumentsPiece) -> CallBody:
+    """Return what a stream says of a piece of a call."""
+    if isinstance(piece, ArgumentsPiece):
+        return CallBody(FunctionCallBody(piece.text), index=piece.index)
+    call_id = f"call_{secrets.token_hex(12)}"
+    return CallBody(FunctionCallBody("", piece.name), call_id, "function", piece.index)

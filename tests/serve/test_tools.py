@@ -1,0 +1,169 @@
+"""Tools in chat requests, as clients see them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import events, live_server
+from support.tiny import Tiny
+from twostroke.serve.tools import MAX_TOOLS, FunctionBody, ToolBody, to_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time", "description": "The time."}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model with more context, for tools are described at length."""
+    with live_server(tmp_path_factory.mktemp("tools"), tiny=Tiny(context_length=2048)) as live:
+        yield live
+
+
+def answer_of(server: LiveServer, **fields: object) -> Fields:
+    given: Fields = {"max_tokens": 150, "temperature": 1.0, "seed": 1, "tools": TOOLS} | fields
+    response = server.chat(**given)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def test_a_forced_call_fits_its_schema(server: LiveServer) -> None:
+    for seed in range(5):
+        answer = answer_of(server, tool_choice=NAMED, seed=seed)
+        assert answer["finish_reason"] == "tool_calls"
+        assert answer["message"]["content"] is None
+        [call] = answer["message"]["tool_calls"]
+        assert call["type"] == "function"
+        assert call["id"].startswith("call_")
+        assert "index" not in call
+        assert call["function"]["name"] == "weather"
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["city"] in {"Paris", "Rome"}
+        assert arguments["days"] in {1, 2}
+
+
+def test_required_calls_some_function(server: LiveServer) -> None:
+    calls = [
+        answer_of(server, tool_choice="required", seed=seed, parallel_tool_calls=False, tools=some)
+        for seed in range(3)
+        for some in (TOOLS, TOOLS[:1])
+    ]
+    for answer in calls:
+        if answer["finish_reason"] == "length":
+            continue
+        [call] = answer["message"]["tool_calls"]
+        assert call["function"]["name"] in {"weather", "time"}
+    assert any(answer["finish_reason"] == "tool_calls" for answer in calls)
+
+
+def test_a_streamed_call_comes_in_pieces(server: LiveServer) -> None:
+    fields: Fields = {"tool_choice": NAMED, "max_tokens": 150, "seed": 1, "tools": TOOLS}
+    whole = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    chunks = events(server.chat(stream=True, **fields).text)[:-1]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert deltas[-1] == {}
+    [first, *more] = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert first["id"].startswith("call_")
+    assert (first["index"], first["type"]) == (0, "function")
+    assert first["function"] == {"arguments": "", "name": "weather"}
+    assert all(set(call) == {"function", "index"} for call in more)
+    assert all(set(call["function"]) == {"arguments"} for call in more)
+    assert "".join(call["function"]["arguments"] for call in more) == whole["arguments"]
+
+
+def test_a_call_that_is_cut_ends_by_its_length(server: LiveServer) -> None:
+    answer = answer_of(server, tool_choice=NAMED, max_tokens=40)
+    assert answer["finish_reason"] == "length"
+
+
+def test_text_stays_text_where_nothing_must_be_called(server: LiveServer, hello: Fields) -> None:
+    for choice in ("auto", "none", None):
+        fields = {"tool_choice": choice} if choice else {}
+        answer = answer_of(server, max_tokens=3, **hello, **fields)
+        assert answer["message"]["content"] == "hellohellohello"
+        assert "tool_calls" not in answer["message"]
+        assert answer["finish_reason"] == "length"
+
+
+def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call | {"id": "call_2"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+    ]
+    with_tools = server.chat(messages=messages, max_tokens=2, tools=TOOLS).json()["usage"]
+    without = server.chat(messages=messages, max_tokens=2).json()["usage"]
+    assert with_tools["prompt_tokens"] > without["prompt_tokens"] + 100  # these describe the tools
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "another"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "letters",
+        ),
+        ({"tools": TOOLS * (MAX_TOOLS // 2 + 1)}, "tools", "at most 128"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "perhaps"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+            "'x'",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "combined"),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
+            "messages[0].tool_call_id",
+            "role tool",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[0].tool_calls[0].function",
+            "missing",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    server: LiveServer, fields: Fields, param: str, word: str
+) -> None:
+    response = server.chat(**fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert word in error["message"]
+
+
+def test_a_schema_that_cannot_be_kept_to_frees_the_arguments_unless_strict() -> None:
+    parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    function = {"name": "f", "parameters": parameters}
+    bodies = [ToolBody(function=FunctionBody(**function))]
+    tools = to_tools(bodies, "auto", parallel=None)
+    assert tools is not None
+    assert tools.callable == (("f", {"type": "object"}),)
+    assert tools.shown[0]["function"]["parameters"] == parameters
