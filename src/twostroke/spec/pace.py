@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from twostroke.program import BatchShape
+from twostroke.spec.learned import Fit, Ratios, Spell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,81 +15,51 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.program.cost import StepCost
 
-_STEP = 0.03  # of a new measurement's way into what is believed
-_STEP_IF_NEW = 0.12  # if the step before had another size: that tells them apart
-_MOST_CHANGE = 1.5  # of one measurement: others may have had the processor
-_NEAR = 4  # classes of sizes
-_FIT_STEP = 0.02  # of a step's way into what is believed of all
-_LEAST = 0.05
-_FEW = 10  # times that a size was met before what is unexpected is put down to the moment
-_SPELL_STEP = 0.4  # of what a step took longer than expected that is put down to the moment
-_SPELL_KEPT = 0.98  # a step
-_MOST_WRONG = 2.0
-_TRUST = 1000  # steps after which what was measured of other sizes says as much,
-_MANY = 10  # if what is known comes from so many steps; sooner if from fewer
-
-
-@dataclass(slots=True)
-class _Ratio:
-    """Measured over fitted time, from so many steps, of which the last was that one."""
-
-    value: float
-    count: int
-    step: int
-
 
 @dataclass(slots=True)
 class Pace:
     """Predicts the seconds of a step by its cost, corrected by what steps of its size took.
 
     How much longer memory and arithmetic take than the machine's limits say is learned from all
-    steps: prompts tell of the one, single rows of the other, and so a step of some rows is known
-    about before one was tried. Sizes are numbers of rows, in classes that grow with them: kernels
-    take rows by fours and eights. A size of which nothing is known, or nothing new for long, is
-    thought to be like its neighbours. Kernels take up to `rows_together` rows at once, and fewer
-    for as long as the next power of two.
-
-    Machines are shared, and slow for a while now and then. The best of several sizes must not be
-    the one that had the better moments: so a step is held against those just before it, and what
-    all of them took longer is put down to a `spell`, which is soon forgotten.
+    steps (`Fit`): prompts tell of the one, single rows of the other, and so a step of some rows is
+    known about before one was tried. What steps of a size take beside that is learned for each
+    (`Ratios`), and how slow the machine is at the moment from those just before (`Spell`). Kernels
+    take up to `rows_together` rows at once, and fewer for as long as the next power of two.
     """
 
     cost: StepCost
     hardware: Hardware | None
     rows_together: int = 1
-    _memory: float = 1.0  # times as long as at the limits
-    _arithmetic: float = 1.0
-    _ratios: dict[int, _Ratio] = field(default_factory=dict)
-    _num_steps: int = 0
-    _last_size: int = 0
-    _spell: float = 1.0  # times as long as steps take otherwise
+    _fit: Fit = field(default_factory=Fit)
+    _ratios: Ratios = field(default_factory=Ratios)
+    _spell: Spell = field(default_factory=Spell)
 
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
-        return self._fitted_s(batch) * self._ratio(_size(batch.num_rows)) * self._spell
+        fitted_s = self._fit.seconds(*self._padded_s(batch))
+        return fitted_s * self._ratios.of(_size(batch.num_rows)) * self._spell.factor
 
     def age(self, num_rows: int) -> int:
         """Return how many steps ago one of about as many rows was measured."""
-        known = self._ratios.get(_size(num_rows))
-        return self._num_steps - known.step if known is not None else self._num_steps
+        return self._ratios.age(_size(num_rows))
 
     def outlook(self, batch: BatchShape) -> Outlook:
         """Return how to predict steps with guesses beside those of `batch`."""
         start = max(start for start, _ in batch.spans)
-        fitted_s, one_s, two_s = (
-            self._together_s(
+        plain_s, one_s, two_s = (
+            self._fit.seconds(
                 *self._least_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
             )
-            * self._spell
+            * self._spell.factor
             for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
         )
         return Outlook(
             batch.num_rows,
             self.rows_together,
-            fitted_s,
-            one_s - fitted_s,
+            plain_s,
+            one_s - plain_s,
             two_s - one_s,
-            self._ratio,
+            self._ratios.of,
         )
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
@@ -96,49 +67,11 @@ class Pace:
         parts, size = self._padded_s(batch), _size(batch.num_rows)
         if not sum(parts) or not elapsed_s:
             return
-        self._num_steps += 1
-        usual_s = elapsed_s / self._spell
-        wrong = usual_s / (self._together_s(*parts) * self._ratio(size))
-        self._fit(*parts, usual_s)
-        self._learn_ratio(size, usual_s / self._together_s(*parts))
-        self._last_size = size
-        if self._ratios[size].count > _FEW:
-            wrong = min(max(wrong, 1 / _MOST_WRONG), _MOST_WRONG)
-            self._spell = (self._spell * wrong**_SPELL_STEP) ** _SPELL_KEPT
-
-    def _learn_ratio(self, size: int, measured: float) -> None:
-        known = self._ratios.get(size)
-        if known is None:  # one measurement may be far off
-            measured = math.sqrt(measured * self._beside(size))
-            self._ratios[size] = _Ratio(measured, 1, self._num_steps)
-            return
-        measured = min(max(measured, known.value / _MOST_CHANGE), known.value * _MOST_CHANGE)
-        known.count += 1
-        step = _STEP_IF_NEW if size != self._last_size else _STEP
-        known.value += max(step, 1 / known.count) * (measured - known.value)
-        known.step = self._num_steps
-
-    def _fit(self, memory_s: float, arithmetic_s: float, elapsed_s: float) -> None:
-        """Move what is believed of both towards a step (normalized least mean squares)."""
-        fitted_s = self._together_s(memory_s, arithmetic_s)
-        wrong_s = elapsed_s - fitted_s
-        if self._num_steps > _MANY:
-            wrong_s = min(max(wrong_s, -fitted_s / 2), fitted_s / 2)
-        share = max(_FIT_STEP, 1 / self._num_steps)
-        step = share * wrong_s / (memory_s**2 + arithmetic_s**2)
-        self._memory = max(_LEAST, self._memory + step * memory_s)
-        self._arithmetic = max(_LEAST, self._arithmetic + step * arithmetic_s)
-
-    def _fitted_s(self, batch: BatchShape) -> float:
-        """Return about how long a step takes, whatever is known of steps of its size."""
-        return self._together_s(*self._padded_s(batch))
-
-    def _together_s(self, memory_s: float, arithmetic_s: float) -> float:
-        """Return the time of memory traffic and arithmetic, one after the other.
-
-        They overlap, but their sum grows with the rows as real steps do, without a corner.
-        """
-        return self._memory * memory_s + self._arithmetic * arithmetic_s
+        usual_s = elapsed_s / self._spell.factor
+        wrong = usual_s / (self._fit.seconds(*parts) * self._ratios.next_step().of(size))
+        self._fit.learn(*parts, usual_s)
+        count = self._ratios.learn(size, usual_s / self._fit.seconds(*parts))
+        self._spell.learn(wrong, count)
 
     def _padded_s(self, batch: BatchShape) -> tuple[float, float]:
         """Return both at the machine's limits, for as many rows as kernels compute."""
@@ -152,22 +85,6 @@ class Pace:
         if hardware is None:  # the rates of some machine: what is learned makes up for it
             return cost.bytes / 10e9, cost.flops / 100e9
         return cost.bytes / hardware.bandwidth, cost.flops / hardware.peak
-
-    def _ratio(self, size: int) -> float:
-        """Return measured over fitted time, for steps of a size."""
-        known = self._ratios.get(size)
-        if known is None:
-            return self._beside(size)
-        age = self._num_steps - known.step
-        trust = math.exp(-age / (_TRUST * min(1.0, known.count / _MANY)))
-        return known.value + (1 - trust) * (self._beside(size) - known.value)
-
-    def _beside(self, size: int) -> float:
-        """Return what the next sizes, if they are near, let expect of one."""
-        below = max((other for other in self._ratios if other < size), default=None)
-        above = min((other for other in self._ratios if other > size), default=None)
-        near = [s for s in (below, above) if s is not None and abs(s - size) <= _NEAR]
-        return math.prod(self._ratios[s].value for s in near) ** (1 / max(1, len(near)))
 
 
 @dataclass(slots=True)
