@@ -20,6 +20,7 @@ FUZZ ?= .venv-fuzz
 FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
 EXACT_ARGS ?=
+CLIENTS ?=
 CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
 ARM := build/aarch64
@@ -31,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -86,6 +87,10 @@ test-speculation: pull ## Compare answers with every way of guessing ahead with 
 
 test-forms: pull ## Check answers under a thousand constraints with a validator (MODEL=, EXACT_ARGS=).
 	@PYTHONPATH=src $(BIN)/python tests/exact/forms.py --model $(MODEL) $(EXACT_ARGS)
+
+test-clients: build ## Drive clients that others wrote against a server, each in its own environment (CLIENTS=openai).
+	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
+	@PYTHONPATH=src $(BIN)/python tests/clients/run.py $(CLIENTS)
 
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \

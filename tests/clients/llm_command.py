@@ -1,0 +1,56 @@
+"""The `llm` command, with our model in its list of OpenAI-compatible ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from checks import BASE_URL, MODEL, run
+
+folder = Path(tempfile.mkdtemp())
+entry = (
+    f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {BASE_URL}\n"
+    "  supports_tools: true\n  supports_schema: true\n"
+)
+(folder / "extra-openai-models.yaml").write_text(entry)
+
+
+def llm(*arguments: str) -> str:
+    environment = os.environ | {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
+    command = ["llm", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def stream() -> None:
+    assert llm("-m", "ours", "-o", "max_tokens", "20", "Why is the sky blue?").strip()
+
+
+def plain() -> None:
+    assert llm("-m", "ours", "--no-stream", "-o", "max_tokens", "20", "Say something.").strip()
+
+
+def json_schema() -> None:
+    said = llm(
+        "-m", "ours", "-o", "max_tokens", "60", "--schema", "name str, age int", "Anna is 30"
+    )
+    assert set(json.loads(said)) == {"name", "age"}
+
+
+def tools() -> None:
+    said = llm(
+        "-m", "ours", "-o", "max_tokens", "100", "-T", "llm_version", "--td", "Which version?"
+    )
+    assert said.strip()
+
+
+def continued() -> None:
+    llm("-m", "ours", "-o", "max_tokens", "10", "My name is Anna.")
+    assert llm("-c", "What is my name?").strip()
+
+
+run(stream, plain, json_schema, tools, continued)
