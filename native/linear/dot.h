@@ -2,9 +2,10 @@
 //
 // Every level computes the same integers: sum of (code - offset) * q, where a format with a table
 // looks its codes up first. All partial sums fit in int32. A level defines
-//   store_activations<Planes>(q, row): lays 32 quantized numbers into a row's bytes,
-//   Codes<T>, load_codes<T>(quants): a block's codes, as far as it pays to unpack them for all
-//   rows, dot_sub<T, R>(codes, block, row, sub, sums): sub-block `sub` x rows [row, row + R).
+//   store_planes<Planes>(q, row), store_pairs(q, row) or both: lays 32 quantized numbers into a
+//   row's bytes, for types that has_planes() names or for others, Codes<T>, load_codes<T>(quants):
+//   a block's codes, as far as it pays to unpack them for all rows, dot_sub<T, R>(codes, block,
+//   row, sub, sums): sub-block `sub` x rows [row, row + R).
 // NEON goes by four outputs instead: PartCodes<T>, load_part<T>(quants, sub) and
 //   dot_row<T, Planes>(codes, row, sub, start).
 #pragma once
@@ -14,6 +15,10 @@
 #include "linear/layout.h"
 
 namespace ts {
+
+template <int Planes>
+void store_planes(const int32_t* q, uint8_t* row);
+void store_pairs(const int32_t* q, uint8_t* row);
 
 /// The rows' bytes of a block, at an address of which the compiler knows nothing: else GCC keeps a
 /// pointer for each row, or broadcasts for later use, and moves all these in and out of its few
@@ -38,7 +43,9 @@ constexpr int shift_of(int power) { return power <= 1 ? 0 : 1 + shift_of(power /
 
 #if TS_LEVEL >= 2
 #include "linear/dot_avx512.h"
-#elif TS_LEVEL == 1 || defined(__SSE2__)
+#elif TS_LEVEL == 1
+#include "linear/dot_avx2.h"
+#elif defined(__SSE2__)
 #include "linear/dot_pairs.h"
 #elif defined(__aarch64__)
 #include "linear/dot_neon.h"

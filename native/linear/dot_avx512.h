@@ -14,7 +14,7 @@
 namespace ts {
 
 template <int Planes>
-inline void store_activations(const int32_t* q, uint8_t* row) {
+inline void store_planes(const int32_t* q, uint8_t* row) {
   TS_UNROLL
   for (int i = 0; i < kBlockSize; i += kGroupSize) {
     const __m512i values = _mm512_loadu_si512(q + i);

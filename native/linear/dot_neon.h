@@ -41,7 +41,7 @@ TS_INLINE uint8x16_t load_quad(const uint8_t* quants, int quad) {
 #if defined(__ARM_FEATURE_DOTPROD)
 
 template <int Planes>
-inline void store_activations(const int32_t* q, uint8_t* row) {
+inline void store_planes(const int32_t* q, uint8_t* row) {
   for (int i = 0; i < kBlockSize; ++i) {
     if constexpr (Planes == 1) {
       row[i] = static_cast<uint8_t>(q[i]);
@@ -118,9 +118,7 @@ TS_INLINE int32x4_t dot_row(const PartCodes<T>& codes, const uint8_t* row, int s
 
 #else
 
-template <int Planes>
-inline void store_activations(const int32_t* q, uint8_t* row) {
-  static_assert(Planes == 2);
+inline void store_pairs(const int32_t* q, uint8_t* row) {
   int16_t values[kBlockSize];
   for (int i = 0; i < kBlockSize; ++i) values[i] = static_cast<int16_t>(q[i]);
   std::memcpy(row, values, sizeof values);

@@ -15,9 +15,7 @@
 
 namespace ts {
 
-template <int Planes>
-inline void store_activations(const int32_t* q, uint8_t* row) {
-  static_assert(Planes == 2);
+inline void store_pairs(const int32_t* q, uint8_t* row) {
   int16_t values[kBlockSize];
   for (int quad = 0; quad < kBlockSize; quad += 4) {
     values[quad] = static_cast<int16_t>(q[quad]);
@@ -77,17 +75,6 @@ inline Pairs look_up(Pairs codes) {
 
 constexpr int kParts = 64 / sizeof(Pairs);  // of 16 outputs
 
-/// Codes stay packed: each row's sums would push them out of the registers anyway.
-template <WeightType T>
-struct Codes {
-  const uint8_t* quants;
-};
-
-template <WeightType T>
-inline Codes<T> load_codes(const uint8_t* quants) {
-  return {quants};
-}
-
 /// A quad's even or odd bits from a plane, moved to bit `left` of each pair.
 template <int Bits>
 TS_INLINE Pairs load_plane(const uint8_t* plane, int quad, int odd, int left) {
@@ -140,9 +127,10 @@ TS_INLINE void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pa
   }
 }
 
+/// Codes stay packed: each row's sums would push them out of the registers anyway.
 template <WeightType T, int R, int Planes>
-TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
-                       Integers sums[R]) {
+TS_INLINE void dot_sub_pairs(const uint8_t* quants, const PanelBlock<Planes>& block, int row,
+                             int sub, Integers sums[R]) {
   constexpr int offset = block_format(T).offset;
   const int32_t* minus_sum = minus_sums<T>(block, row, sub);
   TS_UNROLL
@@ -150,7 +138,7 @@ TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, i
     Pairs totals[R];
     TS_UNROLL
     for (int r = 0; r < R; ++r) totals[r] = splat(offset * minus_sum[r]);
-    dot_part<T, R>(codes.quants + part * sizeof(Pairs), row_bytes(block, row), sub, totals);
+    dot_part<T, R>(quants + part * sizeof(Pairs), row_bytes(block, row), sub, totals);
     TS_UNROLL
     for (int r = 0; r < R; ++r) {
       std::memcpy(reinterpret_cast<uint8_t*>(&sums[r]) + part * sizeof(Pairs), &totals[r],
@@ -158,5 +146,25 @@ TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, i
     }
   }
 }
+
+#if TS_LEVEL == 0
+
+template <WeightType T>
+struct Codes {
+  const uint8_t* quants;
+};
+
+template <WeightType T>
+inline Codes<T> load_codes(const uint8_t* quants) {
+  return {quants};
+}
+
+template <WeightType T, int R, int Planes>
+TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
+                       Integers sums[R]) {
+  dot_sub_pairs<T, R>(codes.quants, block, row, sub, sums);
+}
+
+#endif
 
 }  // namespace ts

@@ -11,9 +11,7 @@
 
 namespace ts {
 
-template <int Planes>
-inline void store_activations(const int32_t* q, uint8_t* row) {
-  static_assert(Planes == 2);
+inline void store_pairs(const int32_t* q, uint8_t* row) {
   int16_t values[kBlockSize];
   for (int i = 0; i < kBlockSize; ++i) values[i] = static_cast<int16_t>(q[i]);
   std::memcpy(row, values, sizeof values);

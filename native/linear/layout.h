@@ -191,10 +191,26 @@ struct alignas(64) FloatBlock {
   float rows[kPanelRows][kFloatsPerLine];
 };
 
-/// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8. Tiles: 16
-/// rows x 32 inputs of bfloat16, 1 KB each; split tiles: each followed by that of what rounding
-/// took away.
-enum class Preparation { Blocks, CoarseBlocks, Floats, Tiles, SplitTiles };
+/// Whether activations meet codes of a block format as planes of int8. AVX2 multiplies codes of 8
+/// bits as int16, and levels without an instruction for bytes all codes.
+constexpr bool has_planes(WeightType type) {
+#if TS_LEVEL == 1
+  return block_format(type).num_bits() < 8 && !block_format(type).has_table;
+#elif TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
+  return is_block_format(type);
+#else
+  static_cast<void>(type);
+  return false;
+#endif
+}
+
+constexpr bool kHasPlanes = has_planes(WeightType::Q4_0);
+constexpr bool kHasPairs = !has_planes(WeightType::Q8_0);
+
+/// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8; those of
+/// int16 are apart on the level that knows both. Tiles: 16 rows x 32 inputs of bfloat16, 1 KB each;
+/// split tiles: each followed by that of what rounding took away.
+enum class Preparation { Blocks, CoarseBlocks, Pairs, CoarsePairs, Floats, Tiles, SplitTiles };
 
 constexpr Preparation preparation(WeightType type, RowKind kind) {
   if (TS_LEVEL == 3 && type != WeightType::F32) {
@@ -202,15 +218,9 @@ constexpr Preparation preparation(WeightType type, RowKind kind) {
     if (kind == RowKind::PrecisePrompt) return Preparation::SplitTiles;
   }
   if (!is_block_format(type)) return Preparation::Floats;
-  return kind == RowKind::Coarse ? Preparation::CoarseBlocks : Preparation::Blocks;
+  const bool is_coarse = kind == RowKind::Coarse;
+  if (!has_planes(type)) return is_coarse ? Preparation::CoarsePairs : Preparation::Pairs;
+  return is_coarse ? Preparation::CoarseBlocks : Preparation::Blocks;
 }
-
-/// Planes of int8 that coarse blocks take. Levels without planes keep their layout and the kernels
-/// that they have: the integers are merely smaller.
-#if TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
-constexpr int kCoarsePlanes = 1;
-#else
-constexpr int kCoarsePlanes = 2;
-#endif
 
 }  // namespace ts

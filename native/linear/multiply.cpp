@@ -242,7 +242,7 @@ template <int Planes>
 void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                    int64_t group_end) {
   with_type(product.weight.type, [&](auto type) {
-    if constexpr (Planes == 2 || is_block_format(type())) {
+    if constexpr (Planes == 2 || has_planes(type())) {
       multiply_groups<type()>(product, num_rows, group_begin, group_end);
     }
   });
@@ -266,7 +266,7 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
   }
 #endif
   if (form == Preparation::CoarseBlocks) {
-    const Product<kCoarsePlanes> product = {weight, bytes, out, out_stride, accumulate};
+    const Product<1> product = {weight, bytes, out, out_stride, accumulate};
     multiply_type(product, num_rows, group_begin, group_end);
   } else {
     const Product<2> product = {weight, bytes, out, out_stride, accumulate};

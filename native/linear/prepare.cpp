@@ -27,7 +27,7 @@ int32_t largest_bits(const float* x) {
 
 /// Quantizes 32 numbers of one row to [-max_quant, max_quant]; 1 / scale stays finite because tiny
 /// blocks count as zero.
-template <int Planes>
+template <bool AsPairs, int Planes>
 void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, int64_t row) {
   const int32_t largest = largest_bits(x);
   const float amax = float_from_bits(static_cast<uint32_t>(largest));
@@ -43,7 +43,11 @@ void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, i
   for (int i = 0; i < kBlockSize; ++i) {
     q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
   }
-  store_activations<Planes>(q, block->rows[row]);
+  if constexpr (AsPairs) {
+    store_pairs(q, block->rows[row]);
+  } else {
+    store_planes<Planes>(q, block->rows[row]);
+  }
   block->scale[row] = is_finite ? scale : float_from_bits(0x7fc00000U);
   // Integers below 2^24: exact in float32, in any order.
   const Lanes minus_magic = broadcast(-magic);
@@ -57,14 +61,38 @@ void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, i
   block->minus_eight_sum[row] = 8 * block->minus_sum[0][row];
 }
 
-template <int Planes>
+template <bool AsPairs, int Planes>
 void prepare_blocks(const float* x, int64_t num_inputs, float max_quant, int64_t row,
                     void* prepared) {
   const int64_t num_blocks = num_inputs / kBlockSize;
   auto* panel = static_cast<PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks;
   for (int64_t block = 0; block < num_blocks; ++block) {
-    prepare_block<Planes>(x + block * kBlockSize, max_quant, panel + block, row % kPanelRows);
+    prepare_block<AsPairs>(x + block * kBlockSize, max_quant, panel + block, row % kPanelRows);
   }
+}
+
+/// False if the form has other things than quantized blocks.
+bool prepare_quants(Preparation form, const float* x, int64_t num_inputs, int64_t row,
+                    void* prepared) {
+  const bool is_coarse = form == Preparation::CoarseBlocks || form == Preparation::CoarsePairs;
+  const float max_quant = is_coarse ? kMaxCoarseQuant : kMaxQuant;
+  if constexpr (kHasPlanes) {
+    if (form == Preparation::Blocks) {
+      prepare_blocks<false, 2>(x, num_inputs, max_quant, row, prepared);
+      return true;
+    }
+    if (form == Preparation::CoarseBlocks) {
+      prepare_blocks<false, 1>(x, num_inputs, max_quant, row, prepared);
+      return true;
+    }
+  }
+  if constexpr (kHasPairs) {
+    if (form == Preparation::Pairs || form == Preparation::CoarsePairs) {
+      prepare_blocks<true, 2>(x, num_inputs, max_quant, row, prepared);
+      return true;
+    }
+  }
+  return false;
 }
 
 void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
@@ -111,9 +139,11 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
   const int64_t num_panels = round_up(num_rows, kPanelRows) / kPanelRows;
   switch (preparation(type, kind)) {
     case Preparation::Blocks:
+    case Preparation::Pairs:
+    case Preparation::CoarsePairs:
       return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<2>));
     case Preparation::CoarseBlocks:
-      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<kCoarsePlanes>));
+      return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<1>));
     case Preparation::Floats:
       return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
     case Preparation::Tiles:
@@ -129,11 +159,8 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
   const Preparation form = preparation(type, kind);
   for (int64_t row = row_begin; row < row_end; ++row) {
     const float* values = x + row * x_stride;
-    if (form == Preparation::Blocks) {
-      prepare_blocks<2>(values, num_inputs, kMaxQuant, row, prepared);
-    } else if (form == Preparation::CoarseBlocks) {
-      prepare_blocks<kCoarsePlanes>(values, num_inputs, kMaxCoarseQuant, row, prepared);
-    } else if (form == Preparation::Floats) {
+    if (prepare_quants(form, values, num_inputs, row, prepared)) continue;
+    if (form == Preparation::Floats) {
       prepare_floats(values, num_inputs, row, prepared);
     } else {
       prepare_tiles(values, num_inputs, row, form == Preparation::SplitTiles, prepared);

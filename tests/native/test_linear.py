@@ -265,7 +265,8 @@ def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
 
 
 def test_block_formats_share_prepared_rows(lib: Library) -> None:
-    assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0) == 1
+    shared = int(lib.name != "avx2")  # there codes of 8 bits meet int16
+    assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0) == shared
     assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0) == 1
     assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0) == 1
     assert lib.c.ts_linear_same_preparation(F16, BF16) == 1
