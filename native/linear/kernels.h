@@ -20,6 +20,8 @@ constexpr int max_kernel_rows() {
 #if defined(__aarch64__)
   return is_block_format(T) ? 8 : 2;
 #endif
+  // Codes in two planes take long to unpack.
+  if (TS_LEVEL == 1 && has_planes(T) && block_format(T).high_bits != 0) return 8;
   if (is_block_format(T)) return 4;
   return TS_LEVEL == 1 ? 2 : 1;
 }

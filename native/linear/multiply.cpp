@@ -72,13 +72,15 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
 }
 
 /// Rows [row, num_rows) of a panel, R at a time while there are more than half as many: one kernel
-/// that computes a row for nothing is faster than two that unpack the weights. Returns what is
-/// left.
+/// that computes a row for nothing is faster than two that unpack the weights, if it is no larger
+/// than `rows_together`. Returns what is left.
 template <WeightType T, int R, int Planes>
 int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                   int num_rows) {
   if constexpr (R <= max_kernel_rows<T>()) {
-    for (; 2 * (num_rows - row) > R && row + R <= kPanelRows; row += R) {
+    constexpr bool may_pad = R <= max_kernel_rows<WeightType::Q4_0>();
+    constexpr int fewest = may_pad ? R / 2 + 1 : R;
+    for (; num_rows - row >= fewest && row + R <= kPanelRows; row += R) {
       multiply_rows<T, R>(product, group, panel, row, std::min(R, num_rows - row));
     }
   }

@@ -118,8 +118,7 @@ void measure(const Library& library, const Case& c, const Peaks& peaks) {
   const double macs = static_cast<double>(c.num_rows) *
                       static_cast<double>(c.num_matrices * c.num_outputs * c.num_inputs);
   double peak = c.format.blocks ? peaks.quantized_macs_s : peaks.float_macs_s;
-  const bool has_planes =
-      std::strncmp(library.level(), "a", 1) == 0 && std::strcmp(library.level(), "avx2") != 0;
+  const bool has_planes = std::strncmp(library.level(), "a", 1) == 0;
   if (c.kind == kCoarse && has_planes) peak *= 2;  // one in place of two
   if (c.format.blocks || c.kind == kPrompt) peak = std::max(peak, peaks.tile_macs_s);
   std::printf("%-6s %4ld %s rows  %6.2f MB", c.format.name, c.num_rows,

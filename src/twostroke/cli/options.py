@@ -112,7 +112,7 @@ def compute_options(function: F) -> F:
             {
                 "type": int,
                 "default": ACTIVATION_BITS[0],
-                "help": "Kept where weights are quantized: 15, or 8, faster on AVX-512 and NEON.",
+                "help": "Kept where weights are quantized: 15, or 8: faster, not on SSE2.",
             },
         ),
         (
