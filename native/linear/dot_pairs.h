@@ -1,7 +1,8 @@
 // Dot products on SSE2, and of codes of 8 bits on AVX2: pairs of int16, which cannot saturate.
 //
 // A row's 64 bytes are int16; in each quad inputs 0 2 1 3, because a shift of the packed bytes
-// yields the pairs (0, 2) and (1, 3). SSE2, which every x86-64 has, does the same as AVX2 in halves.
+// yields the pairs (0, 2) and (1, 3). SSE2, which every x86-64 has, does the same as AVX2 in
+// halves.
 #pragma once
 
 #include <immintrin.h>
