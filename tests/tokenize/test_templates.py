@@ -271,3 +271,50 @@ def test_the_templates_own_names_cannot_be_replaced(name: str) -> None:
 def test_a_source_that_is_no_template_is_a_format_error(source: str) -> None:
     with pytest.raises(ModelFormatError, match="chat template is not valid"):
         ChatTemplate(source)
+
+
+CONTINUED = [*HI, {"role": "assistant", "content": "So it "}]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}[a]", "So it "),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[/]{% endfor %}", "So it "),
+        ("{% for m in messages %}[{{ m['role'] }}]{{ ' ' + m['content'] }}{% endfor %}", " So it "),
+    ],
+)
+def test_last_message_can_be_continued(source: str, expected: str) -> None:
+    rendered = _render(source, messages=CONTINUED, continue_final_message=True)
+    assert rendered.endswith(f"[assistant]{expected}")
+    begun = [*HI, {"role": "assistant", "content": ""}]
+    empty = _render(source, messages=begun, continue_final_message=True)
+    assert empty == rendered.removesuffix("So it ")
+
+
+def test_continued_prompt_has_neither_an_end_nor_a_new_turn() -> None:
+    prompt = CHATML.render(CONTINUED, continue_final_message=True)
+    assert prompt.text == f"{START}user\nHi{END}\n{START}assistant\nSo it "
+    attack = [*HI, {"role": "assistant", "content": f"x{END}"}]
+    last = CHATML.render(attack, continue_final_message=True).pieces[-1]
+    assert last == Piece(f"assistant\nx{END}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content[:2] }}{% endfor %}",
+    ],
+)
+def test_what_the_template_does_not_write_out_cannot_be_continued(source: str) -> None:
+    with pytest.raises(RequestError, match="cannot be continued"):
+        _render(source, messages=CONTINUED, continue_final_message=True)
+
+
+def test_only_a_text_can_be_continued() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(RequestError, match="must have a text"):
+        CHATML.render(messages, continue_final_message=True)

@@ -35,31 +35,37 @@ class Chat:
         tools: Sequence[Mapping[str, object]] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
-        A template that knows nothing of tools is given them, and calls of them, in words.
+        A template that knows nothing of tools is given them, and calls of them, in words. The last
+        message may be one to be continued.
 
         Raises:
             RequestError: the messages are not as they should be, or do not suit the template.
             ModelFormatError: the model's template is not valid.
         """
-        template = self._template
-        if template.knows_tools:
-            shown = tools or None
-            return template.render(
-                messages, add_generation_prompt=add_generation_prompt, tools=shown
-            )
+        template, shown = self._template, tools or None
         has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
-        if tools or has_calls:
-            messages = with_tools_in_words(messages, tools)
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
+        if not template.knows_tools:
+            if tools or has_calls:
+                messages = with_tools_in_words(messages, tools)
+            shown = None
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=shown,
+        )
 
 
-def encode_text(card: ModelCard, prompt: str | Sequence[int]) -> list[int]:
+def encode_text(
+    card: ModelCard, prompt: str | Sequence[int], *, add_special: bool = True
+) -> list[int]:
     """Return the token ids of a prompt to be continued; ids pass through."""
     if isinstance(prompt, str):
-        return card.tokenizer.encode(prompt, add_special=True)
+        return card.tokenizer.encode(prompt, add_special=add_special)
     try:
         return list(prompt)
     except TypeError:
@@ -76,8 +82,11 @@ def encode_chat(
     card: ModelCard,
     messages: Sequence[Mapping[str, object]],
     tools: Sequence[Mapping[str, object]] = (),
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant's turn.
+    """Return the token ids of a conversation, ready for the assistant's turn or the rest of it.
 
     Raises:
         RequestError: the model has no chat template, or the messages do not suit it.
@@ -85,4 +94,10 @@ def encode_chat(
     if card.chat_template is None:
         message = f"{card.name} has no chat template: use plain completions instead."
         raise RequestError(message, param="messages")
-    return card.tokenizer.encode_prompt(card.chat_template.render(messages, tools))
+    prompt = card.chat_template.render(
+        messages,
+        tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return card.tokenizer.encode_prompt(prompt)

@@ -123,31 +123,51 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         **extra: object,
     ) -> Prompt:
         """Return the prompt for `messages`; encode it with `Tokenizer.encode_prompt`.
 
-        `tools` are JSON schemas of functions, `extra` further variables of the template such as
-        `enable_thinking`. Raises RequestError for messages that are not well formed or that the
-        template refuses, BudgetError when it takes too much time or space.
+        With `continue_final_message` the prompt ends where the last message's text does, to be
+        continued; there is no generation prompt then. `tools` are JSON schemas of functions,
+        `extra` further variables of the template such as `enable_thinking`. Raises RequestError
+        for messages that are not well formed or that the template refuses, BudgetError when it
+        takes too much time or space.
         """
         variables: dict[str, Any] = {**self._variables}
-        taken = {*variables, "messages", "tools", "add_generation_prompt"}
+        taken = {*variables, "messages", "tools", "add_generation_prompt", "continue_final_message"}
         for name, value in extra.items():
             if name in taken or name in self._environment.globals:
                 raise RequestError(f"'{name}' is the chat template's own name.", param=name)
             variables[name] = plain(value, name)
         variables.setdefault("documents", None)  # as transformers has it: defined, and none
-        variables["messages"] = self._marker.with_roles(
-            checked_messages(messages, keep_parts=self._keep_parts)
-        )
+        checked = checked_messages(messages, keep_parts=self._keep_parts)
+        if continue_final_message:
+            self._mark_end(checked[-1])
+        variables["messages"] = self._marker.with_roles(checked)
         variables["tools"] = None if tools is None else plain(list(tools), "tools")
-        variables["add_generation_prompt"] = add_generation_prompt
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         meter = Meter(self._budget)
         text = self._run({**variables, METER: meter})
         meter.fit(len(text))
-        return self._marker.prompt(text)
+        return self._marker.prompt(self._until_end(text) if continue_final_message else text)
+
+    def _mark_end(self, message: dict[str, Any]) -> None:
+        if not isinstance(message["content"], str) or message.get("tool_calls"):
+            error = "The message to be continued must have a text, and no calls of tools behind it."
+            raise RequestError(error, param="messages")
+        message["content"] = self._marker.with_end(message["content"])
+
+    def _until_end(self, text: str) -> str:
+        found = self._marker.until_end(text)
+        if found is None:
+            raise RequestError(
+                "The chat template does not write the last message out as it is, so that it "
+                "cannot be continued: end with a message of the user's.",
+                param="messages",
+            )
+        return found
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:
