@@ -160,6 +160,19 @@ def test_who_leaves_early_cancels_what_still_runs(tmp_path: Path) -> None:
         assert client.loop.stats().num_referenced_pages == 0
 
 
+def test_first_and_last_output_tell_the_usage(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, _):
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        for cached in (0, 32):
+            first, middle, last = client.generate([5] * 40, params)
+            assert first.usage is not None
+            assert (first.usage.prompt_tokens, first.usage.cached_tokens) == (40, cached)
+            assert first.usage.completion_tokens == 1
+            assert middle.usage is None
+            assert last.usage is not None
+            assert last.usage.completion_tokens == 3
+
+
 def test_a_cancelled_generation_says_so_and_keeps_what_was_said(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         generation = client.generate([5], SamplingParams(temperature=0, ignore_eos=True))

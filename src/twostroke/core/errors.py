@@ -84,9 +84,23 @@ class RequestError(TwostrokeError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt, or a prompt with its answer, that can never fit."""
+    """A prompt, or a prompt with its answer, that can never fit.
+
+    `sizes` are the tokens of the prompt, those asked for, and the context length that both exceed:
+    protocols have sentences of their own for it. None where something else is too small.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        sizes: tuple[int, int, int] | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.sizes = sizes
 
 
 class OverloadedError(TwostrokeError):

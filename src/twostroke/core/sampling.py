@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 MAX_SEED = 2**64 - 1
@@ -92,8 +93,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         if not all(isinstance(stop, str) for stop in stops):
             raise RequestError("stop must be a string or a list of strings.", param="stop")
-        if len(self.stop) > MAX_STOPS or any(not s or len(s) > 1000 for s in self.stop):
-            message = f"stop takes at most {MAX_STOPS} strings of 1 to 1000 characters."
+        is_wrong = any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
+        if is_wrong or len(self.stop) > MAX_STOPS:
+            bounds = f"{MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
+            message = f"stop takes at most {bounds}."
             raise RequestError(message, param="stop")
         if len(self.stop_token_ids) > 256:
             raise RequestError("stop_token_ids takes at most 256 ids.", param="stop_token_ids")

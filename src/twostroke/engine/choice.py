@@ -44,7 +44,8 @@ class Choice:
         When a stop string is met, the output is the choice's last although the request itself
         goes on: the engine then ends it.
         """
-        if not self.first_token_s:
+        is_first = not self.first_token_s
+        if is_first:
             self.first_token_s = now_s
         self.last_token_s = now_s
         decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
@@ -59,7 +60,8 @@ class Choice:
                 return self._last(text, delta, FinishReason.STOP, decoder.stop)
         self.num_output += len(delta.tokens)
         if reason is None:
-            return Output(self.index, text, delta.tokens, delta.logprobs)
+            usage = self._usage() if is_first else None
+            return Output(self.index, text, delta.tokens, delta.logprobs, usage=usage)
         text += decoder.finish()
         stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
         return self._last(text, delta, reason, stop)
@@ -84,15 +86,19 @@ class Choice:
             delta.logprobs if delta else (),
             finish_reason=reason,
             stop=stop,
-            usage=Usage(
-                request.num_prompt,
-                request.num_cached,
-                self.num_output,
-                request.num_accepted,
-                request.num_drafted - request.num_accepted,
-            ),
+            usage=self._usage(),
             timings=Timings(
                 request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
             ),
             error=error,
+        )
+
+    def _usage(self) -> Usage:
+        request = self.request
+        return Usage(
+            request.num_prompt,
+            request.num_cached,
+            self.num_output,
+            request.num_accepted,
+            request.num_drafted - request.num_accepted,
         )

@@ -49,9 +49,9 @@ class Output:
     """One step's news of one choice.
 
     `text` is safe to show: whole characters, and no beginning of a stop string. Token ids and
-    log-probabilities may run ahead of it. The last output of a choice has `finish_reason`,
-    `usage` and `timings`; `stop` is then the stop string or token id that was met, if any, and
-    `error` what ended it where that was no good end.
+    log-probabilities may run ahead of it. The first output of a choice has its `usage` so far. The
+    last has `finish_reason`, `usage` and `timings`; `stop` is then the stop string or token id
+    that was met, if any, and `error` what ended it where that was no good end.
     """
 
     index: int

@@ -22,20 +22,21 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     """
     answer, num_prompt = request.params.max_tokens, len(request.tokens)
     prompt = request.prompt_field
+    sizes = (num_prompt, answer or 1, context_length)
     start = f"This model's maximum context length is {context_length} tokens. However, "
     if num_prompt >= context_length:
         message = (
             f"{start}your {prompt} resulted in {num_prompt} tokens. "
             f"Please reduce the length of the {prompt}."
         )
-        raise ContextLengthError(message, param=prompt)
+        raise ContextLengthError(message, param=prompt, sizes=sizes)
     total = num_prompt + (answer or 1)
     if total > context_length:
         message = (
             f"{start}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
             f"completion). Please reduce the length of the {prompt} or completion."
         )
-        raise ContextLengthError(message, param="max_tokens")
+        raise ContextLengthError(message, param="max_tokens", sizes=sizes)
     if total > num_slots:
         message = (
             f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
