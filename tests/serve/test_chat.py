@@ -248,6 +248,19 @@ def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -
     assert usages[0] == usages[1]
 
 
+def test_last_message_is_continued_where_asked_for(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the world"}]
+    asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    ids = server.http.post("/tokenize", json=asked).json()["tokens"]
+    plain = server.complete(prompt=ids, max_tokens=6, temperature=0).json()
+    found = server.chat(**asked, max_tokens=6, temperature=0).json()
+    assert found["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert found["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    both = server.chat(**asked | {"add_generation_prompt": True})
+    assert both.status_code == 400
+    assert both.json()["error"]["param"] == "continue_final_message"
+
+
 def test_special_token_in_a_message_stays_text(server: LiveServer, hello: Fields) -> None:
     def prompt_tokens(text: str) -> int:
         messages = [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's protocol, streaming, health, metrics.
+"""The HTTP face: OpenAI's and Anthropic's protocols, streaming, health, metrics.
 
 `run_server` is what the command line uses, `create_app` an ASGI application for other servers.
 They are imported from `twostroke.serve.run` and `twostroke.serve.app`.

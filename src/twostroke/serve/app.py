@@ -8,7 +8,7 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import ModelNotFoundError, RequestError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve import chat, completions, errors
+from twostroke.serve import chat, completions, errors, messages, tokens
 from twostroke.serve.boundary import Boundary
 from twostroke.serve.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.dialect import Reply, encode_json
@@ -37,12 +37,21 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.engine.client import Client
     from twostroke.engine.hardware import Limits
-    from twostroke.serve.dialect import Dialect
+    from twostroke.serve.dialect import Dialect, Inquiry
     from twostroke.serve.job import Encoded, Job
+    from twostroke.serve.options import Limits as BodyLimits
+
+T = TypeVar("T")
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": chat.DIALECT,
     "/v1/completions": completions.DIALECT,
+    "/v1/messages": messages.DIALECT,
+}
+INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
+    "/v1/messages/count_tokens": messages.COUNT,
+    "/tokenize": tokens.TOKENIZE,
+    "/detokenize": tokens.DETOKENIZE,
 }
 
 # A body longer than this is decoded, rendered and tokenized beside the event loop, which would
@@ -77,6 +86,8 @@ class Api:
         routes = [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
         for path, dialect in DIALECTS.items():
             routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
+        for path, inquiry in INQUIRIES.items():
+            routes.append(Route(path, self._inquiry(inquiry), methods=["POST"], name=path))
         return routes
 
     @property
@@ -95,7 +106,7 @@ class Api:
             "name": "twostroke",
             "version": _version(),
             "model": self.names[0],
-            "endpoints": ["/v1/models", *DIALECTS, "/health", "/metrics"],
+            "endpoints": ["/v1/models", *DIALECTS, *INQUIRIES, "/health", "/metrics"],
         }
         return _json(about)
 
@@ -132,11 +143,7 @@ class Api:
             return job, job.encode(self.client.card), name
 
         async def generate(request: Request) -> Any:
-            body = await read_json(request, limits)
-            if len(body) > _LARGE_BODY_BYTES:
-                job, encoded, name = await asyncio.to_thread(prepare, body)
-            else:
-                job, encoded, name = prepare(body)
+            job, encoded, name = await _read(request, limits, prepare)
             await self._compile(job.params.constraint)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
@@ -156,6 +163,21 @@ class Api:
             return _json(dialect.whole(reply, whole, answers.usage))
 
         return generate
+
+    def _inquiry(self, inquiry: Inquiry[Any]) -> Callable[[Request], Any]:
+        limits = self.options.limits
+        decoder = BodyDecoder(inquiry.request, limits.max_json_depth)
+
+        def answer(body: bytes) -> bytes:
+            asked = decoder.decode(body)
+            self._name(asked.model)
+            return encode_json(inquiry.answer(asked, self.client.card))
+
+        async def respond(request: Request) -> Response:
+            found = await _read(request, limits, answer)
+            return Response(found, media_type="application/json")
+
+        return respond
 
     async def _compile(self, constraint: Constraint | None) -> None:
         """Let a new constraint be compiled beside the event loop and the engine.
@@ -205,11 +227,11 @@ def build_app(api: Api) -> ASGIApp:
     routes = api.routes()
     paths = [route.path for route in routes]
 
-    async def known(_request: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwostrokeError)
         if error.http_status >= 500:
             _logger.error("A request failed: %s", errors.one_line(error.message))
-        return errors.to_response(error)
+        return errors.to_response(error, request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -227,6 +249,12 @@ def build_app(api: Api) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Boundary(app, api.metrics, api.options.limits)
+
+
+async def _read(request: Request, limits: BodyLimits, work: Callable[[bytes], T]) -> T:
+    """Return what `work` makes of the body, without keeping other streams waiting."""
+    body = await read_json(request, limits)
+    return await asyncio.to_thread(work, body) if len(body) > _LARGE_BODY_BYTES else work(body)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

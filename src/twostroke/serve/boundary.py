@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.serve.anthropic import error_form
 from twostroke.serve.errors import HeaderSizeError, one_line, to_response
 from twostroke.serve.limits import check_headers
 
@@ -41,14 +42,16 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        form = error_form(scope)
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), error_form=form)
+        ids = [(name, request_id) for name in (_ID_HEADER, form.id_header) if name is not None]
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (_ID_HEADER, request_id)]
+                message["headers"] = [*message["headers"], *ids]
                 self._metrics.responses.labels(_endpoint(scope), str(status)).inc()
             await send(message)
 
@@ -56,11 +59,11 @@ class Boundary:
             check_headers(scope, self._limits)
             await self._app(scope, receive, send_with_id)
         except HeaderSizeError as error:
-            await to_response(error)(scope, receive, send_with_id)
+            await to_response(error, scope)(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
             self._log(request_id, error)
             if not status:
-                fault = to_response(TwostrokeError("An unforeseen failure."))
+                fault = to_response(TwostrokeError("An unforeseen failure."), scope)
                 await fault(scope, receive, send_with_id)
 
     def _log(self, request_id: bytes, error: Exception) -> None:

@@ -34,12 +34,10 @@ if TYPE_CHECKING:
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -95,17 +93,17 @@ class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     # Refused unless neutral.
-    add_generation_prompt: Any = None
     audio: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
-    continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
     function_call: Any = None
@@ -263,11 +261,17 @@ def read(asked: ChatRequest) -> Job:
             message = "tools cannot be combined with a form of the answer: leave one of them out."
             raise RequestError(message, param="tools")
         own["constraint"] = tools.constraint()
+    conversation = to_conversation(
+        asked.messages,
+        tools,
+        has_turn=asked.add_generation_prompt,
+        continues=asked.continue_final_message,
+    )
     if asked.max_completion_tokens is not None:  # the newer name of the same limit
         own["max_tokens"] = asked.max_completion_tokens
     return Job(
         model=asked.model,
-        prompts=(_conversation(asked.messages, tools),),
+        prompts=(conversation,),
         params=to_params(asked, **own),
         caller=to_caller(asked, "messages"),
         speculate="auto" if asked.speculate is None else asked.speculate,
@@ -310,11 +314,28 @@ def _top(asked: ChatRequest) -> int | None:
     return (top or 0) if asked.logprobs else None
 
 
-def _conversation(messages: list[Message], tools: Tools | None) -> Conversation:
+def to_conversation(
+    messages: list[Message],
+    tools: Tools | None,
+    *,
+    has_turn: bool | None,
+    continues: bool | None,
+) -> Conversation:
+    """Return messages for the chat template.
+
+    `has_turn` is the field `add_generation_prompt`, `continues` the field `continue_final_message`.
+
+    Raises:
+        RequestError: there are none, one is not as it should be, or the fields contradict.
+    """
+    if has_turn and continues:
+        message = "continue_final_message excludes add_generation_prompt: leave one of them out."
+        raise RequestError(message, param="continue_final_message")
     if not messages:
         raise RequestError("messages must have at least one message.", param="messages")
     said = tuple(_message(i, message) for i, message in enumerate(messages))
-    return Conversation(said, tools.shown if tools is not None else ())
+    shown = tools.shown if tools is not None else ()
+    return Conversation(said, shown, bool(continues), has_turn is not False)
 
 
 def _message(place: int, message: Message) -> dict[str, Any]:

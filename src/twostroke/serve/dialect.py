@@ -10,6 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion, Output, Usage
     from twostroke.serve.job import Job
     from twostroke.tokenize import Tokenizer
@@ -65,6 +66,19 @@ class Dialect(Generic[T]):
     read: Callable[[T], Job]
     write: Callable[[Reply], Writer]
     whole: Callable[[Reply, list[Completion], Usage], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry(Generic[T]):
+    """A request that is answered from what the model's files say, without the engine.
+
+    Attributes:
+        request: the struct that its bodies are; it has a field `model`.
+        answer: a checked request to a response; raises RequestError.
+    """
+
+    request: type[T]
+    answer: Callable[[T, ModelCard], msgspec.Struct]
 
 
 def event(data: msgspec.Struct) -> bytes:

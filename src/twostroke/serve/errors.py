@@ -1,11 +1,23 @@
-"""What goes wrong in a request, and how OpenAI's clients want to hear of it."""
+"""What goes wrong in a request, and how OpenAI's clients want to hear of it.
+
+Other protocols have forms of their own (`ErrorForm`).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
+from twostroke.serve.dialect import DONE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import Scope
 
 MAX_MESSAGE_LENGTH = 1000
 RETRY_AFTER_S = 1
@@ -99,30 +111,51 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def to_body(error: TwostrokeError) -> bytes:
-    """Return the JSON of an error.
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How one protocol tells of errors.
+
+    Attributes:
+        status: the HTTP status of an error.
+        body: the JSON of one; the second argument is the request's id.
+        event: the end of a stream that one has cut short, from that JSON.
+        id_header: a further name for the header with the request's id.
+    """
+
+    status: Callable[[TwostrokeError], int]
+    body: Callable[[TwostrokeError, str], bytes]
+    event: Callable[[bytes], bytes]
+    id_header: bytes | None = None
+
+
+def to_message(error: TwostrokeError) -> str:
+    """Return what a client may read of an error.
 
     Failures of the engine are told without their inner message, which may speak of memory and
     paths; the server's log has it.
     """
     if error.http_status < 500:
-        message = error.message
-    elif isinstance(error, EngineStoppedError):
-        message = "The engine is not running: it is shutting down or has failed. Try again later."
-    else:
-        message = "The engine failed on this request."
-    detail = ErrorDetail(one_line(message), _kind(error.http_status), error.param, error.code)
-    return msgspec.json.encode(ErrorBody(detail))
+        return one_line(error.message)
+    if isinstance(error, EngineStoppedError):
+        return "The engine is not running: it is shutting down or has failed. Try again later."
+    return "The engine failed on this request."
 
 
-def to_response(error: TwostrokeError) -> Response:
-    """Return the response that tells of an error."""
-    headers = {}
-    if error.http_status in {429, 503}:
+def to_response(error: TwostrokeError, scope: Scope) -> Response:
+    """Return the response that tells of an error, as the protocol of `scope`'s path has it."""
+    form, request_id = form_of(scope)
+    headers, status = {}, form.status(error)
+    if status in {429, 503, 529}:
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if error.http_status in {408, 413, 431}:  # what may still come is not worth waiting for
+    if status in {408, 413, 431}:  # what may still come is not worth waiting for
         headers["connection"] = "close"
-    return Response(to_body(error), error.http_status, headers, media_type="application/json")
+    return Response(form.body(error, request_id), status, headers, media_type="application/json")
+
+
+def form_of(scope: Scope) -> tuple[ErrorForm, str]:
+    """Return the form and the request id that the outermost layer noted; OpenAI's without it."""
+    state = scope.get("state", {})
+    return state.get("error_form", OPENAI), state.get("request_id", "")
 
 
 def one_line(text: str) -> str:
@@ -133,9 +166,21 @@ def one_line(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 1] + "…"
 
 
+def _openai_body(error: TwostrokeError, _request_id: str) -> bytes:
+    detail = ErrorDetail(to_message(error), _kind(error.http_status), error.param, error.code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
 def _kind(status: int) -> str:
     if status >= 500:
         return "server_error"
     return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error"
     )
+
+
+OPENAI: Final = ErrorForm(
+    status=lambda error: error.http_status,
+    body=_openai_body,
+    event=lambda body: b"data: %b\n\n" % body + DONE,
+)

@@ -143,10 +143,7 @@ def check_neutral(
     Raises:
         UnsupportedFieldError: naming the field.
     """
-    for name, values in (_NEUTRAL | dict(neutral or {})).items():
-        value = getattr(asked, name)
-        if value is not None and value not in values:
-            raise UnsupportedFieldError(f"{name} is not supported yet: leave it out.", param=name)
+    refuse_all_but(asked, _NEUTRAL | dict(neutral or {}))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         message = "best_of is not supported yet, unless it equals n."
         raise UnsupportedFieldError(message, param="best_of")
@@ -157,6 +154,23 @@ def check_neutral(
     if options is not None and options.continuous_usage_stats:
         message = "continuous_usage_stats is not supported yet: leave it out."
         raise UnsupportedFieldError(message, param="stream_options.continuous_usage_stats")
+
+
+def refuse_all_but(
+    asked: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]], where: str = ""
+) -> None:
+    """Refuse fields that are neither null nor one of their neutral values.
+
+    `where` is what stands before their names.
+
+    Raises:
+        UnsupportedFieldError: naming the field.
+    """
+    for name, values in neutral.items():
+        value = getattr(asked, name)
+        if value is not None and value not in values:
+            param = where + name
+            raise UnsupportedFieldError(f"{param} is not supported yet: leave it out.", param=param)
 
 
 def to_params(asked: CommonFields, **own: Any) -> SamplingParams:

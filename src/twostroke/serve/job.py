@@ -26,11 +26,29 @@ if TYPE_CHECKING:
 class Conversation:
     """Messages for the model's chat template; each has `role` and `content`.
 
-    `tools` may be called in the answer; they are OpenAI's objects.
+    `tools` may be called in the answer; they are OpenAI's objects. `continues` lets the answer go
+    on from the last message's text; `has_turn` begins the assistant's turn behind the messages
+    otherwise.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    continues: bool = False
+    has_turn: bool = True
+
+    def encode(self, card: ModelCard) -> list[int]:
+        """Return its token ids.
+
+        Raises:
+            RequestError: the chat template is missing or refuses the messages.
+        """
+        return encode_chat(
+            card,
+            self.messages,
+            self.tools,
+            add_generation_prompt=self.has_turn,
+            continue_final_message=self.continues,
+        )
 
 
 Prompt = str | list[int] | Conversation
@@ -78,9 +96,7 @@ class Job:
             RequestError: the chat template is missing or refuses the messages.
         """
         prompts = [
-            encode_chat(card, prompt.messages, prompt.tools)
-            if isinstance(prompt, Conversation)
-            else encode_text(card, prompt)
+            prompt.encode(card) if isinstance(prompt, Conversation) else encode_text(card, prompt)
             for prompt in self.prompts
         ]
         return Encoded(prompts, to_hints(card, self.speculate, self.prediction))

@@ -8,8 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.dialect import DONE
-from twostroke.serve.errors import ClientGoneError, to_body
+from twostroke.serve.errors import ClientGoneError, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -52,7 +51,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises what happened, if it happened before the first byte."""
-        pump = asyncio.create_task(self._pump(send))
+        pump = asyncio.create_task(self._pump(scope, send))
         gone = asyncio.create_task(_until_gone(receive))
         tasks = [pump, gone]
         limits = self._options.limits
@@ -76,7 +75,7 @@ class EventStream:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, scope: Scope, send: Send) -> None:
         """Pass on every event, then the end."""
         writer = self._writer
         try:
@@ -87,7 +86,8 @@ class EventStream:
         except TwostrokeError as error:
             if not self._has_begun:
                 raise
-            last = b"data: %b\n\n" % to_body(error) + DONE
+            form, request_id = form_of(scope)
+            last = form.event(form.body(error, request_id))
             _logger.warning("A stream failed: %s", error.message)
         await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -72,15 +72,21 @@ def to_constraint(asked: CommonFields) -> Constraint | None:
     return found[0] if found else None
 
 
+def to_schema(schema: str | dict[str, Any], param: str) -> Constraint:
+    """Return what keeps an answer to a JSON schema; `param` is the field that holds it."""
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Constraint("json_schema", text, param)
+
+
 def _constraints(asked: CommonFields) -> Iterator[Constraint]:
     form = asked.response_format
     if isinstance(form, JsonObject):
         yield Constraint("json_schema", _ANY_OBJECT, "response_format")
     elif isinstance(form, JsonSchema):
         param = "response_format.json_schema.schema"
-        yield _schema(form.json_schema.schema, param)
+        yield to_schema(form.json_schema.schema, param)
     if asked.guided_json is not None:
-        yield _schema(asked.guided_json, "guided_json")
+        yield to_schema(asked.guided_json, "guided_json")
     if asked.guided_regex is not None:
         yield Constraint("regex", asked.guided_regex, "guided_regex")
     if asked.guided_choice is not None:
@@ -94,7 +100,7 @@ def _constraints(asked: CommonFields) -> Iterator[Constraint]:
 def _structured(asked: StructuredOutputs) -> Iterator[Constraint]:
     where = "structured_outputs"
     if asked.json is not None:
-        yield _schema(asked.json, f"{where}.json")
+        yield to_schema(asked.json, f"{where}.json")
     if asked.json_object:
         yield Constraint("json_schema", _ANY_OBJECT, f"{where}.json_object")
     if asked.regex is not None:
@@ -103,11 +109,6 @@ def _structured(asked: StructuredOutputs) -> Iterator[Constraint]:
         yield _choice(asked.choice, f"{where}.choice")
     if asked.grammar is not None:
         yield Constraint("grammar", asked.grammar, f"{where}.grammar")
-
-
-def _schema(schema: str | dict[str, Any], param: str) -> Constraint:
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return Constraint("json_schema", text, param)
 
 
 def _choice(texts: list[str], param: str) -> Constraint:

@@ -1,0 +1,84 @@
+"""How Anthropic's clients want to hear of errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
+from twostroke.serve.errors import OPENAI, ErrorForm, one_line, to_message
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+_PATH: Final = "/v1/messages"
+_VERSION_HEADER: Final = b"anthropic-version"  # which their SDKs always send
+_OVERLOADED: Final = 529
+_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The inside of Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Anthropic's error object, as a response body or as the data of a stream's event."""
+
+    error: ErrorDetail
+    request_id: str
+
+
+def error_form(scope: Scope) -> ErrorForm:
+    """Return Anthropic's form for its paths and its clients, OpenAI's for all others."""
+    path = scope["path"]
+    if path == _PATH or path.startswith(f"{_PATH}/"):
+        return ANTHROPIC
+    is_client = any(name == _VERSION_HEADER for name, _ in scope["headers"])
+    return ANTHROPIC if is_client else OPENAI
+
+
+def _status(error: TwostrokeError) -> int:
+    return _OVERLOADED if isinstance(error, OverloadedError) else error.http_status
+
+
+def _body(error: TwostrokeError, request_id: str) -> bytes:
+    status = _status(error)
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode(ErrorBody(ErrorDetail(kind, _message(error)), request_id))
+
+
+def _message(error: TwostrokeError) -> str:
+    """Return the sentence, with the field at fault in it, as there is no other place for it.
+
+    Those about the context length are Anthropic's: clients read them.
+    """
+    if not isinstance(error, ContextLengthError) or error.sizes is None:
+        message, param = to_message(error), one_line(error.param or "")
+        return message if param in message or error.http_status >= 500 else f"{param}: {message}"
+    num_prompt, num_answer, limit = error.sizes
+    if num_prompt >= limit:
+        return f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_answer} > "
+        f"{limit}, decrease input length or `max_tokens` and try again"
+    )
+
+
+ANTHROPIC: Final = ErrorForm(
+    status=_status,
+    body=_body,
+    event=lambda body: b"event: error\ndata: %b\n\n" % body,
+    id_header=b"request-id",
+)
