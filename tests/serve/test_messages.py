@@ -194,16 +194,14 @@ REFUSED: list[tuple[Fields, str]] = [
         "messages[0].content[0].type does not support 'image'.",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        "messages[0].content[0].type does not support 'tool_result'.",
+        {"messages": [{"role": "user", "content": [{"type": "thinking"}]}]},
+        "messages[0].content[0].type does not support 'thinking'.",
     ),
     (
         {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
         "system[0].cache_control is not supported yet: leave it out.",
     ),
     ({"cache_control": {"type": "ephemeral"}}, "cache_control is not supported yet"),
-    ({"tools": [{"name": "f"}]}, "tools is not supported yet: leave it out."),
-    ({"tool_choice": {"type": "any"}}, "tool_choice is not supported yet"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported yet"),
     ({"thinking": {"type": "adaptive"}}, "thinking is not supported yet"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported yet"),
@@ -230,7 +228,6 @@ def test_what_cannot_be_is_refused_in_anthropics_form(
     [
         (PATH, {"messages": HELLO}),
         (COUNT, {"messages": HELLO, "max_tokens": 1}),
-        (COUNT, {"messages": HELLO, "tools": [{"name": "f"}]}),
         (COUNT, {"messages": []}),
     ],
 )

@@ -13,11 +13,24 @@ from twostroke.serve.dialect import Dialect, Inquiry
 from twostroke.serve.fields import refuse_all_but
 from twostroke.serve.job import Conversation, Job
 from twostroke.serve.messages_reply import MessageWriter, whole
+from twostroke.serve.messages_tools import (
+    Block,
+    Choice,
+    TextBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+    calls_of,
+    read_tools,
+    results_of,
+    text_of,
+)
 from twostroke.serve.structure import to_schema
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.tools import Tools
 
 ROLES: Final = ("user", "assistant")
 
@@ -30,28 +43,15 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "mcp_servers": ([],),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
 }
-_NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"cache_control": (), "citations": ([],)}
 _NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
-
-
-class TextBlock(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
-    """Content may come in blocks; only text is read."""
-
-    text: str
-    cache_control: Any = None
-    citations: Any = None
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message."""
 
     role: str
-    content: str | list[TextBlock]
+    content: str | list[Block]
 
 
 class JsonFormat(
@@ -76,6 +76,8 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     system: str | list[TextBlock] | None = None
     output_config: OutputConfig | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
 
     # Refused unless neutral.
     cache_control: Any = None
@@ -86,8 +88,6 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mcp_servers: Any = None
     speed: Any = None
     thinking: Any = None
-    tool_choice: Any = None
-    tools: Any = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
@@ -121,21 +121,26 @@ def read(asked: MessagesRequest) -> Job:
     if temperature is not None and not 0 <= temperature <= 1:
         message = f"temperature must be from 0 to 1, not {temperature:g}."
         raise RequestError(message, param="temperature")
+    tools, constraint = read_tools(asked.tools, asked.tool_choice), _constraint(asked.output_config)
+    if tools is not None and constraint is not None:
+        message = "tools cannot be combined with output_config.format: leave one of them out."
+        raise RequestError(message, param="tools")
     values = {
         "max_tokens": asked.max_tokens,
         "temperature": temperature,
         "top_k": asked.top_k,
         "top_p": asked.top_p,
         "stop": _stops(asked.stop_sequences or []),
-        "constraint": _constraint(asked.output_config),
+        "constraint": constraint if tools is None else tools.constraint(),
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     return Job(
         model=asked.model,
-        prompts=(_conversation(asked),),
+        prompts=(_conversation(asked, tools),),
         params=SamplingParams(**given),
         caller=Caller(prompt_field="messages"),
         stream=bool(asked.stream),
+        functions=() if tools is None else tuple(name for name, _ in tools.callable),
     )
 
 
@@ -145,43 +150,64 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
     Raises:
         RequestError: a field is not supported, or the messages do not suit the chat template.
     """
-    return TokenCount(len(_conversation(asked).encode(card)))
+    tools = read_tools(asked.tools, asked.tool_choice)
+    return TokenCount(len(_conversation(asked, tools).encode(card)))
 
 
-def _conversation(asked: CountRequest) -> Conversation:
+def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     """Return the messages, a system prompt first; turns of one role in a row become one."""
     refuse_all_but(asked, _NEUTRAL)
     if asked.output_config is not None:
         refuse_all_but(asked.output_config, _NEUTRAL_OF_OUTPUT, "output_config.")
     if not asked.messages:
         raise RequestError("messages must have at least one message.", param="messages")
-    turns: list[dict[str, str]] = []
+    turns: list[dict[str, Any]] = []
     if asked.system:
-        turns.append({"role": "system", "content": _text(asked.system, "system")})
+        turns.append({"role": "system", "content": text_of(asked.system, "system")})
     for place, message in enumerate(asked.messages):
-        where = f"messages[{place}]"
-        if message.role not in ROLES:
-            hint = ": use the field system" if message.role == "system" else ""
-            error = f"{where}.role must be user or assistant, not '{message.role}'{hint}."
-            raise RequestError(error, param=f"{where}.role")
-        text = _text(message.content, f"{where}.content")
-        if turns and turns[-1]["role"] == message.role:
-            turns[-1]["content"] += "\n" + text
-        else:
-            turns.append({"role": message.role, "content": text})
-    continues = turns[-1]["role"] == "assistant"
-    if continues and turns[-1]["content"] != turns[-1]["content"].rstrip():
-        error = "messages: a last one of the assistant's, to be continued, cannot end in a space."
+        _check(message, f"messages[{place}]", turns)
+        for turn in _turns(message, f"messages[{place}].content"):
+            before = turns[-1] if turns else {}
+            if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
+                text = "\n".join(filter(None, [before["content"], turn["content"]]))
+                turns[-1] = turn | {"content": text}
+            else:
+                turns.append(turn)
+    last = turns[-1]
+    continues = last["role"] == "assistant"
+    if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):
+        error = "messages: a last one of the assistant's, to be continued, cannot end in a "
+        error += "call of a tool." if last.get("tool_calls") else "space."
         raise RequestError(error, param="messages")
-    return Conversation(tuple(turns), continues=continues)
+    shown = tools.shown if tools is not None else ()
+    return Conversation(tuple(turns), shown, continues=continues)
 
 
-def _text(content: str | list[TextBlock], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for place, block in enumerate(content):
-        refuse_all_but(block, _NEUTRAL_OF_TEXT, f"{where}[{place}].")
-    return "".join(block.text for block in content)
+def _check(message: Message, where: str, before: list[dict[str, Any]]) -> None:
+    """Refuse a role that is none, and blocks that its message cannot have."""
+    if message.role not in ROLES:
+        hint = ": use the field system" if message.role == "system" else ""
+        error = f"{where}.role must be user or assistant, not '{message.role}'{hint}."
+        raise RequestError(error, param=f"{where}.role")
+    known = {call["id"] for turn in before for call in turn.get("tool_calls", ())}
+    for place, block in enumerate(message.content):
+        at = f"{where}.content[{place}]"
+        wrong = ToolUseBlock if message.role == "user" else ToolResultBlock
+        if isinstance(block, wrong):
+            error = f"{at} belongs to a message of the other role, not {message.role}."
+            raise RequestError(error, param=at)
+        if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
+            error = f"{at}.tool_use_id is the id of no call before it."
+            raise RequestError(error, param=f"{at}.tool_use_id")
+
+
+def _turns(message: Message, where: str) -> list[dict[str, Any]]:
+    """Return what a message is to a chat template: results of tools are turns of their own."""
+    turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content, where)}
+    if calls := calls_of(message.content):
+        turn["tool_calls"] = calls
+    results = results_of(message.content, where)
+    return [*results, turn] if turn["content"] or not results else results
 
 
 def _stops(stops: list[str]) -> tuple[str, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import secrets
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from twostroke.core.request import FinishReason
+from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
 from twostroke.serve.dialect import encode_json
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output, Usage
+    from twostroke.serve.calls import Piece
     from twostroke.serve.dialect import Reply
 
 
@@ -33,13 +36,21 @@ class TextBody(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call of a tool; in a stream the input comes in pieces behind it."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
     """A message; the reason why it ended and the stop sequence are null while it goes on."""
 
     id: str
     role: str
     model: str
-    content: list[TextBody]
+    content: list[TextBody | ToolUseBody]
     stop_reason: str | None
     stop_sequence: str | None
     usage: UsageBody
@@ -52,10 +63,10 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """The answer's text begins."""
+    """A block begins."""
 
     index: int
-    content_block: TextBody
+    content_block: TextBody | ToolUseBody
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
@@ -68,15 +79,21 @@ class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """A piece of the JSON of a call's input."""
+
+    partial_json: str
+
+
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """The text goes on."""
+    """A block goes on."""
 
     index: int
-    delta: TextDelta
+    delta: TextDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """The text is over."""
+    """A block is over."""
 
     index: int
 
@@ -100,13 +117,16 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 class MessageWriter:
-    """Writes the events of one message with one block of text."""
+    """Writes the events of one message: a block of text, or of each call and what is between."""
 
     def __init__(self, reply: Reply) -> None:
-        """Write `reply`; the struct of deltas is filled again and again."""
+        """Write `reply`."""
         self._reply = reply
-        self._delta = BlockDelta(0, TextDelta(""))
+        functions = reply.job.functions
+        self._reader = CallReader(functions) if functions else None
         self._has_begun = False
+        self._index = -1  # of the newest block
+        self._is_text = False  # whether that is one
         self._end = End("", None)
 
     def feed(self, output: Output) -> bytes:
@@ -115,30 +135,87 @@ class MessageWriter:
         if not self._has_begun:
             self._has_begun = True
             assert output.usage is not None
-            message = _message(self._reply, [], None, output.usage)
-            events = _event(MessageStart(message)) + _event(BlockStart(0, TextBody("")))
+            events = _event(MessageStart(_message(self._reply, [], None, output.usage)))
+            if self._reader is None:
+                events += self._open(TextBody(""))
             events += _event(Ping())
-        if output.text:
-            self._delta.delta.text = output.text
-            events += _event(self._delta)
+        is_last = output.finish_reason is not None
+        for piece in _pieces(self._reader, output.text, is_last=is_last):
+            events += self._piece(piece)
         if output.finish_reason is not None:
-            self._end = _end(output.finish_reason, output.stop)
-            events += _event(BlockStop(0))
+            if self._index < 0:
+                events += self._open(TextBody(""))
+            has_calls = self._reader is not None and self._reader.num_calls > 0
+            self._end = _end(output.finish_reason, output.stop, has_calls=has_calls)
+            events += _event(BlockStop(self._index))
         return events
 
     def finish(self, usage: Usage) -> bytes:
         """Return why it ended, the usage, and the end."""
         return _event(MessageDelta(self._end, _usage_body(usage))) + _event(MessageStop())
 
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, CallBegin):
+            return self._open(_tool_use(piece))
+        if isinstance(piece, ArgumentsPiece):
+            return _event(BlockDelta(self._index, InputDelta(piece.text)))
+        begin = b"" if self._is_text else self._open(TextBody(""))
+        return begin + _event(BlockDelta(self._index, TextDelta(piece.text)))
+
+    def _open(self, block: TextBody | ToolUseBody) -> bytes:
+        """Begin the next block."""
+        end = _event(BlockStop(self._index)) if self._index >= 0 else b""
+        self._index += 1
+        self._is_text = isinstance(block, TextBody)
+        return end + _event(BlockStart(self._index, block))
+
 
 def whole(reply: Reply, answers: list[Completion], usage: Usage) -> MessageBody:
     """Return the response that is not streamed."""
     (answer,) = answers
-    end = _end(answer.finish_reason, answer.stop)
-    return _message(reply, [TextBody(answer.text)], end, usage)
+    functions = reply.job.functions
+    content: list[TextBody | ToolUseBody] = []
+    arguments: dict[int, str] = {}  # JSON, by place in the content
+    for piece in _pieces(CallReader(functions) if functions else None, answer.text, is_last=True):
+        if isinstance(piece, ArgumentsPiece):
+            arguments[len(content) - 1] = arguments.get(len(content) - 1, "") + piece.text
+        elif isinstance(piece, CallBegin):
+            content.append(_tool_use(piece))
+        elif content and isinstance(content[-1], TextBody):
+            content[-1].text += piece.text
+        else:
+            content.append(TextBody(piece.text))
+    blocks = [
+        _filled(block, arguments.get(place, "")) if isinstance(block, ToolUseBody) else block
+        for place, block in enumerate(content or [TextBody("")])
+    ]
+    has_calls = any(isinstance(block, ToolUseBody) for block in blocks)
+    end = _end(answer.finish_reason, answer.stop, has_calls=has_calls)
+    return _message(reply, blocks, end, usage)
 
 
-def _message(reply: Reply, content: list[TextBody], end: End | None, usage: Usage) -> MessageBody:
+def _pieces(reader: CallReader | None, text: str, *, is_last: bool) -> list[Piece]:
+    if reader is None:
+        return [TextPiece(text)] if text else []
+    return [*reader.feed(text), *(reader.finish() if is_last else ())]
+
+
+def _tool_use(piece: CallBegin) -> ToolUseBody:
+    return ToolUseBody(f"toolu_{secrets.token_hex(12)}", piece.name, {})
+
+
+def _filled(block: ToolUseBody, arguments: str) -> TextBody | ToolUseBody:
+    """Return a call with its input; one that was cut, or is no JSON, is what the model wrote."""
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return TextBody(arguments)
+    return ToolUseBody(block.id, block.name, given)
+
+
+def _message(
+    reply: Reply, content: list[TextBody | ToolUseBody], end: End | None, usage: Usage
+) -> MessageBody:
     return MessageBody(
         id=reply.id,
         role="assistant",
@@ -150,9 +227,11 @@ def _message(reply: Reply, content: list[TextBody], end: End | None, usage: Usag
     )
 
 
-def _end(reason: FinishReason, stop: str | int | None) -> End:
+def _end(reason: FinishReason, stop: str | int | None, *, has_calls: bool) -> End:
     if reason is FinishReason.LENGTH:
         return End("max_tokens", None)
+    if has_calls:
+        return End("tool_use", None)
     return End("stop_sequence", stop) if isinstance(stop, str) else End("end_turn", None)
 
 
