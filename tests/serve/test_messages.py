@@ -235,6 +235,15 @@ def test_each_path_has_its_own_fields(server: LiveServer, path: str, fields: Fie
     refused(server.http.post(path, json=fields), 400, "invalid_request_error")
 
 
+def test_clients_that_want_a_thread_learn_how_to_go_on(server: LiveServer) -> None:
+    error = ask(server, thread={"type": "create"}).json()["error"]
+    assert error == {
+        "type": "invalid_request_error",
+        "message": "thread is not supported yet: leave it out.",
+        "details": {"error_code": "thread_unsupported_request"},
+    }
+
+
 def test_too_long_a_prompt_is_told_in_anthropics_words(server: LiveServer) -> None:
     long = [{"role": "user", "content": "x" * 600}]
     count = server.http.post(COUNT, json={"messages": long}).json()["input_tokens"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
 from twostroke.serve.errors import OPENAI, ErrorForm, one_line, to_message
@@ -26,11 +27,18 @@ _KINDS: Final = {
 }
 
 
+class ErrorCause(msgspec.Struct, frozen=True):
+    """A code for clients that know how to go on."""
+
+    error_code: str
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of Anthropic's error object."""
 
     type: str
     message: str
+    details: ErrorCause | UnsetType = UNSET
 
 
 class ErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -56,7 +64,8 @@ def _status(error: TwostrokeError) -> int:
 def _body(error: TwostrokeError, request_id: str) -> bytes:
     status = _status(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode(ErrorBody(ErrorDetail(kind, _message(error)), request_id))
+    cause = _CAUSES.get(error.param or "", UNSET)
+    return msgspec.json.encode(ErrorBody(ErrorDetail(kind, _message(error), cause), request_id))
 
 
 def _message(error: TwostrokeError) -> str:
@@ -75,6 +84,9 @@ def _message(error: TwostrokeError) -> str:
         f"{limit}, decrease input length or `max_tokens` and try again"
     )
 
+
+# By the field at fault: SDKs then send the whole conversation, which is all that they need.
+_CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
 
 ANTHROPIC: Final = ErrorForm(
     status=_status,

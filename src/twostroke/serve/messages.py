@@ -43,6 +43,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "mcp_servers": ([],),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
+    "thread": (),
 }
 _NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
 
@@ -88,6 +89,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mcp_servers: Any = None
     speed: Any = None
     thinking: Any = None
+    thread: Any = None
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
