@@ -38,7 +38,8 @@ class Client:
 CLIENTS = {
     "openai": Client("openai_python.py", ("openai>=2",)),
     "openai-js": Client("openai_javascript.mjs", ("openai@6",)),
-    "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp"))  # tools need mcp, which it does not name,
+    "anthropic": Client("anthropic_python.py", ("anthropic>=0.70",)),
+    "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
     "langchain": Client("langchain_python.py", ("langchain-openai>=1",)),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
 }
