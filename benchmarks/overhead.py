@@ -63,7 +63,7 @@ class FreeBackend:
         self.began_s.append(time.thread_time())
         began = time.perf_counter()
         requests = self._steps.fill(plan)
-        tokens, logprobs, _ = self._steps.results(plan, requests)
+        tokens, logprobs, *_ = self._steps.results(plan, requests)
         first = 997 * len(self.began_s) % (_NUM_DRAWN - len(tokens))
         tokens = self._chance[first : first + len(tokens)]
         return StepResult(tokens, logprobs, time.perf_counter() - began)

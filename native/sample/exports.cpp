@@ -36,6 +36,7 @@ TS_EXPORT int64_t ts_sample_row_offset(int32_t index) {
       offsetof(SampleRow, num_bias),
       offsetof(SampleRow, num_barred),
       offsetof(SampleRow, num_logprobs),
+      offsetof(SampleRow, given),
   };
   constexpr int32_t count = sizeof(offsets) / sizeof(offsets[0]);
   return index >= 0 && index < count ? static_cast<int64_t>(offsets[index]) : -1;

@@ -298,6 +298,14 @@ void report(int32_t num_logprobs, const float* logits, int64_t vocab_size, Sampl
   }
 }
 
+void report_given(const SampleRow& row, const float* logits, int64_t vocab_size,
+                  SamplerScratch& scratch, SampleResult* result) {
+  const bool is_usable = find_peaks(logits, vocab_size, scratch.peaks.data()) >= 0;
+  result->token = is_usable && inside(row.given, vocab_size) ? row.given : kNoToken;
+  if (row.num_logprobs < 0 || result->token == kNoToken) return;
+  report(std::min(row.num_logprobs, kMaxLogprobs), logits, vocab_size, scratch, result);
+}
+
 }  // namespace
 
 void SamplerScratch::fit(int64_t vocab_size) {
@@ -319,6 +327,10 @@ void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, Sampler
                 SampleResult* result) {
   scratch.fit(vocab_size);
   *result = SampleResult{};
+  if (row.given != kNoToken) {
+    report_given(row, logits, vocab_size, scratch, result);
+    return;
+  }
   adjust(row, logits, vocab_size, scratch);
   const float* allowed = logits;
   if (row.mask) {

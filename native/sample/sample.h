@@ -34,10 +34,11 @@ struct SampleRow {
   int32_t num_bias;
   int32_t num_barred;
   int32_t num_logprobs;  // -1: none; 0: the token's alone; at most kMaxLogprobs
+  int32_t given;         // a token to report on, as if it were drawn; kNoToken: draw one
 };
 
 struct SampleResult {
-  int32_t token;  // kNoToken if nothing may be drawn
+  int32_t token;  // kNoToken if nothing may be drawn, or none can be reported on
   int32_t count;  // entries in top_ids: min(num_logprobs, logits above minus infinity)
   float logprob;  // 0 unless asked for; this and top_logprobs are never below -9999
   int32_t top_ids[kMaxLogprobs];  // likeliest first, lowest id among equals
@@ -73,9 +74,10 @@ class SamplerScratch {
   std::vector<int32_t> kept_ids;
 };
 
-// Draw a token from `logits` (vocab_size floats). Bias, penalties and bars are applied in place
-// and undone: on return `logits` holds what it held. Reads nothing but its arguments: the token
-// depends neither on the batch nor on the thread nor on the instruction set.
+// Draw a token from `logits` (vocab_size floats), or report on the given one. Bias, penalties and
+// bars are applied in place and undone: on return `logits` holds what it held. Reads nothing but
+// its arguments: the token depends neither on the batch nor on the thread nor on the instruction
+// set.
 void sample_row(const SampleRow& row, float* logits, int64_t vocab_size, SamplerScratch& scratch,
                 SampleResult* result);
 

@@ -38,6 +38,9 @@ def test_stops_may_be_lists_or_one_string() -> None:
         {"seed": 2**64},
         {"n": 129},
         {"logprobs": 21},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"max_tokens": -1, "prompt_logprobs": 1},
     ],
 )
 def test_wrong_value_names_its_field(wrong: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,8 @@ from support.sampling import (
 )
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN
-from twostroke.sample.reference import draw, weights
-from twostroke.sample.rows import RESULT, ROW, RowTable
+from twostroke.sample.reference import draw, score, weights
+from twostroke.sample.rows import RESULT, ROW, RowTable, read_scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,10 +129,38 @@ def test_a_row_of_nan_gives_no_token_and_no_logprobs(library):
     assert sample_native(library, requests, logits) == ([NO_TOKEN] * 2, [None] * 2)
 
 
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_every_level_reports_on_a_given_token_as_the_definition_does(library, vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    count = 40
+    logits = np.stack([random_logits(rng, vocab_size) for _ in range(count)])
+    given = rng.integers(vocab_size, size=count)
+    wanted = rng.integers(0, 21, size=count)
+    requests = [random_request(rng, vocab_size) for _ in range(count)]
+    for request, num_top in zip(requests, wanted, strict=True):
+        request.params = replace(request.params, prompt_logprobs=int(num_top))
+    rows = RowTable().rows(requests)
+    rows["given"], rows["num_logprobs"] = given, wanted
+    results, before = np.zeros(count, RESULT), logits.copy()
+    run_rows(library, rows, logits, results)
+    np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
+    told = zip(requests, logits, given.tolist(), read_scores(results), strict=True)
+    for request, row, token, found in told:
+        right = score(request, row, token)
+        assert (found is None) == (right is None)
+        if found is None or right is None:
+            continue
+        assert found.top_ids == right.top_ids
+        values = [found.logprob, *found.top_logprobs]
+        known = [right.logprob, *right.top_logprobs]
+        np.testing.assert_allclose(values, known, rtol=1e-6, atol=1e-6)
+
+
 def test_rows_that_no_request_can_have_do_no_harm(library):
     rng = np.random.default_rng(2)
     logits = np.ascontiguousarray(np.tile(random_logits(rng, 300, "normal"), (8, 1)))
     rows, results = np.zeros(8, ROW), np.zeros(8, RESULT)
+    rows["given"] = NO_TOKEN
     rows["temperature"] = [1, 1, 1, 1, np.nan, np.inf, -1, 5e-324]
     rows["top_p"] = [np.nan, -1, 0, 7, 1, 0.5, 1, 0.5]
     rows["min_p"] = [np.nan, -1, 2, 0, 1, 0.5, np.inf, 0]

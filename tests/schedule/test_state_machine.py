@@ -33,5 +33,5 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress():
         assert Machine.counts[what] > NUM_OPERATIONS // 500, f"too few of {what}"
     for what in ("end in flight", "branches", "moves"):
         assert Machine.counts[what] > NUM_OPERATIONS // 5000, f"too few {what}"
-    for what in ("preemptions", "hit tokens", "chunks", "empty places"):
+    for what in ("preemptions", "hit tokens", "chunks", "empty places", "scores"):
         assert Machine.counts[what] > NUM_OPERATIONS // 1000, f"too few {what}"

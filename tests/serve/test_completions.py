@@ -134,6 +134,60 @@ def test_logprobs_zero_reports_the_chosen_token_alone(server: LiveServer) -> Non
     assert all(logprob <= 0 for logprob in logprobs["token_logprobs"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("prompt", ["the world", "the <|im_start|> w\u00f6rld", [7, 8, 2, 9], [7]])
+def test_echo_reports_on_the_prompt_before_the_answer(
+    server: LiveServer, prompt: Any, max_tokens: int, stream: bool
+) -> None:
+    fields: Fields = {"prompt": prompt, "max_tokens": max_tokens, "seed": 3, "logprobs": 2}
+    response = server.complete(echo=True, stream=stream, **fields)
+    text, found = _logprobs(response, stream)
+    tokenizer = server.client.card.tokenizer
+    ids = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+    num_tokens = len(found["tokens"])
+    assert len(ids) <= num_tokens <= len(ids) + max_tokens
+    assert all(len(values) == num_tokens for values in found.values())
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    for token, logprob, top in list(
+        zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+    )[1:]:
+        assert top[token] == logprob <= max(top.values()) <= 0
+        assert 2 <= len(top) <= 3
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        is_shown = token not in SPECIAL_TOKENS or (isinstance(prompt, str) and token in prompt)
+        if not token.startswith("bytes:") and is_shown:
+            assert text[offset:].lstrip("\ufffd").startswith(token)
+    if max_tokens:
+        alone = server.complete(**fields).json()["choices"][0]
+        shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        assert text == shown + alone["text"]
+        assert found["tokens"][len(ids) :] == alone["logprobs"]["tokens"]
+        known = alone["logprobs"]["token_logprobs"]
+        assert found["token_logprobs"][len(ids) :] == pytest.approx(known, abs=1e-4)
+        offsets = [len(shown) + offset for offset in alone["logprobs"]["text_offset"]]
+        assert found["text_offset"][len(ids) :] == offsets
+
+
+def test_every_choice_of_every_prompt_repeats_its_own(server: LiveServer) -> None:
+    prompts = [[7, 8, 9], [20, 21], [30]]
+    fields: Fields = {"echo": True, "logprobs": 0, "max_tokens": 0, "n": 2}
+    together = server.complete(prompt=prompts, **fields).json()
+    alone = [server.complete(prompt=one, **fields).json()["choices"] for one in prompts]
+    for choice, other in zip(together["choices"], [c for one in alone for c in one], strict=True):
+        found, known = choice["logprobs"], other["logprobs"]
+        assert found["tokens"] == known["tokens"]
+        assert found["text_offset"] == known["text_offset"]
+        assert found["token_logprobs"][1:] == pytest.approx(known["token_logprobs"][1:], abs=1e-4)
+    assert {c["finish_reason"] for c in together["choices"]} == {"length"}
+    assert together["usage"]["completion_tokens"] == 0
+
+
+def test_echo_of_nothing_but_the_prompt_needs_no_logprobs(server: LiveServer) -> None:
+    choice = server.complete(prompt="the world", echo=True, max_tokens=0).json()["choices"][0]
+    assert (choice["text"], choice["logprobs"]) == ("the world", None)
+
+
 def _logprobs(response: Any, stream: bool) -> tuple[str, Fields]:
     if not stream:
         choice = response.json()["choices"][0]

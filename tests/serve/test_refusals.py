@@ -145,7 +145,9 @@ def test_image_part_is_refused(server: LiveServer) -> None:
         ({"prompt": ["a"] * 513, "n": 2}, "prompt", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_value"),
-        ({"logprobs": 2, "echo": True}, "logprobs", "unsupported_parameter"),
+        ({"prompt_logprobs": 2}, "prompt_logprobs", "unsupported_parameter"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "invalid_value"),
+        ({"logprobs": 21, "echo": True}, "logprobs", "invalid_value"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
     ],
 )

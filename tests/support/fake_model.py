@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import NO_PAGE, FinishReason
-from twostroke.core.step import StepResult
+from twostroke.core.step import StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,8 @@ class FakeModel:
         for piece in reversed(plan.slices):
             self._write(piece, written)
         tokens = [token for piece in plan.slices if piece.samples for token in self._draw(piece)]
-        return StepResult(tokens, [None] * len(tokens))
+        scores = [score for piece in plan.slices for score in self._score(piece)]
+        return StepResult(tokens, [None] * len(tokens), scores=scores)
 
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
@@ -132,6 +133,19 @@ class FakeModel:
                 drawn.append(_choose(seen, request.seed))
         return drawn
 
+    def _score(self, piece: Slice) -> list[TokenLogprobs]:
+        """Report on the prompt's tokens behind the rows that are scored."""
+        scores = []
+        end = piece.start + piece.count + (not piece.samples)
+        for at in range(end - piece.num_scored, end):
+            seen = [
+                self._slots[slot]
+                for group, low in enumerate(_first_seen(self.windows, at - 1))
+                for slot in self._slots_of(piece.request.pages, group, low, at)
+            ]
+            scores.append(_likelihood(piece.request, at, seen))
+        return scores
+
     def _slots_of(
         self, pages: Sequence[Sequence[int]], group: int, first: int, end: int
     ) -> list[int]:
@@ -157,6 +171,8 @@ def expected_output(
     tokens = list(request.tokens)
     numbers: list[list[int]] = [[] for _ in windows]
     params = request.params
+    if params.max_tokens == 0:
+        return [], FinishReason.LENGTH
     if params.max_tokens is not None:
         max_len = min(max_len, len(tokens) + params.max_tokens)
     while True:
@@ -175,6 +191,29 @@ def expected_output(
             return output, FinishReason.STOP
         if len(tokens) == max_len:
             return output, FinishReason.LENGTH
+
+
+def expected_scores(request: Request, windows: Windows = (None,)) -> list[TokenLogprobs]:
+    """What the fake model must report of a new request's prompt."""
+    if request.params.prompt_logprobs is None:
+        return []
+    numbers: list[list[int]] = [[] for _ in windows]
+    scores = []
+    for at, token in enumerate(request.prompt[:-1]):
+        first_read = _first_read(windows, at)
+        seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
+        row = _numbers(request, token, False, seen)
+        for known, number in zip(numbers, row, strict=True):
+            known.append(number)
+        first_seen = _first_seen(windows, at)
+        last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
+        scores.append(_likelihood(request, at + 1, last))
+    return scores
+
+
+def _likelihood(request: Request, at: int, numbers: list[int]) -> TokenLogprobs:
+    """How likely the token at a position was behind rows that see these numbers."""
+    return TokenLogprobs(-(hash((request.tokens[at], *numbers)) % 1000) / 100)
 
 
 def _first_seen(windows: Windows, at: int) -> list[int]:

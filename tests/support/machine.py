@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from support.fake_model import VOCAB_SIZE, FakeModel, expected_output
+from support.fake_model import VOCAB_SIZE, FakeModel, expected_output, expected_scores
 from support.guesses import add_guesses
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
@@ -21,7 +21,7 @@ from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan
+    from twostroke.core.step import StepPlan, TokenLogprobs
 
 _SEEDS = st.integers(0, 2**32 - 1)
 
@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.num_added = 0
         self.live: dict[str, tuple[Request, list[int], FinishReason]] = {}
+        self.scores: dict[Request, list[TokenLogprobs | None]] = {}
         self.earlier: list[Request] = []
         self.ranks: dict[Request, tuple[int, int]] = {}
         self.flight: StepPlan | None = None
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             context_length=48,
             max_running=max_running,
             token_budget=max_running + rng.choice((0, 1, 20, 40)),
+            most_scored=rng.choice((1, 5, 128)),
             max_waiting_requests=30,
             max_waiting_tokens=600,
             max_overtakes=rng.choice((1, 4, 1000)),
@@ -162,7 +164,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         deltas = self.scheduler.commit(plan, result)
         self.flight = None
         for delta in deltas:
-            self.counts["right drafts"] += len(delta.tokens) - 1
+            self.counts["right drafts"] += max(0, len(delta.tokens) - 1)
+            self.counts["scores"] += len(delta.scores)
+            self.scores.setdefault(delta.request, []).extend(delta.scores)
             self.counts["moves"] += delta.request.num_moves - moves[delta.request]
             self.check_output(delta.request)
         self.counted("commit")
@@ -209,6 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         assert 0 < plan.num_rows <= config.token_budget
+        assert sum(piece.num_scored for piece in plan.slices) <= config.most_scored
         planned = [piece.request for piece in plan.slices]
         assert len(set(planned)) == len(planned) <= config.max_running
         assert not set(planned) & set(plan.preempted)
@@ -226,8 +231,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         _, output, reason = self.live[request.id]
         assert request.output == output[: request.num_output], "other tokens than expected"
         assert request.num_cached < request.num_prompt
+        scores = self.scores[request]
+        right = expected_scores(request, self.model.windows)
+        assert scores == right[: len(scores)], "other scores than expected"
+        assert not request.output or len(scores) == len(right), "scores are missing"
         if request.is_finished:
             assert request.output == output, "it ended too early"
+            assert scores == right, "it ended before its prompt was reported on"
             assert request.finish_reason == reason
             del self.live[request.id]
             self.earlier = [*self.earlier[-3:], request]

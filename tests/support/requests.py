@@ -24,10 +24,13 @@ def make_request(
     seed: int = 0,
     max_tokens: int | None = 4,
     min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
 ) -> Request:
     """A request with a given prompt, or one of a given length."""
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
-    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
+    params = SamplingParams(
+        max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs
+    )
     return Request(
         request_id,
         tokens,
@@ -57,7 +60,10 @@ def random_request(
     Its prompt is a stem cut anywhere, or the next turn after one of the `earlier` requests.
     """
     salt = rng.choice((b"", b"", b"one", b"two"))
+    prompt_logprobs = 0 if rng.random() < 0.3 else None
     max_tokens = min(rng.choice((1, 3, 8, 20)), room - 1)
+    if prompt_logprobs is not None and rng.random() < 0.5:
+        max_tokens = 0
     if earlier and rng.random() < 0.4:
         before = rng.choice(earlier)
         stem, salt = before.tokens, before.salt
@@ -72,6 +78,7 @@ def random_request(
         salt=salt,
         end_ids=frozenset({END}) if rng.random() < 0.8 else frozenset(),
         seed=rng.randrange(3),
-        max_tokens=max_tokens if rng.random() < 0.8 else None,
+        max_tokens=max_tokens if rng.random() < 0.8 or not max_tokens else None,
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+        prompt_logprobs=prompt_logprobs,
     )

@@ -30,6 +30,7 @@ class Setting:
     max_running: int
     prefix_cache: bool
     policy: Policy
+    most_scored: int = 128
     guesses: int | None = None  # the seed of random drafts, if there are to be some
 
     @classmethod
@@ -49,6 +50,7 @@ class Setting:
             max_running=max_running,
             prefix_cache=chance.random() < 0.7,
             policy=chance.choice(policies),
+            most_scored=(1, 3, 40, 128)[num_pages % 4],
             guesses=num_pages if num_pages % 2 else None,
         )
 
@@ -70,7 +72,8 @@ def random_requests(
 ) -> list[Request]:
     """Return requests with shared prefixes, of several lengths, greedy and sampled.
 
-    Now and then none of them has penalties, so that rows of the sampler go from step to step.
+    Some want their prompts' log-probabilities, too, and some of these nothing else. Now and then
+    none of them has penalties, so that rows of the sampler go from step to step.
     """
     prefixes = [
         [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest // 2))]
@@ -102,6 +105,11 @@ def random_requests(
     if requests[0].seed % 2:
         for request in requests:
             request.params = replace(request.params, repetition_penalty=1.0)
+    for request in requests:
+        if request.seed % 3 == 1:
+            request.params = replace(request.params, prompt_logprobs=request.seed % 5)
+        if request.seed % 36 == 1:
+            request.params = replace(request.params, max_tokens=0)
     return requests
 
 
@@ -126,13 +134,18 @@ def run_schedule(
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions.
 
+    Those of a prompt stand before those of its answer.
+
     Drafts, where the setting wants them, are made from the `known` answers.
     """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
     strict = not backend.facts.one_arithmetic
     index = PrefixIndex(pool, reuse_generated=not strict) if setting.prefix_cache else None
     config = SchedulerConfig(
-        context_length, max_running=setting.max_running, token_budget=setting.token_budget
+        context_length,
+        max_running=setting.max_running,
+        token_budget=setting.token_budget,
+        most_scored=setting.most_scored,
     )
     scheduler = Scheduler(config, pool, index, setting.policy)
     chance = random.Random(setting.guesses)
@@ -149,7 +162,7 @@ def run_schedule(
         if setting.guesses is not None and known is not None:
             add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
         for delta in scheduler.commit(plan, backend.run(plan)):
-            logprobs[delta.request.id] += delta.logprobs
+            logprobs[delta.request.id] += delta.scores + delta.logprobs
             if delta.request.finish_reason is not None:
                 backend.forget(delta.request)
     scheduler.check()

@@ -45,7 +45,7 @@ class Span:
 
 
 def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ...], Numbers]:
-    """Return a step's tokens, their positions, the spans, and the rows that are sampled."""
+    """Return a step's tokens, their positions, the spans, and the rows with logits."""
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[Span] = []
@@ -57,7 +57,7 @@ def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ..
         for span in _spans(part, first):
             spans.append(span)
             positions += range(span.start, span.start + span.rows.stop - span.rows.start)
-        sampled += range(len(tokens) - part.num_drawn, len(tokens))
+        sampled += range(len(tokens) - part.num_with_logits, len(tokens))
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
 
 

@@ -57,6 +57,7 @@ class Request:
         hints: who may guess its next tokens, and from what.
         matcher: says which tokens keep its output within `params.constraint`, if there is one.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
+        num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
         num_drafted: tokens that were guessed and computed before they were known.
         num_accepted: how many of these were right.
         num_preemptions: how often it lost all of its pages.
@@ -85,6 +86,7 @@ class Request:
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
     num_cached: int = 0
+    num_scored: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
@@ -110,6 +112,13 @@ class Request:
     def num_pending(self) -> int:
         """How many tokens are not computed yet; 0 only once it is finished."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_unscored(self) -> int:
+        """How many prompt tokens' log-probabilities are wanted and not reported yet."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return self.num_prompt - 1 - self.num_scored
 
     @property
     def is_finished(self) -> bool:

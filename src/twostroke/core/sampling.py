@@ -33,7 +33,8 @@ class SamplingParams:
     `temperature` 0 is greedy: the largest logit, the lowest id among equals.
     `max_tokens` None means as many as the context holds. `seed` None draws a fresh one per
     request. `logprobs` None reports none, 0 the chosen token's alone, k the k likeliest beside it;
-    they are taken from the model's own distribution, before any of the above. `stop` and
+    they are taken from the model's own distribution, before any of the above. `prompt_logprobs`
+    wants the same of each prompt token but the first, and then `max_tokens` may be 0. `stop` and
     `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given. With a
     `constraint` the answer is one that it allows, or the beginning of one if it was cut; where
     nothing can be added any more it ends, whatever `min_tokens` says.
@@ -59,12 +60,14 @@ class SamplingParams:
     include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, _MAX_TOKENS)
+            fewest = 1 if self.prompt_logprobs is None else 0
+            _check_int("max_tokens", self.max_tokens, fewest, _MAX_TOKENS)
         _check_int("min_tokens", self.min_tokens, 0, _MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})."
@@ -79,8 +82,9 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         _check_int("n", self.n, 1, MAX_CHOICES)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.constraint is not None and self.ignore_eos:
             message = "ignore_eos cannot be combined with a constraint, whose answers end."
             raise RequestError(message, param="ignore_eos")

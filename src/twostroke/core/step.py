@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -28,6 +30,8 @@ class Slice:
     drafts up to it were the request's own.
     Drafts are a chain, each following the one before, or behind a slice of one row a tree: then
     `branches` say which of them begin other paths, in the order of their first drafts.
+    `num_scored` rows, the last before those in which tokens are drawn, are of the prompt, and what
+    is reported of each is how likely the prompt's next token was.
     """
 
     request: Request
@@ -36,6 +40,7 @@ class Slice:
     samples: bool
     drafts: tuple[int, ...] = ()
     branches: tuple[Branch, ...] = ()
+    num_scored: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -46,6 +51,17 @@ class Slice:
     def num_drawn(self) -> int:
         """How many tokens are drawn."""
         return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def num_with_logits(self) -> int:
+        """How many rows, the last ones, have logits."""
+        return self.num_scored + self.num_drawn
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """The tokens that are reported on, each behind a scored row."""
+        end = self.start + self.count + (not self.samples)
+        return self.request.tokens[end - self.num_scored : end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +83,15 @@ class StepPlan:
         """How many tokens the step computes."""
         return sum(s.num_rows for s in self.slices)
 
+    @property
+    def draws(self) -> list[bool]:
+        """Of each row with logits, in order, whether a token is drawn in it; else it is scored."""
+        return [place >= s.num_scored for s in self.slices for place in range(s.num_with_logits)]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) of one generated token, from the unmodified distribution."""
+    """Log-probabilities (natural) of one token, from the unmodified distribution."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -86,7 +107,8 @@ class StepResult:
     A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
     asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
     where the backend does not measure. `hidden` has a row for each drawn token: the backend's
-    `shown` value where the token was drawn, if there is one.
+    `shown` value where the token was drawn, if there is one. `scores` has what was asked for of
+    each scored row, in the plan's order, and None where the logits are unusable.
     """
 
     tokens: list[int]
@@ -94,15 +116,20 @@ class StepResult:
     elapsed_s: float = 0.0
     kernel_s: float = 0.0
     hidden: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    scores: Sequence[TokenLogprobs | None] = ()
 
 
 @dataclass(slots=True)  # as Slice
 class Delta:
-    """What one step brought one request: new tokens, and perhaps its end."""
+    """What one step brought one request: new tokens, and perhaps its end.
+
+    `scores` are log-probabilities of the prompt's tokens, in their order, from the second on.
+    """
 
     request: Request
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    scores: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,24 +44,27 @@ class Choice:
         When a stop string is met, the output is the choice's last although the request itself
         goes on: the engine then ends it.
         """
+        decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
+        if not shown and reason is None:
+            return Output(self.index, "", (), prompt_logprobs=delta.scores)
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
         self.last_token_s = now_s
-        decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
         text = ""
         for count, token in enumerate(shown, 1):
             text += decoder.feed(token)
             if decoder.stop is not None:  # what was drawn behind it is nobody's
-                delta = Delta(delta.request, delta.tokens[:count], delta.logprobs[:count])
+                tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
+                delta = Delta(delta.request, tokens, logprobs, delta.scores)
                 self.num_output += count
                 return self._last(text, delta, FinishReason.STOP, decoder.stop)
         self.num_output += len(delta.tokens)
         if reason is None:
             usage = self._usage() if is_first else None
-            return Output(self.index, text, delta.tokens, delta.logprobs, usage=usage)
+            return Output(self.index, text, delta.tokens, delta.logprobs, delta.scores, usage=usage)
         text += decoder.finish()
         stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
         return self._last(text, delta, reason, stop)
@@ -84,6 +87,7 @@ class Choice:
             text,
             delta.tokens if delta else (),
             delta.logprobs if delta else (),
+            delta.scores if delta else (),
             finish_reason=reason,
             stop=stop,
             usage=self._usage(),

@@ -251,20 +251,28 @@ class EngineLoop:
                 return self._poisoned(plan, error)
         parts = [self._compute(StepPlan((part,))) for part in plan.slices]
         tokens = [token for part in parts for token in part.tokens]
-        return StepResult(tokens, [p for part in parts for p in part.logprobs])
+        logprobs = [p for part in parts for p in part.logprobs]
+        return StepResult(tokens, logprobs, scores=[s for part in parts for s in part.scores])
 
     def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
         part = plan.slices[0]
         if not isinstance(error, RequestError):  # which is the request's own fault
             error = _failure(f"{type(error).__name__}: {error}")
         self._fail(part.request, error)
-        return StepResult([NO_TOKEN] * part.num_drawn, [None] * part.num_drawn)
+        tokens = [NO_TOKEN] * part.num_drawn
+        return StepResult(tokens, [None] * len(tokens), scores=[None] * part.num_scored)
 
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
         """End requests whose next token could not be drawn.
 
-        Behind a wrong draft, or behind the request's end, it is no loss.
+        Behind a wrong draft, or behind the request's end, it is no loss. Nor can log-probabilities
+        of the prompt be left out.
         """
+        if None in result.scores:
+            asked = [part.request for part in plan.slices for _ in range(part.num_scored)]
+            for request, score in zip(asked, result.scores, strict=True):
+                if score is None:
+                    self._fail(request, _failure("its logits are not numbers."))
         if NO_TOKEN not in result.tokens:
             return
         tokens = iter(result.tokens)

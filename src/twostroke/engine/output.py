@@ -49,15 +49,18 @@ class Output:
     """One step's news of one choice.
 
     `text` is safe to show: whole characters, and no beginning of a stop string. Token ids and
-    log-probabilities may run ahead of it. The first output of a choice has its `usage` so far. The
-    last has `finish_reason`, `usage` and `timings`; `stop` is then the stop string or token id
-    that was met, if any, and `error` what ended it where that was no good end.
+    log-probabilities may run ahead of it. `prompt_logprobs` come before the first token, or with
+    it, where the request asked for them: one for each prompt token but the first. The output with a
+    choice's first token has its `usage` so far. The last has `finish_reason`, `usage` and
+    `timings`; `stop` is then the stop string or token id that was met, if any, and `error` what
+    ended it where that was no good end.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     usage: Usage | None = None
@@ -70,6 +73,7 @@ class Completion:
     """One whole answer.
 
     `logprobs` has one entry a token where the request asked for them, else it is empty.
+    `prompt_logprobs`, likewise, has one for each prompt token but the first, which follows nothing.
     """
 
     index: int
@@ -80,6 +84,7 @@ class Completion:
     stop: str | int | None
     usage: Usage
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 def join(outputs: list[Output]) -> Completion:
@@ -97,4 +102,5 @@ def join(outputs: list[Output]) -> Completion:
         stop=last.stop,
         usage=last.usage,
         timings=last.timings,
+        prompt_logprobs=tuple(p for o in outputs for p in o.prompt_logprobs if p is not None),
     )

@@ -40,7 +40,10 @@ class BatchShape:
         spans = tuple([(s.start, s.count + len(s.drafts)) for s in plan.slices if not s.branches])
         if len(spans) < len(plan.slices):
             spans += tuple([span for s in plan.slices if s.branches for span in _tree_spans(s)])
-        return cls(spans, sum([1 + len(s.drafts) for s in plan.slices if s.samples]))
+        drawing = [1 + len(s.drafts) + s.num_scored for s in plan.slices if s.samples]
+        if len(drawing) == len(plan.slices):
+            return cls(spans, sum(drawing))
+        return cls(spans, sum(drawing) + sum([s.num_scored for s in plan.slices if not s.samples]))
 
     @property
     def num_rows(self) -> int:

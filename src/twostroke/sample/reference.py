@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.sampling import SamplingParams
-    from twostroke.core.step import Slice
+    from twostroke.core.step import Slice, StepPlan
 
 UNIT = 2**40  # the weight of the likeliest token
 LEAST_LOGPROB = -9999.0  # JSON knows no infinity
@@ -60,18 +60,27 @@ _overflow_is_infinite = np.errstate(over="ignore")  # as IEEE arithmetic, and C+
 
 
 def draw_all(
-    slices: Sequence[Slice], logits: NDArray[np.float32]
-) -> list[tuple[int, TokenLogprobs | None]]:
-    """Draw all tokens of a step from its sampled rows' logits (rows, vocab_size), as `draw`."""
+    plan: StepPlan, logits: NDArray[np.float32]
+) -> tuple[list[tuple[int, TokenLogprobs | None]], list[TokenLogprobs | None]]:
+    """Draw all tokens of a step, as `draw`; return them, and the scores of its scored rows.
+
+    `logits` (rows, vocab_size) are those of all its rows that have some, in the plan's order.
+    """
+    slices, draws = plan.slices, np.array(plan.draws, bool)
+    asked = [(part.request, token) for part in slices for token in part.scored_tokens]
+    scores = [
+        score(who, row, token) for (who, token), row in zip(asked, logits[~draws], strict=True)
+    ]
     behind = [
         (part.request, drafts, mask)
         for part in slices
         for drafts, mask in zip(_drafts_before(part), _masks(part), strict=True)
     ]
-    return [
+    drawn = [
         draw(who, row, drafts, mask)
-        for (who, drafts, mask), row in zip(behind, logits, strict=True)
+        for (who, drafts, mask), row in zip(behind, logits[draws], strict=True)
     ]
+    return drawn, scores
 
 
 def _masks(part: Slice) -> Sequence[NDArray[np.uint32] | None]:
@@ -120,6 +129,15 @@ def draw(
     if token == NO_TOKEN or request.params.logprobs is None:
         return token, None
     return token, token_logprobs(logits, token, request.params.logprobs)
+
+
+def score(request: Request, logits: NDArray[np.float32], token: int) -> TokenLogprobs | None:
+    """Return how likely a prompt's `token` was, as the request asked; None if nothing could be."""
+    logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    num_top = request.params.prompt_logprobs
+    if num_top is None or _likeliest(logits) == NO_TOKEN:
+        return None
+    return token_logprobs(logits, token, num_top)
 
 
 @_overflow_is_infinite

@@ -45,6 +45,7 @@ ROW = np.dtype(
         ("num_bias", np.int32),
         ("num_barred", np.int32),
         ("num_logprobs", np.int32),
+        ("given", np.int32),
     ],
     align=True,
 )
@@ -95,22 +96,26 @@ class RowTable:
         """Return an array of `ROW`, one for each request's next token, in their order.
 
         Where there are drafts in `parts[i]`, the slice of `requests[i]`, each of them has a row,
-        too, for the token behind it. The array is good until the next call, and so is what its
-        pointers refer to, unless the request is forgotten before.
+        too, for the token behind it, and each scored row has one in front of these. The array is
+        good until the next call, and so is what its pointers refer to, unless the request is
+        forgotten before.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
         rows, places = self._rows, self._last_places
         num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
         if parts is not None:
-            counts = np.array([1 + len(part.drafts) for part in parts])
-            firsts = counts.cumsum() - counts
+            scored = np.array([part.num_scored for part in parts])
+            counts = scored + np.array([part.num_drawn for part in parts])
+            firsts = counts.cumsum() - counts + scored
             num_tokens = (num_tokens - firsts).repeat(counts) + np.arange(counts.sum())
             if self._histories:
                 self._guess(parts)
             places = places.repeat(counts)
             rows = self._drafted = self._table.view(_WHOLE_ROW)[places].view(ROW)
             self._branch(parts, firsts, rows, num_tokens)
+            if scored.any():
+                _give(parts, firsts, rows)
         counters = num_tokens - rows["num_prompt"]
         rows["num_tokens"] = num_tokens
         rows["counter"] = counters
@@ -164,6 +169,7 @@ class RowTable:
         row["frequency_penalty"] = params.frequency_penalty
         row["presence_penalty"] = params.presence_penalty
         row["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        row["given"] = NO_TOKEN
 
         if params.has_penalties:
             self._histories[request] = _History()
@@ -228,8 +234,9 @@ class RowTable:
         counts = [1 if part is None else part.num_drawn for part in slices]
         at = 0
         for request, part, count in zip(requests, slices, counts, strict=True):
+            at += 0 if part is None else part.num_scored
             own, at = rows[at : at + count], at + count
-            if request.matcher is None:
+            if request.matcher is None or not count:
                 continue
             masks = self._masks[request]
             if len(masks) < count:
@@ -247,6 +254,15 @@ class RowTable:
             history.tokens = np.zeros(2 * num_tokens, dtype=np.int32)
             history.tokens[: old.size] = old
             self._table["tokens"][self._places[request]] = history.tokens.ctypes.data
+
+
+def _give(parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows) -> None:
+    """Let scored rows report on the prompt's tokens; a slice's others begin at `firsts`."""
+    for part, first in zip(parts, firsts.tolist(), strict=True):
+        if part.num_scored:
+            own = rows[first - part.num_scored : first]
+            own["given"] = part.scored_tokens
+            own["num_logprobs"] = part.request.params.prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -271,6 +287,11 @@ def read_results(
         for i, (request, token) in enumerate(zip(requests, tokens, strict=True))
     ]
     return tokens, logprobs
+
+
+def read_scores(results: Rows) -> list[TokenLogprobs | None]:
+    """Return what scored rows report, from an array of `RESULT`; None where nothing could be."""
+    return [None if result["token"] == NO_TOKEN else _token_logprobs(result) for result in results]
 
 
 def _token_logprobs(result: np.void) -> TokenLogprobs:

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from twostroke.schedule.ticket import Ticket
 
 
+def end(ticket: Ticket, delta: Delta) -> None:
+    """End the request, to which the delta's one token was just appended, if it does.
+
+    One that may have no output at all leaves it to nobody.
+    """
+    request = ticket.request
+    request.finish_reason = end_reason(ticket, request.tokens[-1])
+    if len(request.tokens) > ticket.max_len:
+        request.finish_reason = FinishReason.LENGTH
+        request.tokens.pop()
+        delta.tokens = delta.logprobs = ()
+
+
 def end_reason(ticket: Ticket, token: int) -> FinishReason | None:
     """Why the request, to which `token` was just appended, ends; None if it goes on."""
     request = ticket.request

@@ -17,6 +17,8 @@ class SchedulerConfig:
         token_budget: most tokens that one step computes. What the requests with one pending token
             leave of it goes to prompts, so it also bounds how long a step, and with it the time
             between two tokens, can take.
+        most_scored: most rows of a step that report log-probabilities of prompts; it bounds the
+            memory that logits take.
         max_waiting_requests: a longer queue refuses.
         max_waiting_tokens: a queue with more tokens refuses, unless it is empty.
         max_overtakes: how many later arrivals may pass a request for each level of priority that
@@ -30,6 +32,7 @@ class SchedulerConfig:
     context_length: int
     max_running: int = 256
     token_budget: int = 512
+    most_scored: int = 128
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 1000

@@ -22,15 +22,15 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     """
     answer, num_prompt = request.params.max_tokens, len(request.tokens)
     prompt = request.prompt_field
-    sizes = (num_prompt, answer or 1, context_length)
+    sizes = (num_prompt, 1 if answer is None else answer, context_length)
     start = f"This model's maximum context length is {context_length} tokens. However, "
-    if num_prompt >= context_length:
+    if num_prompt + (answer != 0) > context_length:
         message = (
             f"{start}your {prompt} resulted in {num_prompt} tokens. "
             f"Please reduce the length of the {prompt}."
         )
         raise ContextLengthError(message, param=prompt, sizes=sizes)
-    total = num_prompt + (answer or 1)
+    total = num_prompt + (1 if answer is None else answer)
     if total > context_length:
         message = (
             f"{start}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
@@ -44,7 +44,7 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
             "Shorten the prompt, lower max_tokens, or give the cache more memory."
         )
         raise ContextLengthError(message, param="max_tokens" if answer else prompt)
-    return total if answer else min(context_length, num_slots)
+    return total if answer is not None else min(context_length, num_slots)
 
 
 def check_queue(

@@ -38,8 +38,11 @@ class Prefixes:
         return self._index.chain(salt) if self._index is not None else None
 
     def match(self, ticket: Ticket) -> PrefixHit | None:
-        """Return the pages that are there for a waiting request, or None if it should wait."""
-        if self._index is None or ticket.chain is None:
+        """Return the pages that are there for a waiting request, or None if it should wait.
+
+        One with log-probabilities to report computes every row that they need.
+        """
+        if self._index is None or ticket.chain is None or ticket.request.num_unscored:
             return PrefixHit([[] for _ in range(self._num_groups)])
         if self._is_claimed(ticket, ticket.awaited):
             return None

@@ -12,13 +12,14 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import Delta, Slice, StepPlan
 from twostroke.core.tree import ROOT
-from twostroke.schedule.accept import accept, end_reason
+from twostroke.schedule.accept import accept, end
 from twostroke.schedule.config import SchedulerStats
 from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.line import WaitingLine
 from twostroke.schedule.prefixes import Prefixes
+from twostroke.schedule.scoring import most_rows, report
 from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
 
@@ -144,7 +145,7 @@ class Scheduler:
         """
         assert self._flight is None, "the step in flight must be committed first"
         self._waiting.call(len(self._running))
-        sketch = Sketch(self.config.token_budget)
+        sketch = Sketch(self.config.token_budget, self.config.most_scored)
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []
@@ -186,7 +187,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
 
-        Returns a delta for each request that got a token, in the plan's order; its
+        Returns a delta for each request that got a token or a score, in the plan's order; its
         `finish_reason` says whether that was the last.
         """
         owners = self._flight
@@ -212,9 +213,9 @@ class Scheduler:
                 self._drafting.settle(piece, last)
             elif piece.samples:
                 request.tokens.append(token)
-                if token in request.end_ids or len(request.tokens) >= ticket.max_len:
-                    request.finish_reason = end_reason(ticket, token)
                 delta = Delta(request, (token,), (logprob,))
+                if token in request.end_ids or len(request.tokens) >= ticket.max_len:
+                    end(ticket, delta)
             request.num_computed = computed
             if computed >= ticket.due_at:
                 self._settle(ticket)
@@ -228,7 +229,7 @@ class Scheduler:
         self._drafting.forget()
         if has_ended or len(owners) < len(self._running):
             self._sweep()
-        return deltas
+        return report(plan, result.scores, deltas) if result.scores else deltas
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
@@ -265,6 +266,7 @@ class Scheduler:
     def _give_slice(self, ticket: Ticket, sketch: Sketch) -> None:
         request = ticket.request
         wanted = min(len(request.tokens) - request.num_computed, sketch.budget)
+        wanted = most_rows(request, wanted, sketch.most_scored)
         count = self._make_room(ticket, wanted, sketch)
         if count:
             sketch.add(ticket, count)
@@ -296,6 +298,8 @@ class Scheduler:
         while at < len(ready) and sketch.budget:
             ticket = ready[at]
             if before is not None and before.rank < ticket.rank:
+                return
+            if not most_rows(ticket.request, 1, sketch.most_scored):
                 return
             hit = self._prefixes.match(ticket)
             if hit is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -9,10 +10,10 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
-from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
+from twostroke.serve.errors import MissingFieldError
 from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
 from twostroke.serve.job import Job
-from twostroke.serve.logprobs import CompletionLogprobs, Offsets, completion_logprobs
+from twostroke.serve.logprobs import CompletionLogprobs, Echo, Offsets, completion_logprobs
 from twostroke.serve.usage import (
     TimingsBody,
     UsageBody,
@@ -22,7 +23,11 @@ from twostroke.serve.usage import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from twostroke.engine.output import Completion, Output, Usage
+
+    WriteLogprobs = Callable[[Output | Completion], CompletionLogprobs]
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
@@ -72,7 +77,7 @@ class CompletionWriter:
         usage = None if reply.job.include_usage else UNSET
         self._body = _body(reply, [self._choice], usage)
         self._has_logprobs = reply.job.params.logprobs is not None
-        self._offsets: dict[int, Offsets] = {}  # by index
+        self._logprobs: dict[int, WriteLogprobs] = {}  # by index
         self._begun: set[int] = set()
 
     def feed(self, output: Output) -> bytes:
@@ -83,10 +88,9 @@ class CompletionWriter:
             self._begun.add(index)
             choice.text = _prompt_text(self._reply, index) + output.text
         if self._has_logprobs:
-            tokenizer = self._reply.tokenizer
-            if index not in self._offsets:
-                self._offsets[index] = Offsets(tokenizer)
-            choice.logprobs = completion_logprobs(tokenizer, output, self._offsets[index])
+            if index not in self._logprobs:
+                self._logprobs[index] = _logprobs_of(self._reply, index)
+            choice.logprobs = self._logprobs[index](output)
         has_news = choice.text or (choice.logprobs is not None and choice.logprobs.tokens)
         events = event(self._body) if has_news else b""
         choice.logprobs = None
@@ -119,15 +123,20 @@ def read(asked: CompletionRequest) -> Job:
         RequestError: a value is out of bounds or not supported; `param` names the field.
     """
     check_neutral(asked, _NEUTRAL)
-    if asked.echo and asked.logprobs is not None:
-        message = "echo with logprobs is not supported yet: leave one of them out."
-        raise UnsupportedFieldError(message, param="logprobs")
+    prompt_logprobs = asked.logprobs if asked.echo else None
+    if asked.echo and asked.max_tokens == 0:
+        prompt_logprobs = prompt_logprobs or 0
     options = asked.stream_options
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     return Job(
         model=asked.model,
         prompts=_prompts(asked.prompt),
-        params=to_params(asked, max_tokens=max_tokens, logprobs=asked.logprobs),
+        params=to_params(
+            asked,
+            max_tokens=max_tokens,
+            logprobs=asked.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
         caller=to_caller(asked, "prompt"),
         speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
@@ -146,7 +155,7 @@ def whole(reply: Reply, answers: list[Completion], usage: Usage) -> CompletionBo
 def _choice(reply: Reply, answer: Completion) -> Choice:
     logprobs = None
     if reply.job.params.logprobs is not None:
-        logprobs = completion_logprobs(reply.tokenizer, answer, Offsets(reply.tokenizer))
+        logprobs = _logprobs_of(reply, answer.index)(answer)
     return Choice(
         answer.index,
         (_prompt_text(reply, answer.index) if reply.job.echo else "") + answer.text,
@@ -154,6 +163,14 @@ def _choice(reply: Reply, answer: Completion) -> Choice:
         finish_reason(answer.finish_reason),
         timings_body(answer.usage, answer.timings) if reply.job.timings else UNSET,
     )
+
+
+def _logprobs_of(reply: Reply, index: int) -> WriteLogprobs:
+    """Return what writes the log-probabilities of an answer, piece by piece."""
+    if reply.job.echo:
+        tokens = reply.prompts[index // reply.job.params.n]
+        return Echo(reply.tokenizer, tokens, _prompt_text(reply, index)).write
+    return partial(completion_logprobs, reply.tokenizer, offsets=Offsets(reply.tokenizer))
 
 
 def _body(

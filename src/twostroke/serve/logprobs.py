@@ -10,7 +10,7 @@ import msgspec
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.core.step import TokenLogprobs
     from twostroke.engine.output import Completion, Output
@@ -45,11 +45,14 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion; `text_offset` counts characters from the text's start."""
+    """Log-probabilities of a completion; `text_offset` counts characters from the text's start.
+
+    The first token of a prompt that is repeated follows nothing and has none.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -67,22 +70,26 @@ def chat_logprobs(tokenizer: Tokenizer, answer: Output | Completion) -> ChatLogp
 
 
 class Offsets:
-    """Counts characters of one answer's text, so that each token knows where it begins.
+    """Counts characters of an answer or a prompt, so that each token knows where it begins.
 
     A token inside a character begins where that character does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin at the beginning."""
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, prompt: str = "") -> None:
+        """Begin at `start`, or in the text of a `prompt`, which may show special tokens, too."""
+        self._prompt = prompt
         self._decoder = _UTF8("replace")
         self._untold = tokenizer.special_ids  # which the text leaves out
         self._strip_space = tokenizer.strip_space
-        self._offset = 0
+        self._offset = start
 
     def place(self, token: int, data: bytes) -> int:
         """Return the offset of the next token, whose bytes are `data`."""
         offset = self._offset
         if token in self._untold:
+            shown = data.decode(errors="replace")
+            if self._prompt.startswith(shown, offset):
+                self._offset += len(shown)
             return offset
         text = self._decoder.decode(data)
         if self._strip_space and text:
@@ -97,15 +104,51 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Return completions' form of an answer or of a piece of one; `offsets` is the answer's."""
     body = CompletionLogprobs([], [], [], [])
-    for token, found in _told(answer):
+    _write(body, tokenizer, _told(answer), offsets)
+    return body
+
+
+class Echo:
+    """Writes one answer's log-probabilities behind those of its prompt, which may come in parts."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> None:
+        """Repeat a prompt of `tokens`, which stands before the answer as `text`."""
+        self._tokenizer = tokenizer
+        self._tokens = iter(tokens)
+        self._is_first = True
+        self._prompt = Offsets(tokenizer, prompt=text)
+        self._answer = Offsets(tokenizer, len(text))
+
+    def write(self, answer: Output | Completion) -> CompletionLogprobs:
+        """Return completions' form of an answer or of a piece of one."""
+        body, tokenizer = CompletionLogprobs([], [], [], []), self._tokenizer
+        if self._is_first:
+            self._is_first = False
+            _write(body, tokenizer, [(next(self._tokens), None)], self._prompt)
+        told = [(next(self._tokens), found) for found in answer.prompt_logprobs]
+        _write(body, tokenizer, told, self._prompt)
+        _write(body, tokenizer, _told(answer), self._answer)
+        return body
+
+
+def _write(
+    body: CompletionLogprobs,
+    tokenizer: Tokenizer,
+    told: Iterable[tuple[int, TokenLogprobs | None]],
+    offsets: Offsets,
+) -> None:
+    for token, found in told:
         data = tokenizer.token_bytes(token)
         name = _completion_name(data)
-        top = {_completion_name(spelled): logprob for spelled, logprob in _top(tokenizer, found)}
         body.tokens.append(name)
+        body.text_offset.append(offsets.place(token, data))
+        if found is None:
+            body.token_logprobs.append(None)
+            body.top_logprobs.append(None)
+            continue
+        top = {_completion_name(spelled): logprob for spelled, logprob in _top(tokenizer, found)}
         body.token_logprobs.append(found.logprob)
         body.top_logprobs.append(top | {name: found.logprob})
-        body.text_offset.append(offsets.place(token, data))
-    return body
 
 
 def _told(answer: Output | Completion) -> Iterator[tuple[int, TokenLogprobs]]:

@@ -112,8 +112,9 @@ class CpuBackend:
         sampled = self._steps.fill(plan)
         step = self._steps.record
         self._loaded[2].run(step)
-        tokens, logprobs, hidden = self._steps.results(plan, sampled)
-        return StepResult(tokens, logprobs, time.perf_counter() - started, step.kernel_s, hidden)
+        tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
+        elapsed_s = time.perf_counter() - started
+        return StepResult(tokens, logprobs, elapsed_s, step.kernel_s, hidden, scores)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.

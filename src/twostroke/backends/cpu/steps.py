@@ -5,14 +5,14 @@ from __future__ import annotations
 from ctypes import c_void_p
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from twostroke.backends.cpu.records import StepRecord
 from twostroke.core.step import Slice
 from twostroke.core.tree import ends_of
-from twostroke.sample.rows import RESULT, RowTable, read_results
+from twostroke.sample.rows import RESULT, RowTable, read_results, read_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, TokenLogprobs
     from twostroke.core.tree import Branch
+
+
+class Drawn(NamedTuple):
+    """What a step drew and reported: the parts of a `StepResult`."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    hidden: NDArray[np.float32] | None
+    scores: Sequence[TokenLogprobs | None]
 
 
 class StepArrays:
@@ -45,10 +54,11 @@ class StepArrays:
         self._stores = self._copies = np.zeros(0, np.int32)
         self._shown = np.zeros((0, shown_width), np.float32)
         self._taps = (c_void_p * 1)()
+        self._has_scores = False
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> list[Slice]:
-        """Write the plan into `record`; returns the slices that sample, in their rows' order."""
+        """Write the plan into `record`; returns the slices with logits, in their rows' order."""
         generated, prompt = self._split(plan.slices)
         parts = [*generated, *prompt]
         requests = [part.request for part in parts]
@@ -60,11 +70,16 @@ class StepArrays:
             counts = [part.num_rows for part in parts]
             has_branches = any(part.branches for part in parts)
         num_rows = sum(counts)
+        samples = [part.samples for part in parts]
+        has_scores = False
+        if num_rows > len(parts) or not all(samples):  # a row that draws is not scored
+            has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
         if num_rows == len(parts):
             tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
         else:
             tokens = [t for part in parts for t in _tokens(part)]
-        self._reserve(num_rows, len(parts), len(parts) + sum(map(len, drafts)))
+        num_more = sum([part.num_scored for part in parts]) if has_scores else 0
+        self._reserve(num_rows, len(parts), len(parts) + sum(map(len, drafts)) + num_more)
         self._tokens[:num_rows] = tokens
         slices = self._slices[: len(parts)]
         slices[:, 1] = 1 if num_rows == len(parts) else counts
@@ -72,22 +87,15 @@ class StepArrays:
         slices[:, 3] = self.tables.places(requests)
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
-        samples = [part.samples for part in parts]
+        if has_scores:
+            samples = [part.num_with_logits > 0 for part in parts]
         sampling = parts
         if not all(samples):
-            sampling = [part for part in parts if part.samples]
+            sampling = [part for part in parts if part.samples or part.num_scored]
             requests = [part.request for part in sampling]
             ends = ends[samples]
-        if has_drafts:
-            self._samples = self._sampling.rows(requests, sampling)
-            spans = [
-                range(e - len(part.drafts) - 1, e)
-                for e, part in zip(ends.tolist(), sampling, strict=True)
-            ]
-            self._sampled[: len(self._samples)] = list(chain(*spans))
-        else:
-            self._samples = self._sampling.rows(requests)
-            self._sampled[: len(requests)] = ends - 1
+        self._sample(sampling, requests, ends, is_plain=not (has_drafts or has_scores))
+        self._has_scores = has_scores
         record = self.record
         record.num_rows, record.num_slices = num_rows, len(parts)
         record.num_sampled = len(self._samples)
@@ -98,6 +106,25 @@ class StepArrays:
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.given = None if plan.given is None else plan.given.ctypes.data
         return sampling
+
+    def _sample(
+        self,
+        parts: Sequence[Slice],
+        requests: Sequence[Request],
+        ends: NDArray[np.int32],
+        *,
+        is_plain: bool,
+    ) -> None:
+        """Write what is wanted of the rows with logits: in plain steps of each slice's last one."""
+        if is_plain:
+            self._samples = self._sampling.rows(requests)
+            self._sampled[: len(requests)] = ends - 1
+            return
+        self._samples = self._sampling.rows(requests, parts)
+        spans = [
+            range(e - part.num_with_logits, e) for e, part in zip(ends.tolist(), parts, strict=True)
+        ]
+        self._sampled[: len(self._samples)] = list(chain(*spans))
 
     def _lay_out(self, parts: Sequence[Slice]) -> None:
         """Cut slices with branches into runs of rows, each with page tables of its own.
@@ -136,26 +163,30 @@ class StepArrays:
         record.stores, record.num_stores = self._stores.ctypes.data, len(stores)
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
-    def results(
-        self, plan: StepPlan, sampled: list[Slice]
-    ) -> tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None]:
+    def results(self, plan: StepPlan, sampled: list[Slice]) -> Drawn:
         """Return what the last step drew, in the plan's order, and what it showed of these rows."""
         num_sampled = self.record.num_sampled
         results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
-        wanted = [part for part in plan.slices if part.samples]
+        wanted = [part for part in plan.slices if part.samples or part.num_scored]
         if sampled != wanted:
-            ends = accumulate(part.num_drawn for part in sampled)
+            ends = accumulate(part.num_with_logits for part in sampled)
             rows = {
-                p.request: range(e - p.num_drawn, e) for p, e in zip(sampled, ends, strict=True)
+                p.request: range(e - p.num_with_logits, e)
+                for p, e in zip(sampled, ends, strict=True)
             }
             order = [row for part in wanted for row in rows[part.request]]
             results, drawn = results[order], drawn[order]
-        if num_sampled == len(wanted):
+        scores: list[TokenLogprobs | None] = []
+        if self._has_scores:
+            draws = np.array(plan.draws, bool)
+            scores = read_scores(results[~draws])
+            results, drawn = results[draws], drawn[draws]
+        if num_sampled == len(wanted) and not scores:
             requests = [part.request for part in wanted]
         else:
             requests = [part.request for part in wanted for _ in range(part.num_drawn)]
         hidden = self._shown[drawn] if self._shown.shape[1] else None
-        return *read_results(results, requests), hidden
+        return Drawn(*read_results(results, requests), hidden, scores)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request."""

@@ -67,10 +67,11 @@ class ReferenceBackend:
         self._cache.copy_pages(state.spans)
         shown = self._shown
         values = self._forward(state, frozenset() if shown is None else frozenset([shown]))
-        drawn = draw_all(plan.slices, values[self._logits])
-        hidden = None if shown is None else values[shown][state.sampled]
+        drawn, scores = draw_all(plan, values[self._logits])
+        hidden = None if shown is None else values[shown][state.sampled[plan.draws]]
         elapsed = time.perf_counter() - started
-        return StepResult([t for t, _ in drawn], [p for _, p in drawn], elapsed, elapsed, hidden)
+        tokens, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
+        return StepResult(tokens, logprobs, elapsed, elapsed, hidden, scores)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

@@ -80,12 +80,14 @@ class TorchBackend:
         with torch.inference_mode():
             values = self._model.run(state, () if shown is None else (shown,))
             rows = values[self._program.ops[-1].output].cpu().numpy()
-            hidden = None if shown is None else values[shown][state.sampled].cpu().numpy()
+            hidden = None
+            if shown is not None:
+                hidden = values[shown][state.sampled[plan.draws]].cpu().numpy()
         kernel_s = time.perf_counter() - started
-        drawn = draw_all(plan.slices, rows)
+        drawn, scores = draw_all(plan, rows)
         elapsed_s = time.perf_counter() - started
         tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
-        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden)
+        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

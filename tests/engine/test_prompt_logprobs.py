@@ -1,0 +1,163 @@
+"""Log-probabilities of prompts: the model's own, from every backend, and no request's business."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.cpu import cpu_backend, tiny_model
+from support.engines import tiny_client
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.errors import ContextLengthError, TwostrokeError
+from twostroke.core.request import FinishReason
+from twostroke.core.sampling import SamplingParams
+from twostroke.schedule import Continuous
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends import Backend
+    from twostroke.engine.client import Client
+
+CONTEXT = 200
+NUM_PAGES = 64
+PROMPT = [9, 2, 30, 4, 101, 17, 2, 2, 8, 9, 2, 30, 77, 5, 6, 60, 61, 62, 63, 64]
+SETTING = Setting(
+    num_pages=8,
+    token_budget=24,
+    max_running=5,
+    prefix_cache=True,
+    policy=Continuous(),
+    most_scored=7,
+)
+
+
+@pytest.fixture(params=["reference", "cpu", "torch"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    model = tiny_model(num_layers=2)
+    if request.param == "cpu":
+        with cpu_backend(model, "portable", NUM_PAGES) as native:
+            yield native
+        return
+    if request.param == "reference":
+        yield ReferenceBackend(*model, NUM_PAGES, 16)
+        return
+    pytest.importorskip("torch")
+    from twostroke.backends.torch import TorchBackend
+
+    yield TorchBackend(*model, NUM_PAGES, 16)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with tiny_client(tmp_path_factory.mktemp("scored"), most_scored=6, token_budget=256) as (it, _):
+        yield it
+
+
+def test_prompts_are_as_likely_as_their_logits_say(backend: Backend) -> None:
+    chance = random.Random(3)
+    requests = random_requests(chance, 12, vocab_size=200, longest=60, most_output=6)
+    for number, request in enumerate(requests):
+        request.params = replace(
+            request.params, max_tokens=(0, 1, 40)[number % 3], prompt_logprobs=3
+        )
+    answers, num_preemptions = run_schedule(
+        backend, SETTING, [fresh(request) for request in requests], CONTEXT
+    )
+    assert num_preemptions > 0
+    for request in requests:
+        tokens, found = answers[request.id]
+        known = log_softmax(backend.score([*request.prompt, *tokens]))
+        assert len(found) == len(request.prompt) - 1 + len(tokens)
+        behind = [*request.prompt[1:], *tokens]
+        for row, token, logprobs in zip(known, behind, found, strict=False):
+            assert logprobs is not None
+            assert logprobs.logprob == pytest.approx(row[token], abs=2e-3)
+            best = np.sort(row)[::-1][: len(logprobs.top_logprobs)]
+            np.testing.assert_allclose(logprobs.top_logprobs, best, atol=2e-3)
+        assert request.params.max_tokens == len(tokens) or tokens
+
+
+def test_answers_come_with_their_prompts_log_probabilities(client: Client) -> None:
+    plain = client.generate(PROMPT, SamplingParams(max_tokens=5, seed=1, logprobs=0)).wait()[0]
+    params = SamplingParams(max_tokens=5, seed=1, logprobs=0, prompt_logprobs=2, n=2)
+    first, second = client.generate(PROMPT, params).wait()
+    assert first.token_ids == plain.token_ids
+    assert plain.prompt_logprobs == ()
+    assert [one.top_ids for one in first.prompt_logprobs] == [
+        one.top_ids for one in second.prompt_logprobs
+    ]
+    assert len(first.prompt_logprobs) == len(PROMPT) - 1
+    assert all(len(found.top_ids) == 2 for found in first.prompt_logprobs)
+    longer = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (scored,) = client.generate([*PROMPT, *plain.token_ids], longer).wait()
+    found = [one.logprob for one in scored.prompt_logprobs[len(PROMPT) - 1 :]]
+    assert found == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-5)
+
+
+def test_pieces_of_a_long_prompt_come_one_step_at_a_time(client: Client) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    outputs = list(client.generate(PROMPT, params))
+    assert [len(output.prompt_logprobs) for output in outputs] == [6, 6, 6, 1]
+    assert [len(output.token_ids) for output in outputs] == [0, 0, 0, 1]
+    timings = outputs[-1].timings
+    assert timings is not None
+    assert timings.first_token_s == timings.last_token_s
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_an_answer_may_be_left_out(client: Client, length: int) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, ignore_eos=length % 2 == 1)
+    (answer,) = client.generate(PROMPT[:length], params).wait()
+    assert (answer.text, answer.token_ids, answer.logprobs) == ("", (), ())
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert len(answer.prompt_logprobs) == length - 1
+    assert answer.usage.completion_tokens == 0
+
+
+def test_cached_pages_are_not_asked_for_what_they_do_not_hold(client: Client) -> None:
+    prompt = [*range(20, 90)]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    (first,) = client.generate(prompt, params).wait()
+    (second,) = client.generate(prompt, params).wait()
+    assert first.prompt_logprobs == second.prompt_logprobs
+    assert second.usage.cached_tokens == 0
+    (plain,) = client.generate(prompt, SamplingParams(max_tokens=1)).wait()
+    assert plain.usage.cached_tokens == 64
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored_but_not_continued(client: Client) -> None:
+    length = client.card.context_length
+    prompt = [20 + i % 60 for i in range(length)]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (answer,) = client.generate(prompt, params).wait()
+    assert len(answer.prompt_logprobs) == length - 1
+    with pytest.raises(ContextLengthError):
+        client.generate(prompt, replace(params, max_tokens=1))
+    with pytest.raises(ContextLengthError):
+        client.generate([*prompt, 20], params)
+
+
+def test_a_prompt_that_fails_takes_nobody_along(tmp_path: Path) -> None:
+    with tiny_client(tmp_path, most_scored=4) as (client, backend):
+        backend.poison = 99
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        wrong, right = (client.generate(tokens, params) for tokens in ([7, 8, 99, 9], PROMPT))
+        assert len(right.wait()[0].prompt_logprobs) == len(PROMPT) - 1
+        with pytest.raises(TwostrokeError, match="failed on this request"):
+            wrong.wait()
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return log-probabilities, (rows, vocab_size)."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return found

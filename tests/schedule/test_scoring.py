@@ -1,0 +1,100 @@
+"""Log-probabilities of prompts: few rows a step, each reported once, whatever happens between."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.fake_model import expected_scores
+from support.steps import Steps
+from twostroke.core.request import FinishReason, Request
+
+
+def scores_of(steps: Steps, *requests: Request) -> list[list[object]]:
+    """Step until all have ended; return the scores of each of `requests`."""
+    found: dict[Request, list[object]] = {request: [] for request in requests}
+    while steps.scheduler.has_work:
+        plan = steps.plan()
+        for delta in steps.scheduler.commit(plan, steps.model.run(plan)):
+            found.setdefault(delta.request, []).extend(delta.scores)
+        steps.scheduler.check()
+    return [found[request] for request in requests]
+
+
+def test_a_long_prompt_is_cut_so_that_few_rows_have_logits() -> None:
+    steps = Steps(most_scored=6)
+    request = steps.add("r", 15, prompt_logprobs=0)
+    cuts = []
+    for _ in range(3):
+        plan = steps.plan()
+        cuts.append([(piece.count, piece.num_scored, piece.samples) for piece in plan.slices])
+        steps.land(plan)
+    assert cuts == [[(6, 6, False)], [(6, 6, False)], [(3, 2, True)]]
+    assert request.num_output == 1
+
+
+def test_requests_share_the_rows_and_others_pass_them() -> None:
+    steps = Steps(most_scored=6)
+    steps.add("long", 12, prompt_logprobs=0)
+    steps.add("next", 4, prompt_logprobs=0)
+    assert steps.step() == {"long": 6}
+    steps.add("plain", [*range(30, 39)])
+    assert steps.step() == {"long": 6, "next": 1, "plain": 9}
+    assert steps.step() == {"long": 1, "next": 3, "plain": 1}
+
+
+def test_a_preempted_prompt_goes_on_reporting_where_it_was() -> None:
+    steps = Steps(num_pages=8, most_scored=5)
+    victim = steps.add("victim", 20, priority=1, prompt_logprobs=0, max_tokens=0)
+    right = expected_scores(victim)
+    plan = steps.plan()
+    (delta,) = steps.scheduler.commit(plan, steps.model.run(plan))
+    steps.add("urgent", 30, priority=-1, max_tokens=1)
+    (rest,) = scores_of(steps, victim)
+    assert victim.num_preemptions == 1
+    assert [*delta.scores, *rest] == right
+    steps.pool.check([])
+
+
+def test_rows_computed_again_are_not_scored_again() -> None:
+    steps = Steps(num_pages=8, most_scored=5, cache=False)
+    victim = steps.add("victim", 20, priority=1, prompt_logprobs=0)
+    steps.step()
+    steps.add("urgent", 30, priority=-1, max_tokens=1)
+    steps.step()
+    plan = steps.plan()
+    assert [(piece.count, piece.num_scored) for piece in plan.slices] == [(10, 5)]
+    assert plan.slices[0].request is victim
+    steps.land(plan)
+    steps.finish()
+
+
+def test_known_pages_serve_no_request_that_still_reports() -> None:
+    steps = Steps()
+    (first,) = scores_of(steps, steps.add("first", 12, prompt_logprobs=0))
+    again = steps.add("again", 12, prompt_logprobs=0)
+    assert scores_of(steps, again) == [first]
+    assert again.num_cached == 0
+    plain = steps.add("plain", 12)
+    steps.finish()
+    assert plain.num_cached == 8
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_a_request_for_nothing_but_scores_ends_without_a_token(length: int) -> None:
+    steps = Steps()
+    request = steps.add("r", length, prompt_logprobs=0, max_tokens=0)
+    right = expected_scores(request)
+    assert scores_of(steps, request) == [right]
+    assert (request.output, request.finish_reason) == ([], FinishReason.LENGTH)
+    assert len(right) == length - 1
+
+
+def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
+    steps = Steps(most_scored=3)
+    gone = steps.add("gone", 9, prompt_logprobs=0)
+    stays = steps.add("stays", 9)
+    plan = steps.plan()
+    steps.scheduler.cancel("gone")
+    assert steps.land(plan) == [stays]
+    assert gone.num_scored == 0
+    steps.finish()
