@@ -10,7 +10,7 @@ TOOL = {"name": "get_weather", "description": "The weather now.", "input_schema"
 
 
 def plain() -> None:
-    answer = client.messages.create(model=MODEL, max_tokens=20, messages=QUESTION, temperature=0)
+    answer = client.messages.create(model=MODEL, max_tokens=20, messages=QUESTION)
     assert answer.content[0].text
     assert answer.usage.output_tokens <= 20
 
@@ -33,7 +33,7 @@ def continued() -> None:
 
 
 def tools() -> None:
-    asked = {"model": MODEL, "max_tokens": 100, "tools": [TOOL], "temperature": 0}
+    asked = {"model": MODEL, "max_tokens": 100, "tools": [TOOL]}
     answer = client.messages.create(
         messages=WEATHER_QUESTION, tool_choice={"type": "tool", "name": "get_weather"}, **asked
     )
@@ -51,7 +51,7 @@ def tools() -> None:
 
 def errors() -> None:
     for wrong, kind in (
-        ({"temperature": 3}, anthropic.BadRequestError),
+        ({"max_tokens": -1}, anthropic.BadRequestError),
         ({"model": "nobody"}, anthropic.NotFoundError),
     ):
         try:
