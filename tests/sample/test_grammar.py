@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -233,6 +234,32 @@ def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -
     assert grammars.knows(constraints[-1])
     assert grammars.knows(constraints[0])
     assert not grammars.knows(constraints[1])
+
+
+def test_who_asks_for_what_is_known_does_not_wait_for_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    known, other = Constraint("regex", "a"), Constraint("regex", "b")
+    grammars.matcher(known)
+    compile_, began, may_go_on = grammars._compile, threading.Event(), threading.Event()
+
+    def slow(constraint: Constraint) -> GrammarMatcher:
+        began.set()
+        assert may_go_on.wait(20)
+        return compile_(constraint)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(grammars.matcher(other)))
+    thread.start()
+    assert began.wait(20)
+    assert grammars.knows(known)
+    assert not grammars.knows(other)
+    assert grammars.matcher(known).count_allowed((), tokenizer.encode("a")) == 1
+    may_go_on.set()
+    thread.join(20)
+    assert found[0].count_allowed((), tokenizer.encode("b")) == 1
 
 
 def test_ends_alone_are_told_from_other_tokens(tokenizer: Tokenizer, grammars: Grammars) -> None:

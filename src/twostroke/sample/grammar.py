@@ -88,7 +88,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._known: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is known
+        self._compiling = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher for a new request; compiles the constraint if it is not known.
@@ -97,27 +98,39 @@ class Grammars:
             RequestError: the constraint is not valid, asks for what is not supported, or is too
                 complex; the sentence says what.
         """
+        if known := self._copy(constraint):
+            return known
+        with self._compiling:  # apart from the other lock: nobody waits for somebody else's
+            if known := self._copy(constraint):
+                return known
+            compiled = _on_large_stack(self._compile, constraint)
+            with self._lock:
+                self._known[constraint.notation, constraint.text] = compiled
+                if len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
+                return compiled.another(constraint)
+
+    def _copy(self, constraint: Constraint) -> GrammarMatcher | None:
+        """Return a matcher of a constraint that is known."""
         key = constraint.notation, constraint.text
         with self._lock:
             compiled = self._known.get(key)
             if compiled is None:
-                compiled = _on_large_stack(self._compile, constraint)
-                self._known[key] = compiled
-                if len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
+                return None
             self._known.move_to_end(key)
             return compiled.another(constraint)
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether `matcher` would answer at once."""
-        return (constraint.notation, constraint.text) in self._known
+        with self._lock:
+            return (constraint.notation, constraint.text) in self._known
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes a second or two in which no other thread gets far.
 
         Otherwise it is done for the first constraint.
         """
-        with self._lock:
+        with self._compiling:
             assert self._vocabulary is not None
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
