@@ -18,6 +18,8 @@ from twostroke.schedule import Scheduler
 from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings
 
+_MANY = 3000  # examples, until one catches the fault: what it takes to meet some is rare
+
 SETTINGS = settings(
     deadline=None,
     derandomize=True,
@@ -321,7 +323,7 @@ def test_planted_fault_is_caught(fault):
 @pytest.mark.parametrize("fault", BRANCH_FAULTS, ids=lambda fault: fault.__name__)
 def test_fault_of_branches_is_caught(fault):
     scheduler_class = type("Faulty", (FaultyDrafting,), {"drafting_class": fault})
-    assert catches(scheduler_class=scheduler_class)
+    assert catches(num_examples=_MANY, scheduler_class=scheduler_class)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ def test_fault_of_branches_is_caught(fault):
 )
 def test_tokens_alone_betray_a_wrong_branch(fault):
     scheduler_class = type("Faulty", (FaultyDrafting,), {"drafting_class": fault})
-    assert catches(scheduler_class=scheduler_class, does_check=False)
+    assert catches(num_examples=_MANY, scheduler_class=scheduler_class, does_check=False)
 
 
 @pytest.mark.parametrize(
