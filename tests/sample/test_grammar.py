@@ -262,6 +262,30 @@ def test_who_asks_for_what_is_known_does_not_wait_for_others(
     assert found[0].count_allowed((), tokenizer.encode("b")) == 1
 
 
+def test_limits_that_a_wrong_guess_exceeds_cost_no_answer(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]
+    names = " | ".join(f"r{i}" for i in range(1500))
+    grammar = Constraint("grammar", "\n".join(['start: "a" x | "z"', f"x: {names}", *ways]), "f")
+    [wrong], [right] = tokenizer.encode("a"), tokenizer.encode("z")
+    matcher = grammars.matcher(grammar)
+    masks = np.ones((3, matcher.num_words), np.uint32)
+    matcher.masks((), (wrong, wrong), (ROOT, 0), masks)
+    assert np.flatnonzero(as_flags(masks[0], tokenizer.vocab_size)).tolist() == [wrong, right]
+    assert not masks[1:].any()
+    assert matcher.count_allowed((), [wrong, wrong, wrong]) <= 3
+    matcher.masks([right], (), (), masks[:1])
+    assert np.flatnonzero(as_flags(masks[0], tokenizer.vocab_size)).tolist() == sorted(
+        tokenizer.eos_ids
+    )
+    lost = grammars.matcher(grammar)
+    assert list(lost.forced([wrong])) == []
+    assert lost.count_allowed([wrong], [wrong]) == 0
+    with pytest.raises(RequestError, match="items"):
+        lost.masks([wrong], (), (), masks[:1])
+
+
 def test_ends_alone_are_told_from_other_tokens(tokenizer: Tokenizer, grammars: Grammars) -> None:
     matcher = grammars.matcher(Constraint("regex", "a|ab"))
     mask = np.zeros((1, matcher.num_words), np.uint32)

@@ -46,6 +46,7 @@ def read(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
         (CALL, "", [("f", ARGUMENTS)]),
         (f"{CALL}\n{OTHER}", "", [("f", ARGUMENTS), ("g-2", "{}")]),
         (f"Let me look.\n\n{CALL}\n", "Let me look.", [("f", ARGUMENTS)]),
+        (f"{OTHER} Hello world again. ", "Hello world again.", [("g-2", "{}")]),
         (f"a {OTHER} b {OTHER}", "ab", [("g-2", "{}"), ("g-2", "{}")]),
         ("1 < 2 and <tool", "1 < 2 and <tool", []),
         ("<tool_cal", "<tool_cal", []),

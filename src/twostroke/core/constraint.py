@@ -65,12 +65,18 @@ class Matcher(Protocol):
         """Write which tokens may follow `output` into `out[0]`, and draft `i` into `out[1 + i]`.
 
         Each draft follows `drafts[parents[i]]` (or `ROOT`), and all before that one; they stand
-        depth first, so that one follows the draft before it or one that that follows. What stands
-        behind a draft that may not be there is of no meaning: nobody will reach it.
+        depth first, so that one follows the draft before it or one that that follows. Behind a
+        draft that may not be there nothing may be drawn.
+
+        Raises:
+            RequestError: the constraint cannot be followed behind `output`.
         """
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` may follow `output`, each behind the last."""
+        """Return how many of the first `tokens` may follow `output`, each behind the last.
+
+        It never fails, nor does `forced`: the next mask will say what is wrong.
+        """
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
         """Return tokens that follow `output` as the text leaves nothing else; perhaps not all."""

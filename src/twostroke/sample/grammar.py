@@ -98,6 +98,9 @@ class Grammars:
             RequestError: the constraint is not valid, asks for what is not supported, or is too
                 complex; the sentence says what.
         """
+        if not self.ends:
+            message = "This model has no end token, so that no form of an answer would end."
+            raise RequestError(message, param=constraint.param)
         if known := self._copy(constraint):
             return known
         with self._compiling:  # apart from the other lock: nobody waits for somebody else's
@@ -131,7 +134,8 @@ class Grammars:
         Otherwise it is done for the first constraint.
         """
         with self._compiling:
-            assert self._vocabulary is not None
+            if self.ends:
+                _ = self._vocabulary
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -196,51 +200,61 @@ class GrammarMatcher:
     ) -> None:
         """Write which tokens may come next, as `core.constraint.Matcher` says."""
         self._follow(output)
-        self._mask(out[0])
-        path = [ROOT]  # drafts that the matcher has taken in
+        _mask(self._matcher, out[0])
+        self._check()
+        if drafts:
+            self._mask_behind(drafts, parents, out[1:])
+
+    def _mask_behind(
+        self, drafts: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]
+    ) -> None:
+        """Write what may follow each draft: nothing behind one that may not be there.
+
+        On a copy: a limit that only a wrong draft exceeds is nothing that the answer has to suffer.
+        """
+        matcher, path = self._matcher.deep_copy(), [ROOT]  # drafts that it has taken in
+        out[:] = 0
         for i, (draft, parent) in enumerate(zip(drafts, parents, strict=True)):
-            out[1 + i] = out[0]  # something to draw, for rows that nobody will reach
             if parent not in path:
                 continue
-            self._go_back(path, parent)
-            if draft not in self.ends and self._matcher.validate_tokens([draft]):
-                self._matcher.consume_token(draft)
+            kept = path.index(parent) + 1
+            if kept < len(path):
+                matcher.rollback(len(path) - kept)
+                del path[kept:]
+            if draft not in self.ends and matcher.validate_tokens([draft]):
+                matcher.consume_token(draft)
                 path.append(i)
-                self._mask(out[1 + i])
-        self._go_back(path, ROOT)
-        self._check()
+                _mask(matcher, out[i])
+            if matcher.is_error():  # if this draft is right, the request fails for it
+                out[i] = 0
+                return
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` may follow."""
+        """Return how many of the first `tokens` may follow; 0 where the matcher has failed."""
         self._follow(output)
-        return self._matcher.validate_tokens(list(tokens))
+        if self._matcher.is_error():
+            return 0
+        return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
         """Return the tokens that must follow, as far as they are easily found."""
         self._follow(output)
         # A copy, for a search that is given up leaves a matcher of no further use.
-        return self._matcher.deep_copy().compute_ff_tokens()
+        return () if self._matcher.is_error() else self._matcher.deep_copy().compute_ff_tokens()
 
     def _follow(self, output: Sequence[int]) -> None:
         """Take in the tokens that are new."""
         if len(output) > self._num_known:
             self._matcher.consume_tokens(list(output[self._num_known :]))
             self._num_known = len(output)
-        self._check()
-
-    def _mask(self, row: NDArray[np.uint32]) -> None:
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-    def _go_back(self, path: list[int], draft: int) -> None:
-        """Let the matcher stand behind a draft on the path again."""
-        kept = path.index(draft) + 1
-        if kept < len(path):
-            self._matcher.rollback(len(path) - kept)
-            del path[kept:]
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refusal(self._constraint, self._matcher.get_error())
+
+
+def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
+    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
 def _on_large_stack(

@@ -65,6 +65,7 @@ class CallReader:
         self._held = ""  # not told yet
         self._blank = ""  # behind the text that was told
         self._end = END  # of the call that is being read
+        self._is_behind_call = False  # and no text was told since
         self._depth = 0  # of the arguments
         self._in_string = self._is_escaped = False
 
@@ -119,7 +120,8 @@ class CallReader:
         shown = text.rstrip() if len(self._blank) <= _MAX_HEAD else text
         self._blank = text[len(shown) :]
         if shown:
-            pieces.append(TextPiece(shown.lstrip() if self.num_calls else shown))
+            pieces.append(TextPiece(shown.lstrip() if self._is_behind_call else shown))
+            self._is_behind_call = False
 
     def _head(self, pieces: list[Piece]) -> bool:
         """Take a call's name."""
@@ -170,6 +172,7 @@ class CallReader:
         if at < 0:
             return False
         self._held, self._state = self._held[at + len(self._end) :], self._text
+        self._is_behind_call = True
         return True
 
 
