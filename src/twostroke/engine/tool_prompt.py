@@ -48,10 +48,12 @@ def _call(function: Mapping[str, Any]) -> str:
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with several results of tools in a row as one: speakers take turns."""
     joined: list[dict[str, Any]] = []
+    texts: list[list[str]] = []  # of each
     for message in messages:
-        before = joined[-1] if joined else None
-        if before and before["role"] == message["role"] == "user":
-            joined[-1] = before | {"content": f"{before['content']}\n{message['content']}"}
+        if joined and joined[-1]["role"] == message["role"] == "user":
+            texts[-1].append(message["content"])
         else:
             joined.append(message)
-    return joined
+            texts.append([message["content"]])
+    pairs = zip(joined, texts, strict=True)
+    return [message | {"content": "\n".join(said)} for message, said in pairs]

@@ -164,17 +164,24 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     if not asked.messages:
         raise RequestError("messages must have at least one message.", param="messages")
     turns: list[dict[str, Any]] = []
+    texts: list[list[str]] = []  # of each turn, joined at the end
+    known = set[str]()  # ids of calls
     if asked.system:
-        turns.append({"role": "system", "content": text_of(asked.system, "system")})
+        turns.append({"role": "system"})
+        texts.append([text_of(asked.system, "system")])
     for place, message in enumerate(asked.messages):
-        _check(message, f"messages[{place}]", turns)
+        _check(message, f"messages[{place}]", known)
         for turn in _turns(message, f"messages[{place}].content"):
             before = turns[-1] if turns else {}
             if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
-                text = "\n".join(filter(None, [before["content"], turn["content"]]))
-                turns[-1] = turn | {"content": text}
+                turns[-1] = turn
+                texts[-1].append(turn["content"])
             else:
                 turns.append(turn)
+                texts.append([turn["content"]])
+            known.update(call["id"] for call in turn.get("tool_calls", ()))
+    for turn, said in zip(turns, texts, strict=True):
+        turn["content"] = "\n".join(filter(None, said))
     last = turns[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):
@@ -185,13 +192,15 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     return Conversation(tuple(turns), shown, continues=continues)
 
 
-def _check(message: Message, where: str, before: list[dict[str, Any]]) -> None:
-    """Refuse a role that is none, and blocks that its message cannot have."""
+def _check(message: Message, where: str, known: set[str]) -> None:
+    """Refuse a role that is none, and blocks that its message cannot have.
+
+    The calls before it have the ids that are `known`.
+    """
     if message.role not in ROLES:
         hint = ": use the field system" if message.role == "system" else ""
         error = f"{where}.role must be user or assistant, not '{message.role}'{hint}."
         raise RequestError(error, param=f"{where}.role")
-    known = {call["id"] for turn in before for call in turn.get("tool_calls", ())}
     for place, block in enumerate(message.content):
         at = f"{where}.content[{place}]"
         wrong = ToolUseBlock if message.role == "user" else ToolResultBlock
