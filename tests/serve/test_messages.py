@@ -197,11 +197,7 @@ REFUSED: list[tuple[Fields, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "thinking"}]}]},
         "messages[0].content[0].type does not support 'thinking'.",
     ),
-    (
-        {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
-        "system[0].cache_control is not supported yet: leave it out.",
-    ),
-    ({"cache_control": {"type": "ephemeral"}}, "cache_control is not supported yet"),
+    ({"cache_control": {"type": "forever"}}, "cache_control.type"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported yet"),
     ({"thinking": {"type": "adaptive"}}, "thinking is not supported yet"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported yet"),
@@ -385,3 +381,20 @@ def _told(response: httpx.Response) -> tuple[str, str, str | None]:
     text = "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta")
     (end,) = [event["delta"] for event in found if event["type"] == "message_delta"]
     return text, end["stop_reason"], end["stop_sequence"]
+
+
+def test_marks_of_what_to_cache_change_nothing(server: LiveServer) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "Be brief."}
+    plain = {"system": [text], "messages": [{"role": "user", "content": [text]}]}
+    marked = {
+        "system": [text | mark],
+        "messages": [{"role": "user", "content": [text | mark]}],
+        "tools": [],
+        **mark,
+    }
+    said = [
+        ask(server, max_tokens=3, temperature=0, **fields).json()["content"]
+        for fields in (plain, marked)
+    ]
+    assert said[0] == said[1]

@@ -15,6 +15,7 @@ from twostroke.serve.job import Conversation, Job
 from twostroke.serve.messages_reply import MessageWriter, whole
 from twostroke.serve.messages_tools import (
     Block,
+    CacheControl,
     Choice,
     TextBlock,
     Tool,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 ROLES: Final = ("user", "assistant")
 
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "cache_control": (),
     "container": (),
     "context_management": (),
     "diagnostics": (),
@@ -81,7 +81,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Choice | None = None
 
     # Refused unless neutral.
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     container: Any = None
     context_management: Any = None
     diagnostics: Any = None

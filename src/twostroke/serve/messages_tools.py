@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_callers": (["direct"],),
-    "cache_control": (),
     "defer_loading": (False,),
     "input_examples": ([],),
 }
-_UNCACHED: Final[dict[str, tuple[object, ...]]] = {"cache_control": ()}
-_NEUTRAL_OF_TEXT: Final = {**_UNCACHED, "citations": ([],)}
+_NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"citations": ([],)}
+
+
+class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Where a prefix is to be kept: nothing to do, for all are kept without being asked."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +43,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # Refused unless neutral.
     allowed_callers: Any = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     defer_loading: Any = None
     input_examples: Any = None
 
@@ -85,7 +90,7 @@ class TextBlock(
     """A text."""
 
     text: str
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     citations: Any = None
 
 
@@ -97,7 +102,7 @@ class ToolUseBlock(
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     caller: Any = None
 
 
@@ -109,7 +114,7 @@ class ToolResultBlock(
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
 
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock
@@ -143,8 +148,8 @@ def text_of(content: str | Sequence[Block], where: str) -> str:
     texts = []
     for place, block in enumerate(content):
         at = f"{where}[{place}]."
-        refuse_all_but(block, _NEUTRAL_OF_TEXT if isinstance(block, TextBlock) else _UNCACHED, at)
         if isinstance(block, TextBlock):
+            refuse_all_but(block, _NEUTRAL_OF_TEXT, at)
             texts.append(block.text)
     return "".join(texts)
 
