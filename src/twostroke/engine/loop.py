@@ -177,7 +177,7 @@ class EngineLoop:
             while self._step():
                 pass
             reason = "it was shut down."
-        except Exception as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it
+        except BaseException as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it, of a panic in a library, too
             reason = f"{type(error).__name__}: {error}"
             self._failure = reason
         stopped = TwostrokeError(f"The engine stopped: {reason}")
