@@ -199,10 +199,10 @@ def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
 
 def test_ctrl_c_while_the_last_one_is_answered_is_the_same_one() -> None:
     script = """
-import os, signal
+import signal
 from twostroke.cli import app
 def run(arguments):
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # in this thread: not when the process has ended
 app.run = run
 app.main()
 """
