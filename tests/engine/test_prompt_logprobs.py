@@ -50,7 +50,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "reference":
         yield ReferenceBackend(*model, NUM_PAGES, 16)
         return
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="no PyTorch here")
     from twostroke.backends.torch import TorchBackend
 
     yield TorchBackend(*model, NUM_PAGES, 16)
