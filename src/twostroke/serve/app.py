@@ -17,16 +17,18 @@ from starlette.routing import Route
 
 from twostroke.core.errors import ModelNotFoundError, RequestError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve import chat, completions, errors, messages, tokens
-from twostroke.serve.boundary import Boundary
-from twostroke.serve.decode import MAX_NAME_LENGTH, BodyDecoder
+from twostroke.serve.anthropic import messages
 from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.http import errors
+from twostroke.serve.http.boundary import Boundary
+from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
+from twostroke.serve.http.limits import read_json
+from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import Answers, check_choices
-from twostroke.serve.limits import read_json
 from twostroke.serve.metrics import Metrics
-from twostroke.serve.models import ModelBody, ModelList
+from twostroke.serve.openai import chat, completions, tokens
+from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.options import ServeOptions
-from twostroke.serve.stream import EventStream, while_connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from twostroke.engine.loop import Health
-from twostroke.serve.usage import decode_rate
+from twostroke.serve.openai.usage import decode_rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

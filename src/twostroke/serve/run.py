@@ -16,7 +16,7 @@ import uvicorn
 
 from twostroke.core.errors import PortInUseError
 from twostroke.serve.app import Api, build_app
-from twostroke.serve.connection import Connection
+from twostroke.serve.http.connection import Connection
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -9,22 +9,28 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS
-from twostroke.serve.call_bodies import AnswerMessage, CallBody, answer_message, call_body
 from twostroke.serve.calls import CallReader, TextPiece
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
-from twostroke.serve.errors import MissingFieldError, UnsupportedFieldError
-from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
+from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import Conversation, Job
-from twostroke.serve.logprobs import ChatLogprobs, chat_logprobs
-from twostroke.serve.structure import to_constraint
-from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
-from twostroke.serve.usage import (
+from twostroke.serve.openai.call_bodies import AnswerMessage, CallBody, answer_message, call_body
+from twostroke.serve.openai.fields import (
+    CommonFields,
+    check_neutral,
+    to_caller,
+    to_params,
+    to_prediction,
+)
+from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.serve.openai.structure import to_constraint
+from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
     finish_reason,
     timings_body,
     usage_body,
 )
+from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,17 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
-from twostroke.serve.errors import MissingFieldError
-from twostroke.serve.fields import CommonFields, check_neutral, to_caller, to_params, to_prediction
+from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.job import Job
-from twostroke.serve.logprobs import CompletionLogprobs, Echo, Offsets, completion_logprobs
-from twostroke.serve.usage import (
+from twostroke.serve.openai.fields import (
+    CommonFields,
+    check_neutral,
+    to_caller,
+    to_params,
+    to_prediction,
+)
+from twostroke.serve.openai.logprobs import CompletionLogprobs, Echo, Offsets, completion_logprobs
+from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
     finish_reason,

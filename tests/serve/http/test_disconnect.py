@@ -15,12 +15,12 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.serve.app import create_app
-from twostroke.serve.completions import DIALECT
 from twostroke.serve.dialect import Reply
+from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Answers, Encoded, Job
 from twostroke.serve.metrics import Metrics
+from twostroke.serve.openai.completions import DIALECT
 from twostroke.serve.options import Limits, ServeOptions
-from twostroke.serve.stream import EventStream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.engine.prompts import encode_text
-from twostroke.serve.chat import Message, to_conversation
 from twostroke.serve.dialect import Inquiry
-from twostroke.serve.fields import refuse_all_but
+from twostroke.serve.openai.chat import Message, to_conversation
+from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.tools import ToolBody, to_tools
 
 if TYPE_CHECKING:

@@ -9,11 +9,8 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.serve.dialect import Dialect, Inquiry
-from twostroke.serve.fields import refuse_all_but
-from twostroke.serve.job import Conversation, Job
-from twostroke.serve.messages_reply import MessageWriter, whole
-from twostroke.serve.messages_tools import (
+from twostroke.serve.anthropic.reply import MessageWriter, whole
+from twostroke.serve.anthropic.tools import (
     Block,
     CacheControl,
     Choice,
@@ -26,7 +23,10 @@ from twostroke.serve.messages_tools import (
     results_of,
     text_of,
 )
-from twostroke.serve.structure import to_schema
+from twostroke.serve.dialect import Dialect, Inquiry
+from twostroke.serve.job import Conversation, Job
+from twostroke.serve.openai.fields import refuse_all_but
+from twostroke.serve.openai.structure import to_schema
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint

@@ -8,9 +8,9 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.anthropic import error_form
-from twostroke.serve.errors import HeaderSizeError, one_line, to_response
-from twostroke.serve.limits import check_headers
+from twostroke.serve.anthropic.errors import error_form
+from twostroke.serve.http.errors import HeaderSizeError, one_line, to_response
+from twostroke.serve.http.limits import check_headers
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

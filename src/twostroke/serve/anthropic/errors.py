@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
-from twostroke.serve.errors import OPENAI, ErrorForm, one_line, to_message
+from twostroke.serve.http.errors import OPENAI, ErrorForm, one_line, to_message
 
 if TYPE_CHECKING:
     from starlette.types import Scope

@@ -13,7 +13,7 @@ from twostroke.core.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.serve.fields import CommonFields
+    from twostroke.serve.openai.fields import CommonFields
 
 _ANY_OBJECT: Final = '{"type": "object"}'
 

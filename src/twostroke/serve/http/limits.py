@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
 
-from twostroke.serve.errors import (
+from twostroke.serve.http.errors import (
     BodySizeError,
     BodyTimeoutError,
     ClientGoneError,

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.errors import ClientGoneError, form_of
+from twostroke.serve.http.errors import ClientGoneError, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

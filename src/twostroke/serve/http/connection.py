@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.serve.stream import ABORT
+from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
     import asyncio

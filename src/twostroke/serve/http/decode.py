@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from twostroke.core.errors import RequestError, nearest
-from twostroke.serve.errors import BodySyntaxError, MissingFieldError, UnknownFieldError
+from twostroke.serve.http.errors import BodySyntaxError, MissingFieldError, UnknownFieldError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

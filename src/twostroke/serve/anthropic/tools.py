@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.fields import refuse_all_but
+from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, ToolBody, to_tools
 
 if TYPE_CHECKING:

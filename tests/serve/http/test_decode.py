@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.chat import ChatRequest
-from twostroke.serve.completions import CompletionRequest
-from twostroke.serve.decode import BodyDecoder, depth_exceeds
+from twostroke.serve.http.decode import BodyDecoder, depth_exceeds
+from twostroke.serve.openai.chat import ChatRequest
+from twostroke.serve.openai.completions import CompletionRequest
 
 DECODER = BodyDecoder(ChatRequest, 16)
 

@@ -9,8 +9,8 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.serve.errors import UnsupportedFieldError
-from twostroke.serve.structure import ResponseFormat, StructuredOutputs, to_constraint
+from twostroke.serve.http.errors import UnsupportedFieldError
+from twostroke.serve.openai.structure import ResponseFormat, StructuredOutputs, to_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

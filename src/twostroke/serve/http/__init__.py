@@ -1,0 +1,1 @@
+"""The HTTP layer: bodies and their limits, errors in each protocol's form, streams."""
