@@ -114,18 +114,22 @@ float run_chains(int64_t rounds) {
 
 #elif TS_LEVEL == 1 || defined(__SSE2__)
 
-// Pairs of int16, as linear/dot_pairs.h has them. In assembly: of intrinsics GCC 12 makes a loop
-// that keeps sums in memory and takes three times as long.
+// Bytes on AVX2, as linear/dot_avx2.h has them for codes of up to 6 bits; pairs of int16 on SSE2
+// (linear/dot_pairs.h). In assembly: of intrinsics GCC 12 makes a loop that keeps sums in memory
+// and takes three times as long.
 #if TS_LEVEL == 1
 using Integers = __m256i;
-#define TS_MULTIPLY_ADD "vpmaddwd %2, %2, %1\n\tvpaddd %1, %0, %0"
+using Factor = int8_t;
+constexpr const char* kPeakKind = "int8 multiply-add";
+#define TS_MULTIPLY_ADD "vpmaddubsw %2, %2, %1\n\tvpaddw %1, %0, %0"
 #else
 using Integers = __m128i;
+using Factor = int16_t;
+constexpr const char* kPeakKind = "int16 multiply-add";
 #define TS_MULTIPLY_ADD "movdqa %2, %1\n\tpmaddwd %2, %1\n\tpaddd %1, %0"
 #endif
 
-constexpr const char* kPeakKind = "int16 multiply-add";
-constexpr double kOpsARound = kChains * 2.0 * sizeof(Integers) / sizeof(int16_t);
+constexpr double kOpsARound = kChains * 2.0 * sizeof(Integers) / sizeof(Factor);
 constexpr int64_t kRoundsRun = kRounds;
 
 float run_chains(int64_t rounds) {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.meter import Strokes
 
-_VERSION = 2  # of the measurement: raise it when what is measured changes
+_VERSION = 3  # of the measurement: raise it when what is measured changes
 
 
 class Limits:
