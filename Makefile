@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -152,6 +152,9 @@ bench-start: pull ## Measure start to first token and peak memory beside llama.c
 
 bench-serve: pull ## Measure 16 clients of the server beside llama-server and the engine (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/serving.py $(BENCH_ARGS)
+
+bench-crowd: pull ## Measure one client among a thousand that hold connections and hardly read (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/crowd.py $(BENCH_ARGS)
 
 bench-report: $(STAMP) ## Draw BENCHMARKS.md from what was measured.
 	@$(BIN)/python benchmarks/bench_report.py

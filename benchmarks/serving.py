@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +21,7 @@ from pipe import Worker, WorkerError
 from quiet import MAX_SHARE, Watch, process_s
 from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
+from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
 from twostroke.weights import load, resolve
 
@@ -33,10 +30,8 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 _OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
-_READY_WITHIN_S = 120.0
 _TRIALS = 2  # rounds after which a way with
 _BEHIND = 0.85  # of the best rate of its server's ways, or less: left out
-_MODEL_NAME = "bench"
 
 
 def main() -> None:
@@ -101,7 +96,7 @@ class Target:
             SystemExit: a request failed.
         """
         before_s, watch = process_s(self.pid), Watch(self.pid, self.clients.pid)
-        at = {} if self.port is None else {"port": self.port, "model": _MODEL_NAME}
+        at = {} if self.port is None else {"port": self.port, "model": MODEL_NAME}
         try:
             answer = self.clients.ask(
                 "loop", prompts=prompts, num_clients=num_clients, num_tokens=tokens, **at
@@ -137,20 +132,8 @@ def _start(
     stack.callback(bare.close)
     bare.ask("about")
     yield Target(_BARE, "", bare, bare.pid, None)
-    code = "from twostroke.cli import main; main()"
-    ours = (
-        sys.executable,
-        "-c",
-        code,
-        "serve",
-        given.model,
-        "--name",
-        _MODEL_NAME,
-        "--speculate",
-        "off",
-        *threads,
-    )
-    server = _Server(_OURS, ours, folder, stack)
+    ours = our_command(given.model, given.threads)
+    server = Server(_OURS, ours, folder, stack)
     yield Target(_OURS, "", clients, server.pid, server.port)
     if given.without_llama:
         return
@@ -159,63 +142,13 @@ def _start(
     options = (
         *("-m", str(resolve(given.model)), "-np", str(given.clients)),
         *("-c", str(cells * given.clients), "-t", str(given.threads), "-tb", str(given.threads)),
-        *("--alias", _MODEL_NAME, "--cache-ram", "0", "-fit", "off"),
+        *("--alias", MODEL_NAME, "--cache-ram", "0", "-fit", "off"),
     )
     for flash in ("off", "on"):
         name = f"{_LLAMA}-{flash}"
-        server = _Server(name, (str(program), *options, "-fa", flash), folder, stack)
+        server = Server(name, (str(program), *options, "-fa", flash), folder, stack)
         way = f"flash attention {flash}"
         yield Target(_LLAMA, way, clients, server.pid, server.port)
-
-
-class _Server:
-    """A server's process at a free port of this machine; ended when the stack is left."""
-
-    def __init__(
-        self, name: str, command: tuple[str, ...], folder: Path, stack: contextlib.ExitStack
-    ) -> None:
-        """Start it and wait until it is healthy.
-
-        Raises:
-            SystemExit: it ends, or is not healthy in time.
-        """
-        note(f"Starting {name}")
-        self.port, log = _free_port(), folder / f"{name}.log"
-        with log.open("wb") as output:
-            where = ("--host", "127.0.0.1", "--port", str(self.port))
-            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
-        stack.callback(_end, process)
-        self.pid = process.pid
-        deadline = time.monotonic() + _READY_WITHIN_S
-        while not _is_healthy(self.port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")[-1000:]
-                raise SystemExit(f"{name} did not get ready; the end of its log:\n{said}")
-            time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _record(given: argparse.Namespace, targets: list[Target]) -> Record:

@@ -1,0 +1,78 @@
+"""A server in a process of its own, at a free port, for as long as a stack is open."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+from report import note
+
+if TYPE_CHECKING:
+    import contextlib
+    from pathlib import Path
+
+MODEL_NAME = "bench"
+_READY_WITHIN_S = 120.0
+
+
+def our_command(model: str, num_threads: int) -> tuple[str, ...]:
+    """Return what serves a model as `MODEL_NAME`, without speculation: every run computes alike."""
+    code = "from twostroke.cli import main; main()"
+    return (
+        *(sys.executable, "-c", code, "serve", model, "--name", MODEL_NAME),
+        *("--speculate", "off", "--threads", str(num_threads)),
+    )
+
+
+class Server:
+    """A server's process at a free port of this machine; ended when the stack is left."""
+
+    def __init__(
+        self, name: str, command: tuple[str, ...], folder: Path, stack: contextlib.ExitStack
+    ) -> None:
+        """Start it and wait until it is healthy.
+
+        Raises:
+            SystemExit: it ends, or is not healthy in time.
+        """
+        note(f"Starting {name}")
+        self.port, log = _free_port(), folder / f"{name}.log"
+        with log.open("wb") as output:
+            where = ("--host", "127.0.0.1", "--port", str(self.port))
+            process = subprocess.Popen([*command, *where], stdout=output, stderr=output)
+        stack.callback(_end, process)
+        self.pid = process.pid
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not _is_healthy(self.port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = log.read_text(errors="replace")[-1000:]
+                raise SystemExit(f"{name} did not get ready; the end of its log:\n{said}")
+            time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
