@@ -9,14 +9,14 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from support.commands import started
+from support.commands import MAIN, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,6 +120,17 @@ def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
     assert (process.returncode, out) == (0, b"")
     assert err.decode().splitlines()[-1] == "Stopping."
     assert "curl" in err.decode()
+
+
+def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -> None:
+    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 4096))"
+    command = ("serve", tiny, "--port", "0")
+    with started(*command, script=f"{few}\n{MAIN}") as process, ExitStack() as clients:
+        assert process.stderr is not None
+        url = process.stderr.readline().decode().split(" at ")[1].split()[0]
+        for _ in range(100):
+            http = clients.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=20))
+            assert http.get("/health").status_code == 200  # and its connection stays open
 
 
 def test_a_port_in_use_is_known_before_the_model_is_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,8 @@ from twostroke.cli.options import (
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
+
+_MOST_FILES = 65_536  # connections are files; the system may allow far more than are of use
 
 
 @click.command("serve", cls=SectionedCommand)
@@ -56,6 +59,7 @@ def command(**given: Any) -> int:
         drain_s=given.pop("drain_s"),
     )
     options = engine_options(given)
+    _allow_connections()
     # Before the weights are loaded: a port in use is known at once.
     listener = bind(serving.host, serving.port)
     with listener, open_engine(model, options) as engine:
@@ -68,6 +72,14 @@ def command(**given: Any) -> int:
             on_ready=lambda url: _announce(url, name, engine),
             on_stop=_say_stop,
         )
+
+
+def _allow_connections() -> None:
+    """Let this process have the connections that the system allows it, not those of a shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _announce(url: str, name: str, engine: Engine) -> None:

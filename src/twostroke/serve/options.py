@@ -15,6 +15,8 @@ class Limits:
         max_header_bytes: request line and headers together.
         header_timeout_s: from the first byte of a request to the end of its headers.
         body_timeout_s: from the headers to the end of the body (408).
+        idle_timeout_s: how long a connection may stay open between two requests; longer than
+            what proxies keep theirs for (60 s is common), or they meet closed ones.
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
         max_unread: outputs that a stream may fall behind the engine.
         max_choices: prompts times n of one request.
@@ -26,6 +28,7 @@ class Limits:
     max_header_bytes: int = 32 * 1024
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
     reader_timeout_s: float = 30.0
     max_unread: int = 4096
     max_choices: int = 1024

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import signal
 import socket
 import threading
@@ -187,6 +188,7 @@ def _config(api: Api) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_graceful_shutdown=int(api.options.drain_s) + _GRACE_S,
     )
