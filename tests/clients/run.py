@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twostroke.weights import resolve
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -42,6 +44,9 @@ CLIENTS = {
     "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
     "langchain": Client("langchain_python.py", ("langchain-openai>=1",)),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
+    "lm-eval": Client(  # and transformers beside it, which reads the same file (some 2 GB)
+        "lm_eval_harness.py", ("lm-eval[api,hf]>=0.4.13", "gguf", "torch==2.13.0")
+    ),
 }
 
 
@@ -55,7 +60,8 @@ def main() -> int:
         parser.error(f"there is no client {', '.join(sorted(unknown))}: {', '.join(CLIENTS)}")
     failed = []
     with _server(given.model) as url:
-        environment = os.environ | {"BASE_URL": f"{url}/v1", "ROOT_URL": url, "MODEL": given.model}
+        environment = os.environ | {"BASE_URL": f"{url}/v1", "ROOT_URL": url}
+        environment |= {"MODEL": given.model, "MODEL_FILE": str(resolve(given.model))}
         for name in given.clients or CLIENTS:
             client = CLIENTS[name]
             folder = ENVIRONMENTS / name
