@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.tiny import write_base_gguf, write_tiny_gguf
+from support.tiny import infill_metadata, write_base_gguf, write_tiny_gguf
 from twostroke import LLM, EngineOptions, SamplingParams
 from twostroke.cli.generate import _prompt
 from twostroke.core.config import CacheOptions
@@ -252,6 +252,28 @@ def test_without_standard_input_the_prompt_is_missed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UsageError, match="There is no prompt"):
         _prompt(None, None, None)
+
+
+def test_a_suffix_is_a_text_or_a_file(cli: Cli, tiny: str, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "code.gguf", metadata=infill_metadata())
+    (tmp_path / "behind.txt").write_text(" world\n")
+    with LLM(path, EngineOptions(cache=CacheOptions(memory_bytes=4_000_000))) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        known = [
+            [*llm.generate("hello", params, suffix=suffix)[0][0].token_ids]
+            for suffix in (" world", " world\n")
+        ]
+    for suffix, tokens in zip((" world", f"@{tmp_path / 'behind.txt'}"), known, strict=True):
+        ran = cli("generate", str(path), "-p", "hello", "--suffix", suffix, *GREEDY, "--json")
+        assert json.loads(ran.out)["token_ids"] == tokens
+    for model, more, said in (
+        (tiny, (), "no tokens for filling in the middle: leave --suffix out"),
+        (str(path), ("--system", "be kind"), "--system needs a chat template"),
+        (str(path), ("--suffix", "@/nowhere"), "'/nowhere' cannot be read"),
+    ):
+        ran = cli("generate", model, "hello", "--suffix", "x", *more)
+        assert ran.code == 2
+        assert said in ran.err
 
 
 @pytest.mark.model

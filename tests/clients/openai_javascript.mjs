@@ -30,6 +30,13 @@ const checks = {
     }
     assert(text && usage.completion_tokens > 0);
   },
+  async suffix() {
+    const answer = await client.completions.create({
+      model: MODEL, prompt: "def add(a, b):\n    ", suffix: "\n\nprint(add(1, 2))\n",
+      max_tokens: 16, temperature: 0,
+    });
+    assert(answer.choices[0].text.includes("return"));
+  },
   async models() {
     const names = [];
     for await (const model of client.models.list()) names.push(model.id);

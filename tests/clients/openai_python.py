@@ -47,6 +47,17 @@ def completions() -> None:
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
+def suffix() -> None:
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="def add(a, b):\n    ",
+        suffix="\n\nprint(add(1, 2))\n",
+        max_tokens=16,
+        temperature=0,
+    )
+    assert "return" in answer.choices[0].text
+
+
 def models() -> None:
     assert MODEL in {model.id for model in client.models.list()}
     assert client.models.retrieve(MODEL).id == MODEL
@@ -134,5 +145,15 @@ def cancel() -> None:
 
 
 run(
-    plain, stream, completions, models, logprobs, tools, streamed_tools, json_schema, errors, cancel
+    plain,
+    stream,
+    completions,
+    suffix,
+    models,
+    logprobs,
+    tools,
+    streamed_tools,
+    json_schema,
+    errors,
+    cancel,
 )

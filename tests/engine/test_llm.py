@@ -9,7 +9,7 @@ import pytest
 
 from support.native import native_dir
 from support.servers import wait_for
-from support.tiny import write_base_gguf, write_tiny_folder, write_tiny_gguf
+from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
@@ -278,3 +278,30 @@ def test_an_async_model_closes_with_its_block(path: Path) -> None:
 
     with pytest.raises(EngineStoppedError):
         asyncio.run(use()).engine.client.generate([1], GREEDY)
+
+
+def test_an_answer_may_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "code.gguf", metadata=infill_metadata())
+    with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
+        tokenizer = llm.engine.card.tokenizer
+        marks = tokenizer.infill
+        assert marks is not None
+        prompts = [
+            [marks.prefix, *tokenizer.encode(text), marks.suffix, 7, 8, marks.middle]
+            for text in ("hello", "the")
+        ]
+        suffix = tokenizer.decode([7, 8])
+        known = [answers[0].token_ids for answers in llm.generate(prompts, GREEDY)]
+        found = llm.generate(["hello", tokenizer.encode("the")], GREEDY, suffix=suffix)
+        assert [answers[0].token_ids for answers in found] == known
+        outputs = llm.stream("hello", GREEDY, suffix=suffix)
+        assert [token for output in outputs for token in output.token_ids] == [*known[0]]
+        end = max(marks.end_ids)
+        ending = SamplingParams(max_tokens=8, logit_bias={end: 100})
+        assert llm.generate("hello", ending, suffix=suffix)[0][0].stop == end
+
+
+def test_a_model_without_such_tokens_refuses_a_suffix(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no tokens for filling in the middle") as caught:
+        llm.generate("hello", GREEDY, suffix="world")
+    assert caught.value.param == "suffix"

@@ -148,7 +148,7 @@ def test_image_part_is_refused(server: LiveServer) -> None:
         ({"prompt_logprobs": 2}, "prompt_logprobs", "unsupported_parameter"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "invalid_value"),
         ({"logprobs": 21, "echo": True}, "logprobs", "invalid_value"),
-        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"suffix": "end"}, "suffix", "invalid_value"),
     ],
 )
 def test_wrong_completion_field_is_named(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
@@ -23,7 +23,7 @@ from twostroke.tokenize import from_gguf
 from twostroke.weights import GgufTokenizer, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from twostroke.core.step import StepPlan
@@ -59,10 +59,14 @@ def tiny_client(
     num_pages: int = 256,
     batch: BatchOptions | None = None,
     speculation: SpeculationOptions | None = None,
+    metadata: Mapping[str, Any] | None = None,
     **limits: int,
 ) -> Iterator[tuple[Client, Backend]]:
-    """Yield a client of a running engine, and its backend; `limits` are `SchedulerConfig`'s."""
-    loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny)))
+    """Yield a client of a running engine, and its backend.
+
+    `metadata` stand in the model's file besides its own, `limits` are `SchedulerConfig`'s.
+    """
+    loaded = load(str(write_tiny_gguf(folder / "tiny.gguf", tiny, metadata)))
     assert isinstance(loaded.tokenizer_source, GgufTokenizer)
     program = build_program(loaded.spec)
     backend = Backend(program, loaded.tensors, num_pages, PAGE_SIZE)

@@ -13,6 +13,7 @@ from support.tiny_weights import folder_weights, gguf_weights, random_weights
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy as np
@@ -139,10 +140,19 @@ def tiny_tensors(tiny: Tiny) -> dict[str, QuantTensor]:
     return tensors
 
 
-def write_tiny_gguf(path: Path, tiny: Tiny | None = None) -> Path:
-    """Write a tiny random model as a GGUF file and return its path."""
+def write_tiny_gguf(
+    path: Path, tiny: Tiny | None = None, metadata: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a tiny random model as a GGUF file, with more `metadata`, and return its path."""
     tiny = tiny or Tiny()
-    return write_gguf(path, tiny_metadata(tiny), tiny_tensors(tiny))
+    return write_gguf(path, tiny_metadata(tiny) | dict(metadata or {}), tiny_tensors(tiny))
+
+
+def infill_metadata() -> dict[str, Any]:
+    """Return metadata that name tokens for filling in the middle, and one that ends an answer."""
+    tokens, _ = vocabulary()
+    named = {"pre": "Ġis", "suf": "Ġof", "mid": "Ġto", "sep": "Ġworld"}
+    return {f"tokenizer.ggml.fim_{k}_token_id": tokens.index(text) for k, text in named.items()}
 
 
 def write_base_gguf(path: Path) -> Path:

@@ -19,6 +19,7 @@ from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import (
     compute_options,
     engine_options,
+    named_as_options,
     sampling_options,
     sampling_params,
     speculation_options,
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 @click.option("--system", help="A system message before the prompt.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
 @click.option(
+    "--suffix",
+    metavar="TEXT|@FILE",
+    help="Fill in what is missing between prompt and this (code models), without a template.",
+)
+@click.option(
     "--prediction",
     type=click.Path(path_type=Path),
     help="A file that the answer will be like, such as the code to be edited: it comes faster.",
@@ -63,13 +69,16 @@ def command(**given: Any) -> None:
     text = _prompt(given.pop("text"), given.pop("prompt"), given.pop("path"))
     as_json, quiet = given.pop("as_json"), given.pop("quiet")
     system, raw, model = given.pop("system"), given.pop("raw"), given.pop("model")
-    expected = given.pop("prediction")
+    expected, suffix = given.pop("prediction"), _suffix(given.pop("suffix"))
     prediction = "" if expected is None else read_text(expected)
     params, options = sampling_params(given, constraint(given)), engine_options(given)
     from twostroke.engine.prompts import to_hints
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
-        tokens = _encode(engine, text, system, raw=raw)
+        if suffix:
+            tokens, params = _fill(engine, text, suffix, params, system)
+        else:
+            tokens = _encode(engine, text, system, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.meter.strokes
@@ -98,6 +107,24 @@ def _prompt(text: str | None, option: str | None, path: Path | None) -> str:
             "There is no prompt: give one with -p TEXT, -f FILE, or on standard input."
         )
     return text
+
+
+def _suffix(given: str | None) -> str:
+    """Return what is to stand behind the answer; empty for nothing."""
+    if given is None or not given.startswith("@"):
+        return given or ""
+    return read_text(Path(given[1:]))
+
+
+def _fill(
+    engine: Engine, text: str, suffix: str, params: SamplingParams, system: str | None
+) -> tuple[list[int], SamplingParams]:
+    from twostroke.engine.prompts import encode_gap, ending_gaps
+
+    if system is not None:
+        raise UsageError("--system needs a chat template; it cannot go with --suffix.")
+    with named_as_options():
+        return encode_gap(engine.card, text, suffix), ending_gaps(engine.card, params)
 
 
 def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:

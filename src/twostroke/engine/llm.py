@@ -12,7 +12,13 @@ from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
-from twostroke.engine.prompts import encode_chat, encode_text, to_hints
+from twostroke.engine.prompts import (
+    encode_chat,
+    encode_gap,
+    encode_text,
+    ending_gaps,
+    to_hints,
+)
 from twostroke.weights import pull
 
 if TYPE_CHECKING:
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
-    from twostroke.engine.client import AsyncGeneration, Client, Generation
+    from twostroke.engine.client import AsyncGeneration, Client, Generation, ModelCard
     from twostroke.engine.output import Completion, Output
 
     Message = Mapping[str, object]
@@ -50,22 +56,26 @@ class LLM:
         prompts: Text | Sequence[Text],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
     ) -> list[list[Completion]]:
         """Continue each prompt (a text, or token ids); all of them share the engine's batches.
 
         Returns one list a prompt, in order, with its `n` completions. One `params` serves all
-        prompts, or there is one for each. `speculate` says who may guess tokens ahead, and
-        `prediction` what the answers will be like, as far as that is known: both change the time
-        that answers take, never the answers.
+        prompts, or there is one for each. With a `suffix` each answer fills what is missing between
+        its prompt and that. `speculate` says who may guess tokens ahead, and `prediction` what the
+        answers will be like, as far as that is known: both change the time that answers take, never
+        the answers.
 
         Raises:
-            RequestError: a prompt is empty or can never fit, or the counts differ.
+            RequestError: a prompt is empty or can never fit, the counts differ, or the model cannot
+                fill in the middle.
         """
         many = _as_prompts(prompts)
-        each = _as_params(params, len(many))
-        tokens = [encode_text(self.engine.card, prompt) for prompt in many]
+        card, each = self.engine.card, _as_params(params, len(many))
+        written = [_written(card, *pair, suffix) for pair in zip(many, each, strict=True)]
+        tokens, each = [tokens for tokens, _ in written], [one for _, one in written]
         return self._run(tokens, each, _WRITER, self._hints(speculate, prediction))
 
     def chat(
@@ -92,17 +102,18 @@ class LLM:
         prompt: Text,
         params: SamplingParams | None = None,
         *,
+        suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
     ) -> Iterator[Output]:
         """Continue one prompt and yield its outputs; leaving early cancels what still runs.
 
-        `speculate` and `prediction` as in `generate`.
+        `suffix`, `speculate` and `prediction` as in `generate`.
         """
         client = self.engine.client
-        tokens = encode_text(self.engine.card, prompt)
+        tokens, params = _written(client.card, prompt, params or SamplingParams(), suffix)
         hints = self._hints(speculate, prediction)
-        generation = client.generate(tokens, params or SamplingParams(), _WRITER, hints)
+        generation = client.generate(tokens, params, _WRITER, hints)
         client.loop.flush()
         yield from generation
 
@@ -173,15 +184,16 @@ class AsyncLLM:
         prompt: Text,
         params: SamplingParams | None = None,
         *,
+        suffix: str = "",
         speculate: str = "auto",
         prediction: str = "",
     ) -> AsyncIterator[Output]:
         """Continue a prompt and yield its outputs; leaving early cancels what still runs.
 
-        `speculate` and `prediction` as in `LLM.generate`.
+        `suffix`, `speculate` and `prediction` as in `LLM.generate`.
         """
-        card = self.engine.card
-        tokens, hints = encode_text(card, prompt), to_hints(card, speculate, prediction)
+        card, hints = self.engine.card, to_hints(self.engine.card, speculate, prediction)
+        tokens, params = _written(card, prompt, params or SamplingParams(), suffix)
         async for output in self._outputs(tokens, params, _WRITER, hints):
             yield output
 
@@ -256,6 +268,15 @@ def _queued(
         if not earlier:
             raise
         return None
+
+
+def _written(
+    card: ModelCard, prompt: Text, params: SamplingParams, suffix: str
+) -> tuple[list[int], SamplingParams]:
+    """Return a prompt's ids, also where it is to be joined to a suffix, and its parameters."""
+    if not suffix:
+        return encode_text(card, prompt), params
+    return encode_gap(card, prompt, suffix), ending_gaps(card, params)
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
 from twostroke.engine.tool_prompt import with_tools_in_words
+from twostroke.tokenize import encode_infill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
-    from twostroke.tokenize import Prompt, Tokenizer
+    from twostroke.tokenize import InfillTokens, Prompt, Tokenizer
     from twostroke.tokenize.templates import ChatTemplate
 
 
@@ -66,11 +69,30 @@ def encode_text(
     """Return the token ids of a prompt to be continued; ids pass through."""
     if isinstance(prompt, str):
         return card.tokenizer.encode(prompt, add_special=add_special)
-    try:
-        return list(prompt)
-    except TypeError:
-        message = f"A prompt must be a text or a list of token ids, not {prompt!r}."
-        raise RequestError(message, param="prompt") from None
+    return _listed(prompt)
+
+
+def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
+    """Return the prompt whose answer stands between `prefix`, a text or ids, and `suffix`.
+
+    Raises:
+        RequestError: the model has no tokens for that.
+    """
+    tokens = _infill_tokens(card)
+    prefix = prefix if isinstance(prefix, str) else _listed(prefix)
+    return encode_infill(card.tokenizer, tokens, prefix, suffix)
+
+
+def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
+    """Return `params` for an answer between prefix and suffix, which has some more ends.
+
+    Raises:
+        RequestError: the model has no tokens for that.
+    """
+    ends = sorted(_infill_tokens(card).end_ids)
+    if params.ignore_eos:
+        return params
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
@@ -101,3 +123,22 @@ def encode_chat(
         continue_final_message=continue_final_message,
     )
     return card.tokenizer.encode_prompt(prompt)
+
+
+def _listed(prompt: Sequence[int]) -> list[int]:
+    try:
+        return list(prompt)
+    except TypeError:
+        message = f"A prompt must be a text or a list of token ids, not {prompt!r}."
+        raise RequestError(message, param="prompt") from None
+
+
+def _infill_tokens(card: ModelCard) -> InfillTokens:
+    tokens = card.tokenizer.infill
+    if tokens is None:
+        message = (
+            f"{card.name} has no tokens for filling in the middle: leave suffix out, or take a "
+            "model that has them, such as qwen2.5-coder-1.5b."
+        )
+        raise RequestError(message, param="suffix")
+    return tokens

@@ -10,7 +10,13 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Usage, join
-from twostroke.engine.prompts import encode_chat, encode_text, to_hints
+from twostroke.engine.prompts import (
+    encode_chat,
+    encode_gap,
+    encode_text,
+    ending_gaps,
+    to_hints,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,9 +62,10 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A job's texts as token ids, a list a prompt."""
+    """A job's texts as token ids, a list a prompt, and what the model adds to its parameters."""
 
     prompts: list[list[int]]
+    params: SamplingParams
     hints: Hints
 
 
@@ -67,7 +74,8 @@ class Job:
     """Prompts, and how each is to be continued; protocols translate into this and nothing else.
 
     `model` is the name that the client used, None for whichever there is. `echo` repeats each
-    prompt before its answer; `timings` wants to be told how long things took;
+    prompt before its answer. With a `suffix`, for texts and ids alone, answers stand between each
+    prompt and that. `timings` wants to be told how long things took;
     `functions` are those whose calls are to be read out of the answers. `speculate` and the
     text of `prediction` are the engine's `Hints`.
     """
@@ -81,6 +89,7 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    suffix: str = ""
     timings: bool = False
     functions: tuple[str, ...] = ()
 
@@ -93,13 +102,19 @@ class Job:
         """Return its texts as token ids.
 
         Raises:
-            RequestError: the chat template is missing or refuses the messages.
+            RequestError: the chat template is missing or refuses the messages, or the model cannot
+                fill in the middle.
         """
-        prompts = [
-            prompt.encode(card) if isinstance(prompt, Conversation) else encode_text(card, prompt)
-            for prompt in self.prompts
-        ]
-        return Encoded(prompts, to_hints(card, self.speculate, self.prediction))
+        params = ending_gaps(card, self.params) if self.suffix else self.params
+        prompts = [self._encode(prompt, card) for prompt in self.prompts]
+        return Encoded(prompts, params, to_hints(card, self.speculate, self.prediction))
+
+    def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
+        if isinstance(prompt, Conversation):
+            return prompt.encode(card)
+        if self.suffix:
+            return encode_gap(card, prompt, self.suffix)
+        return encode_text(card, prompt)
 
 
 class Answers:
@@ -126,7 +141,7 @@ class Answers:
         self._n = job.params.n
         self._usages: dict[int, Usage] = {}
         self._generation = client.generate_many_async(
-            encoded.prompts, job.params, job.caller, encoded.hints
+            encoded.prompts, encoded.params, job.caller, encoded.hints
         )
         self._running = running
         running.add(self)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
+from twostroke.tokenize.infill import InfillTokens, encode_infill
 from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.stream import StreamDecoder
 from twostroke.tokenize.tokenizer import Tokenizer
 from twostroke.tokenize.translation import Translation
 
 __all__ = [
+    "InfillTokens",
     "Piece",
     "Prompt",
     "StreamDecoder",
     "Tokenizer",
     "Translation",
+    "encode_infill",
     "from_gguf",
     "from_tokenizer_json",
 ]

@@ -9,6 +9,7 @@ from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import byte_level_bytes, byte_token, sentencepiece_bytes
 from twostroke.tokenize.ends import end_ids
 from twostroke.tokenize.gguf_fields import BYTE, Fields
+from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
 from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
@@ -127,6 +128,7 @@ def _parts(
         suffix_ids=suffix,
         named_texts=fields.named_texts(),
         chat_templates=fields.chat_templates(),
+        infill=infill_tokens(*fields.infill(), added),
     )
 
 

@@ -15,6 +15,9 @@ T = TypeVar("T")
 # Token types of the format: normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6.
 _UNKNOWN, _CONTROL, _USER_DEFINED, BYTE = 2, 3, 4, 6
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Fill in the middle: as they are called now, and in older files.
+_INFILL_KEYS = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
+_INFILL_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "eot_token_id")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -56,6 +59,17 @@ class Fields:
         ids = [(self.bos_id,) if before else (), (self.ends[0],) if after else ()]
         first, last = (tuple(id_ for id_ in some if id_ is not None) for some in ids)
         return first, last
+
+    def infill(self) -> tuple[list[int | None], list[int | None]]:
+        """Return the ids that stand before prefix, suffix and middle, and those that end one."""
+        named = [
+            now if now is not None else old
+            for now, old in (
+                (self.token_id(f"{new}_token_id"), self.token_id(f"{older}_token_id"))
+                for new, older in _INFILL_KEYS
+            )
+        ]
+        return named, [self.token_id(key) for key in _INFILL_END_KEYS]
 
     def named_texts(self) -> dict[str, str]:
         """Return the texts of `bos_token` and the like, by the names that templates use."""

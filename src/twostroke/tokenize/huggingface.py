@@ -9,6 +9,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import read_words
 from twostroke.tokenize.ends import end_ids
+from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs
 from twostroke.tokenize.specials import AddedToken
@@ -104,6 +105,7 @@ def _build(
             strip_space=strip_space,
             named_texts=named,
             chat_templates=_chat_templates(config, folder),
+            infill=infill_tokens((), (), added),
         )
     )
 

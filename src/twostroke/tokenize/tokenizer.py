@@ -12,6 +12,7 @@ from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from twostroke.tokenize.infill import InfillTokens
     from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.prompt import Prompt
     from twostroke.tokenize.words import Cut, Normalize
@@ -28,7 +29,8 @@ class TokenizerParts:
     `odd_bytes` overrides it by id. `prefix_ids` and `suffix_ids` are what `add_special` puts around
     a text. `space_prefix` puts a space before a text without one; `strip_space` takes the first
     space of decoded text away again (SentencePiece). `named_texts` are the texts of `bos_token`,
-    `eos_token` and the like, under the names that templates use.
+    `eos_token` and the like, under the names that templates use. `infill` are the tokens for
+    filling in the middle, where the vocabulary has them.
     """
 
     merges: Merges
@@ -47,6 +49,7 @@ class TokenizerParts:
     strip_space: bool = False
     named_texts: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    infill: InfillTokens | None = None
 
 
 class Tokenizer:
@@ -81,6 +84,7 @@ class Tokenizer:
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
         self.eos_ids = parts.eos_ids
+        self.infill = parts.infill
         self.special_ids = frozenset(token.id for token in parts.added if token.special)
         self.named_texts = MappingProxyType(dict(parts.named_texts))
         self.chat_templates = MappingProxyType(dict(parts.chat_templates))

@@ -141,7 +141,9 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             job = Job(None, ([5],), params, stream=True)
             tokenizer = client.card.tokenizer
             reply = Reply("x", 0, "tiny", job, [[5]], tokenizer)
-            answers = Answers(client, job, Encoded([[5]], Hints()), Metrics(client), set())
+            answers = Answers(
+                client, job, Encoded([[5]], job.params, Hints()), Metrics(client), set()
+            )
             stream = EventStream(answers, DIALECT.write(reply), options)
 
             async def never(_message: Any = None) -> Any:

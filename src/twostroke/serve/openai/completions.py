@@ -10,8 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import DONE, Dialect, Reply, event
-from twostroke.serve.http.errors import MissingFieldError
-from twostroke.serve.job import Job
+from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
+from twostroke.serve.job import Conversation, Job
 from twostroke.serve.openai.fields import (
     CommonFields,
     check_neutral,
@@ -39,12 +39,14 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (True,),
-    "suffix": ("",),
 }
 
 
 class CompletionRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request; `prompt` is a text, token ids, or a list of either."""
+    """The body of a request; `prompt` is a text, token ids, or a list of either.
+
+    With a `suffix` each answer stands between a prompt and that.
+    """
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
@@ -129,6 +131,9 @@ def read(asked: CompletionRequest) -> Job:
         RequestError: a value is out of bounds or not supported; `param` names the field.
     """
     check_neutral(asked, _NEUTRAL)
+    if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
+        message = "The prompt cannot be scored with a suffix: leave out echo, or logprobs."
+        raise UnsupportedFieldError(message, param="suffix")
     prompt_logprobs = asked.logprobs if asked.echo else None
     if asked.echo and asked.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
@@ -149,6 +154,7 @@ def read(asked: CompletionRequest) -> Job:
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         echo=bool(asked.echo),
+        suffix=asked.suffix or "",
         timings=bool(asked.return_timings),
     )
 
@@ -186,9 +192,9 @@ def _body(
 
 
 def _prompt_text(reply: Reply, index: int) -> str:
-    place = index // reply.job.params.n
-    prompt = reply.job.prompts[place]
-    return prompt if isinstance(prompt, str) else reply.tokenizer.decode(reply.prompts[place])
+    prompt = reply.job.prompts[index // reply.job.params.n]
+    assert not isinstance(prompt, Conversation)
+    return prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
 
 
 def _prompts(
