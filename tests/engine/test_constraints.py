@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import regex
 
 from support.native import native_dir
 from support.tiny import write_tiny_gguf
-from twostroke import LLM, SamplingParams
+from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.core.config import (
     CacheOptions,
     ComputeOptions,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.engine.output import Completion
+    from twostroke.sample.grammar import GrammarMatcher
 
 SCHEMA = {
     "type": "object",
@@ -185,3 +188,26 @@ def test_an_unusable_constraint_is_refused_before_anything_is_queued(path: Path)
             llm.generate("a", SamplingParams(constraint=Constraint("regex", "(")))
         assert llm.engine.client.loop.stats().num_waiting == 0
         assert llm.generate("a", ASKED[2])[0][0].text
+
+
+def test_async_callers_compile_beside_their_event_loop(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(path, "reference") as llm:
+        grammars, threads = llm.engine.client.grammars, list[threading.Thread]()
+        compile_ = grammars.compile
+
+        def noted(constraint: Constraint) -> GrammarMatcher:
+            threads.append(threading.current_thread())
+            return compile_(constraint)
+
+        monkeypatch.setattr(grammars, "compile", noted)
+
+        async def ask() -> str:
+            params = SamplingParams(constraint=Constraint("choice", '["the moon"]'))
+            outputs = AsyncLLM(llm.engine).generate("a", params)
+            return "".join([output.text async for output in outputs])
+
+        assert asyncio.run(ask()) == "the moon"
+        assert len(threads) == 1
+        assert threads[0] is not threading.current_thread()

@@ -12,7 +12,7 @@ import pytest
 import regex
 
 from support.byte_tokenizer import END, byte_tokenizer
-from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
+from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT, path_to
 from twostroke.sample.grammar import Grammars
@@ -224,6 +224,9 @@ def test_constraints_are_bounded_before_anyone_reads_them() -> None:
         Constraint("regex", "a" * (MAX_CONSTRAINT + 1))
     with pytest.raises(RequestError, match="one of"):
         Constraint("yaml", "a")
+    for notation in NOTATIONS:
+        with pytest.raises(RequestError, match=r"field has '.ud800', half of a character"):
+            Constraint(notation, "a\ud800", "field")
 
 
 def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -> None:
@@ -231,9 +234,9 @@ def test_only_the_constraints_that_were_used_last_are_kept(grammars: Grammars) -
     for constraint in constraints:
         grammars.matcher(constraint)
         grammars.matcher(constraints[0])
-    assert grammars.knows(constraints[-1])
-    assert grammars.knows(constraints[0])
-    assert not grammars.knows(constraints[1])
+    assert grammars.known(constraints[-1])
+    assert grammars.known(constraints[0])
+    assert not grammars.known(constraints[1])
 
 
 def test_who_asks_for_what_is_known_does_not_wait_for_others(
@@ -254,8 +257,8 @@ def test_who_asks_for_what_is_known_does_not_wait_for_others(
     thread = threading.Thread(target=lambda: found.append(grammars.matcher(other)))
     thread.start()
     assert began.wait(20)
-    assert grammars.knows(known)
-    assert not grammars.knows(other)
+    assert grammars.known(known)
+    assert not grammars.known(other)
     assert grammars.matcher(known).count_allowed((), tokenizer.encode("a")) == 1
     may_go_on.set()
     thread.join(20)

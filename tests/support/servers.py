@@ -87,6 +87,7 @@ def live_server(
                 server.should_exit = True
                 http.close()
                 thread.join(15)
+                api.close()
                 assert not thread.is_alive()
 
 

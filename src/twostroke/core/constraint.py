@@ -27,7 +27,7 @@ class Constraint:
     calls it: errors name it.
 
     Raises:
-        RequestError: there is no such notation, or the text is too long.
+        RequestError: there is no such notation, the text is too long, or it is no Unicode text.
     """
 
     notation: str
@@ -42,6 +42,12 @@ class Constraint:
         if len(self.text) > MAX_CONSTRAINT:
             message = f"{self.param} takes at most {MAX_CONSTRAINT:,} characters."
             raise RequestError(message, param=self.param)
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            wrong = ascii(self.text[error.start])
+            message = f"{self.param} has {wrong}, half of a character: leave it out."
+            raise RequestError(message, param=self.param) from None
 
 
 class Matcher(Protocol):

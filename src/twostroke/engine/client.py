@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.prompts import Chat
     from twostroke.program.cost import CostModel
+    from twostroke.sample.grammar import GrammarMatcher
     from twostroke.tokenize import Tokenizer
 
 _MOST_SHOWN = 40  # characters of a wrong word that an error repeats
@@ -173,7 +174,7 @@ class Client:
             EngineStoppedError: the engine no longer runs.
         """
         generation = Generation(self.loop)
-        self._submit(generation, [tokens], params, caller, hints)
+        self._submit(generation, [tokens], params, caller, hints, None)
         return generation
 
     def generate_async(
@@ -182,13 +183,17 @@ class Client:
         params: SamplingParams,
         caller: Caller = _ANYONE,
         hints: Hints = NO_HINTS,
+        grammar: GrammarMatcher | None = None,
     ) -> AsyncGeneration:
         """Queue a prompt and return its outputs, to be read in the running event loop.
+
+        `grammar` is the constraint of `params`, compiled by `grammars` in another thread; without
+        it the event loop waits until it is.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
-        return self.generate_many_async([tokens], params, caller, hints)
+        return self.generate_many_async([tokens], params, caller, hints, grammar)
 
     def generate_many_async(
         self,
@@ -196,14 +201,17 @@ class Client:
         params: SamplingParams,
         caller: Caller = _ANYONE,
         hints: Hints = NO_HINTS,
+        grammar: GrammarMatcher | None = None,
     ) -> AsyncGeneration:
         """Queue several prompts, all or none; choice `i` of prompt `p` has index `p * n + i`.
+
+        `grammar` as in `generate_async`.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
         generation = AsyncGeneration(self.loop)
-        self._submit(generation, prompts, params, caller, hints)
+        self._submit(generation, prompts, params, caller, hints, grammar)
         return generation
 
     def _submit(
@@ -213,21 +221,30 @@ class Client:
         params: SamplingParams,
         caller: Caller,
         hints: Hints,
+        grammar: GrammarMatcher | None,
     ) -> None:
         self._check_hints(hints)
+        for tokens in prompts:
+            self._check(tokens, params)
+        if grammar is None and params.constraint is not None:
+            grammar = self.grammars.compile(params.constraint)
         choices: list[Choice] = []
         for tokens in prompts:
-            for request in self._requests(tokens, params, caller, hints):
+            for request in self._requests(tokens, params, caller, hints, grammar):
                 generation.request_ids.append(request.id)
                 choice = Choice.of(request, len(choices), self.card.tokenizer, generation.mailbox)
                 choices.append(choice)
         self.loop.submit(choices)
 
     def _requests(
-        self, tokens: Sequence[int], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        grammar: GrammarMatcher | None,
     ) -> Iterator[Request]:
         """Yield one prompt's n requests."""
-        self._check(tokens, params)
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
         ends, constraint = frozenset(params.stop_token_ids), params.constraint
         if not params.ignore_eos:
@@ -245,7 +262,7 @@ class Client:
                 salt=caller.tenant.encode(),
                 prompt_field=caller.prompt_field,
                 hints=hints,
-                matcher=None if constraint is None else self.grammars.matcher(constraint),
+                matcher=grammar.another(constraint) if grammar and constraint else None,
             )
 
     def _check_hints(self, hints: Hints) -> None:

@@ -231,10 +231,14 @@ class AsyncLLM:
     async def _outputs(
         self, tokens: list[int], params: SamplingParams | None, caller: Caller, hints: Hints
     ) -> AsyncIterator[Output]:
-        generation: AsyncGeneration = self.engine.client.generate_async(
-            tokens, params or SamplingParams(), caller, hints
-        )
-        self.engine.client.loop.flush()
+        from asyncio import to_thread
+
+        client, params = self.engine.client, params or SamplingParams()
+        grammar = None
+        if params.constraint is not None:
+            grammar = await to_thread(client.grammars.compile, params.constraint)
+        generation: AsyncGeneration = client.generate_async(tokens, params, caller, hints, grammar)
+        client.loop.flush()
         try:
             async for output in generation:
                 yield output

@@ -92,7 +92,11 @@ class Grammars:
         self._compiling = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
-        """Return a matcher for a new request; compiles the constraint if it is not known.
+        """Return a matcher for a new request; raises as `compile`."""
+        return self.compile(constraint).another(constraint)
+
+    def compile(self, constraint: Constraint) -> GrammarMatcher:
+        """Return the matcher whose copies (`another`) are those of new requests.
 
         Raises:
             RequestError: the constraint is not valid, asks for what is not supported, or is too
@@ -101,32 +105,26 @@ class Grammars:
         if not self.ends:
             message = "This model has no end token, so that no form of an answer would end."
             raise RequestError(message, param=constraint.param)
-        if known := self._copy(constraint):
+        if known := self.known(constraint):
             return known
         with self._compiling:  # apart from the other lock: nobody waits for somebody else's
-            if known := self._copy(constraint):
+            if known := self.known(constraint):
                 return known
             compiled = _on_large_stack(self._compile, constraint)
             with self._lock:
                 self._known[constraint.notation, constraint.text] = compiled
                 if len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
-                return compiled.another(constraint)
+                return compiled
 
-    def _copy(self, constraint: Constraint) -> GrammarMatcher | None:
-        """Return a matcher of a constraint that is known."""
+    def known(self, constraint: Constraint) -> GrammarMatcher | None:
+        """Return what `compile` would return at once, if it would."""
         key = constraint.notation, constraint.text
         with self._lock:
             compiled = self._known.get(key)
-            if compiled is None:
-                return None
-            self._known.move_to_end(key)
-            return compiled.another(constraint)
-
-    def knows(self, constraint: Constraint) -> bool:
-        """Whether `matcher` would answer at once."""
-        with self._lock:
-            return (constraint.notation, constraint.text) in self._known
+            if compiled is not None:
+                self._known.move_to_end(key)
+            return compiled
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes a second or two in which no other thread gets far.

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -15,9 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import ModelNotFoundError, RequestError, TwostrokeError, nearest
+from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.anthropic import messages
+from twostroke.serve.compiler import Compiler
 from twostroke.serve.dialect import Reply, encode_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-    from twostroke.core.constraint import Constraint
     from twostroke.engine.client import Client
     from twostroke.engine.hardware import Limits
     from twostroke.serve.dialect import Dialect, Inquiry
@@ -74,7 +73,7 @@ class Api:
         self.names = options.model_names or (client.card.name,)
         self.is_draining = False
         self._open: set[Answers] = set()
-        self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
+        self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
 
     def routes(self) -> list[Route]:
         """Return what is answered where."""
@@ -101,6 +100,10 @@ class Api:
         """Cut off every answer that still runs; its client gets an error."""
         for answers in list(self._open):
             answers.cancel()
+
+    def close(self) -> None:
+        """Give back what answering took; to be called when no request comes any more."""
+        self._compiler.close()
 
     async def root(self, _request: Request) -> Response:
         """Say what this is."""
@@ -146,7 +149,9 @@ class Api:
 
         async def generate(request: Request) -> Any:
             job, encoded, name = await _read(request, limits, prepare)
-            await self._compile(job.params.constraint)
+            if (constraint := encoded.params.constraint) is not None:
+                compiling = self._compiler.grammar(constraint)
+                encoded.grammar = await while_connected(request.receive, compiling)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
                 created_s=int(time.time()),
@@ -180,23 +185,6 @@ class Api:
             return Response(found, media_type="application/json")
 
         return respond
-
-    async def _compile(self, constraint: Constraint | None) -> None:
-        """Let a new constraint be compiled beside the event loop and the engine.
-
-        Raises:
-            RequestError: it cannot be used, or takes too long.
-        """
-        grammars, limit_s = self.client.grammars, self.options.limits.compile_timeout_s
-        if constraint is None or grammars.knows(constraint):
-            return
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._compiler, grammars.matcher, constraint)
-        try:
-            await asyncio.wait_for(work, limit_s)
-        except TimeoutError:
-            message = f"{constraint.param} took longer than {limit_s:g} s to compile: simplify it."
-            raise RequestError(message, param=constraint.param) from None
 
     def _name(self, asked: str | None) -> str:
         """Return the name that the response carries.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.output import Completion, Output
+    from twostroke.sample.grammar import GrammarMatcher
     from twostroke.serve.metrics import Metrics
 
 
@@ -60,13 +61,17 @@ class Conversation:
 Prompt = str | list[int] | Conversation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
-    """A job's texts as token ids, a list a prompt, and what the model adds to its parameters."""
+    """A job's texts as token ids, a list a prompt, and what the model adds to its parameters.
+
+    `grammar` is the constraint of `params`, once it is compiled.
+    """
 
     prompts: list[list[int]]
     params: SamplingParams
     hints: Hints
+    grammar: GrammarMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class Answers:
         self._n = job.params.n
         self._usages: dict[int, Usage] = {}
         self._generation = client.generate_many_async(
-            encoded.prompts, encoded.params, job.caller, encoded.hints
+            encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
         )
         self._running = running
         running.add(self)
@@ -151,6 +156,7 @@ class Answers:
 
         Raises:
             EngineStoppedError: the engine or the server stopped under the job.
+            RequestError: the job's constraint could not be followed further.
             TwostrokeError: the engine failed on the job.
         """
         try:
@@ -160,6 +166,8 @@ class Answers:
                 yield output
         except EngineStoppedError:
             self._metrics.failures.inc()
+            raise
+        except RequestError:  # the constraint's fault, not the engine's
             raise
         except TwostrokeError as error:
             self._metrics.failures.inc()

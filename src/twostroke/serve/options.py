@@ -20,7 +20,8 @@ class Limits:
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
         max_unread: outputs that a stream may fall behind the engine.
         max_choices: prompts times n of one request.
-        compile_timeout_s: for a schema or grammar that is new, from the request's arrival (400).
+        compile_timeout_s: for a schema or grammar that is new, from its turn on: one is compiled
+            at a time (400).
     """
 
     max_body_bytes: int = 8 * 1024 * 1024

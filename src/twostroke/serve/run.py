@@ -170,6 +170,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         shutdown.close()
+        api.close()
         for number in signals:
             loop.remove_signal_handler(number)
     return 1 if shutdown.num_cut else 0

@@ -1,0 +1,66 @@
+"""Compiles the constraints of requests, beside the event loop and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from twostroke.core.errors import OverloadedError, RequestError
+
+if TYPE_CHECKING:
+    from twostroke.core.constraint import Constraint
+    from twostroke.sample.grammar import GrammarMatcher, Grammars
+
+MAX_WAITING = 64
+
+
+class Compiler:
+    """Compiles one constraint at a time; what is known already waits for nobody."""
+
+    def __init__(self, grammars: Grammars, limit_s: float) -> None:
+        """Compile with `grammars`; each constraint has `limit_s` seconds from its own turn on."""
+        self._grammars = grammars
+        self._limit_s = limit_s
+        self._thread = ThreadPoolExecutor(1, "twostroke-compile")
+        self._num_waiting = 0
+
+    async def grammar(self, constraint: Constraint) -> GrammarMatcher:
+        """Return a constraint compiled: its copies are the matchers of requests.
+
+        Raises:
+            RequestError: it cannot be used, or takes too long.
+            OverloadedError: too many others wait for their turn.
+        """
+        if known := self._grammars.known(constraint):
+            return known
+        if self._num_waiting >= MAX_WAITING:
+            message = f"{self._num_waiting} requests wait for their schemas to be compiled."
+            raise OverloadedError(message)
+        self._num_waiting += 1
+        try:
+            return await self._compile(constraint)
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Begin no more of them, and end the thread once it is done with the one it has."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compile(self, constraint: Constraint) -> GrammarMatcher:
+        loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def compile_() -> GrammarMatcher:
+            loop.call_soon_threadsafe(has_begun.set)
+            return self._grammars.compile(constraint)
+
+        work = loop.run_in_executor(self._thread, compile_)
+        try:
+            await has_begun.wait()
+            return await asyncio.wait_for(work, self._limit_s)
+        except TimeoutError:
+            param = constraint.param
+            message = f"{param} took longer than {self._limit_s:g} s to compile: simplify it."
+            raise RequestError(message, param=param) from None
+        finally:
+            work.cancel()  # where the client left before its turn

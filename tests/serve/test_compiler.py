@@ -1,0 +1,160 @@
+"""Constraints are compiled one at a time, each with its own time, and beside everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from support.servers import chat_body, live_server, post_bytes, wait_for
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.sample.grammar import Grammars
+from twostroke.serve.compiler import MAX_WAITING, Compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from twostroke.sample.grammar import GrammarMatcher
+
+SLOW = Constraint("regex", "slow")
+
+
+class SlowGrammars(Grammars):
+    """Compiles `SLOW` once it is let."""
+
+    def __init__(self) -> None:
+        tokenizer = byte_tokenizer()
+        super().__init__(tokenizer, tokenizer.vocab_size)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def compile(self, constraint: Constraint) -> GrammarMatcher:
+        if constraint == SLOW:
+            self.has_begun.set()
+            assert self.may_end.wait(20)
+        return super().compile(constraint)
+
+
+@pytest.fixture
+def grammars() -> Iterator[SlowGrammars]:
+    found = SlowGrammars()
+    found.prepare()
+    yield found
+    found.may_end.set()
+
+
+def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:
+    async def ask() -> None:
+        compiler = Compiler(grammars, limit_s=1.0)
+        slow = asyncio.create_task(compiler.grammar(SLOW))
+        await asyncio.to_thread(grammars.has_begun.wait, 20)
+        quick = asyncio.create_task(compiler.grammar(Constraint("regex", "b")))
+        with pytest.raises(RequestError, match="longer than 1 s"):
+            await slow
+        await asyncio.sleep(0.1)  # longer than the limit since it asked
+        assert not quick.done()
+        grammars.may_end.set()
+        assert await quick
+        compiler.close()
+
+    asyncio.run(ask())
+
+
+def test_too_many_that_wait_are_refused_and_those_who_left_are_not_compiled(
+    grammars: SlowGrammars,
+) -> None:
+    async def ask() -> None:
+        compiler = Compiler(grammars, limit_s=20)
+        others = [Constraint("regex", f"x{i}") for i in range(MAX_WAITING - 1)]
+        tasks = [asyncio.create_task(compiler.grammar(one)) for one in (SLOW, *others)]
+        await asyncio.to_thread(grammars.has_begun.wait, 20)
+        with pytest.raises(OverloadedError, match="64 requests wait"):
+            await compiler.grammar(Constraint("regex", "c"))
+        for task in tasks[2:]:
+            task.cancel()
+        await asyncio.gather(*tasks[2:], return_exceptions=True)
+        grammars.may_end.set()
+        assert await tasks[0]
+        assert await tasks[1]
+        assert await compiler.grammar(Constraint("regex", "c"))
+        assert grammars.known(others[0])
+        assert not any(map(grammars.known, others[1:]))
+        compiler.close()
+
+    asyncio.run(ask())
+
+
+def test_closing_ends_the_thread(grammars: SlowGrammars) -> None:
+    async def ask() -> None:
+        compiler = Compiler(grammars, limit_s=20)
+        assert await compiler.grammar(Constraint("regex", "a"))
+        compiler.close()
+
+    before = set(threading.enumerate())
+    asyncio.run(ask())
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+def test_server_never_compiles_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even what others have pushed out of the cache meanwhile."""
+    with live_server(tmp_path) as server:
+        grammars, threads = server.client.grammars, list[str]()
+        compile_ = grammars._compile
+
+        def noted(constraint: Constraint) -> GrammarMatcher:
+            threads.append(threading.current_thread().name)
+            return compile_(constraint)
+
+        def compile_and_forget(constraint: Constraint) -> GrammarMatcher:
+            found = Grammars.compile(grammars, constraint)
+            grammars._known.clear()
+            return found
+
+        monkeypatch.setattr(grammars, "_compile", noted)
+        monkeypatch.setattr(grammars, "compile", compile_and_forget)
+        response = server.chat(guided_choice=["a", "b"], n=3, max_tokens=3)
+        assert response.status_code == 200
+        assert {c["message"]["content"] for c in response.json()["choices"]} <= {"a", "b"}
+        assert len(threads) == 1
+
+
+def test_client_that_leaves_while_others_are_compiled_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live_server(tmp_path) as server:
+        grammars, began, may_end = server.client.grammars, threading.Event(), threading.Event()
+        compile_ = grammars._compile
+
+        def slow(constraint: Constraint) -> GrammarMatcher:
+            began.set()
+            assert may_end.wait(20)
+            return compile_(constraint)
+
+        monkeypatch.setattr(grammars, "_compile", slow)
+        connection = server.connect()
+        connection.sendall(post_bytes("/v1/chat/completions", chat_body(guided_regex="a+")))
+        assert began.wait(20)
+        connection.close()
+        wait_for(lambda: server.api._compiler._num_waiting == 0)
+        may_end.set()
+        server.wait_idle()
+        assert server.backend.num_steps == 0
+
+
+def test_constraint_that_fails_is_no_failure_of_the_engine(tmp_path: Path) -> None:
+    """The grammar is found to be too wide behind its first letter."""
+    ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]
+    names = " | ".join(f"r{i}" for i in range(1500))
+    grammar = "\n".join(['start: "a" x', f"x: {names}", *ways])
+    with live_server(tmp_path) as server:
+        response = server.chat(guided_grammar=grammar, max_tokens=5)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "guided_grammar"
+        assert server.backend.num_steps > 0
+        assert server.api.metrics.failures._value.get() == 0
