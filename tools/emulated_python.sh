@@ -37,5 +37,5 @@ END
 chmod +x "$folder/python"
 version=$("$folder/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 "$pip" install --quiet --target "$folder/site" --upgrade --only-binary=:all: \
-  --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+  --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
   --platform manylinux2014_aarch64 --implementation cp --python-version "$version" "$@"
