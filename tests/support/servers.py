@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
+from support.described import CheckedClient
 from support.engines import tiny_client
 from twostroke.serve import run
 from twostroke.serve.app import Api
@@ -21,6 +20,8 @@ from twostroke.serve.options import ServeOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import httpx
 
     from support.engines import Backend
     from twostroke.engine.client import Client
@@ -79,7 +80,7 @@ def live_server(
         thread = threading.Thread(target=lambda: asyncio.run(serving))
         thread.start()
         assert up.wait(10)
-        with httpx.Client(base_url=url, timeout=20, trust_env=False) as http:
+        with CheckedClient(api.description, base_url=url, timeout=20, trust_env=False) as http:
             try:
                 yield LiveServer(url, port, api, client, backend, http)
             finally:

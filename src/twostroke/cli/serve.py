@@ -46,6 +46,8 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
+    GET /openapi.json describes all that it answers.
+
     Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
     """
     from twostroke.serve.options import ServeOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError
 
@@ -20,7 +20,40 @@ MAX_STOP_LENGTH = 1000
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 MAX_SEED = 2**64 - 1
-_MAX_TOKENS = 2**31 - 1
+MAX_STOP_IDS = 256
+MAX_BIAS = 100
+MAX_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that a number may have, both ends among them; `above` leaves out `low`."""
+
+    kind: type[int | float]
+    low: float
+    high: float
+    above: bool = False
+
+
+# Of the fields that are numbers. What describes the server's requests reads them, too.
+BOUNDS: Final[Mapping[str, Bounds]] = {
+    "max_tokens": Bounds(int, 1, MAX_ID),
+    "min_tokens": Bounds(int, 0, MAX_ID),
+    "temperature": Bounds(float, 0.0, 100.0),
+    "top_k": Bounds(int, 0, MAX_ID),
+    "top_p": Bounds(float, 0.0, 1.0, above=True),
+    "min_p": Bounds(float, 0.0, 1.0),
+    "repetition_penalty": Bounds(float, 0.0, 100.0, above=True),
+    "presence_penalty": Bounds(float, -2.0, 2.0),
+    "frequency_penalty": Bounds(float, -2.0, 2.0),
+    "seed": Bounds(int, -(2**63), MAX_SEED),
+    "n": Bounds(int, 1, MAX_CHOICES),
+    "logprobs": Bounds(int, 0, MAX_LOGPROBS),
+    "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS),
+}
+_ID: Final = Bounds(int, 0, MAX_ID)
+_BIAS: Final = Bounds(float, -MAX_BIAS, MAX_BIAS)
+_MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +98,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""
-        if self.max_tokens is not None:
-            fewest = 1 if self.prompt_logprobs is None else 0
-            _check_int("max_tokens", self.max_tokens, fewest, _MAX_TOKENS)
-        _check_int("min_tokens", self.min_tokens, 0, _MAX_TOKENS)
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            has_zero = name == "max_tokens" and self.prompt_logprobs is not None
+            _check(name, value, replace(bounds, low=0) if has_zero else bounds)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})."
             raise RequestError(message, param="min_tokens")
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, _MAX_TOKENS)
-        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), MAX_SEED)
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.constraint is not None and self.ignore_eos:
             message = "ignore_eos cannot be combined with a constraint, whose answers end."
             raise RequestError(message, param="ignore_eos")
@@ -102,10 +124,11 @@ class SamplingParams:
             bounds = f"{MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
             message = f"stop takes at most {bounds}."
             raise RequestError(message, param="stop")
-        if len(self.stop_token_ids) > 256:
-            raise RequestError("stop_token_ids takes at most 256 ids.", param="stop_token_ids")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            message = f"stop_token_ids takes at most {MAX_STOP_IDS} ids."
+            raise RequestError(message, param="stop_token_ids")
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, _MAX_TOKENS)
+            _check("stop_token_ids", token, _ID)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -115,8 +138,8 @@ class SamplingParams:
             message = f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens."
             raise RequestError(message, param="logit_bias")
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, _MAX_TOKENS)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            _check("logit_bias", token, _ID)
+            _check("logit_bias", bias, _BIAS)
 
     @property
     def is_greedy(self) -> bool:
@@ -141,6 +164,13 @@ def _as_tuple(param: str, value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
+def _check(param: str, value: object, bounds: Bounds) -> None:
+    if bounds.kind is int:
+        _check_int(param, value, int(bounds.low), int(bounds.high))
+    else:
+        _check_float(param, value, bounds)
+
+
 def _check_int(param: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{param} must be an integer, not {value!r}.", param=param)
@@ -149,14 +179,12 @@ def _check_int(param: str, value: object, low: int, high: int) -> None:
         raise RequestError(message, param=param)
 
 
-def _check_float(
-    param: str, value: object, low: float, high: float, *, above: bool = False
-) -> None:
-    number = _to_float(value)
+def _check_float(param: str, value: object, bounds: Bounds) -> None:
+    number, low, high = _to_float(value), bounds.low, bounds.high
     if not math.isfinite(number):
         raise RequestError(f"{param} must be a finite number, not {value!r}.", param=param)
-    if not low <= number <= high or (above and number == low):
-        bound = "above" if above else "from"
+    if not low <= number <= high or (bounds.above and number == low):
+        bound = "above" if bounds.above else "from"
         message = f"{param} must be {bound} {low:g} to {high:g}, not {number:g}."
         raise RequestError(message, param=param)
 

@@ -16,8 +16,11 @@ from starlette.routing import Route
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
+from twostroke.serve.about import AboutBody, HealthBody
 from twostroke.serve.anthropic import messages
 from twostroke.serve.compiler import Compiler
+from twostroke.serve.describe.document import document
+from twostroke.serve.describe.facts import Facts
 from twostroke.serve.dialect import Reply, encode_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
@@ -73,6 +76,7 @@ class Api:
         self.names = options.model_names or (client.card.name,)
         self.is_draining = False
         self._open: set[Answers] = set()
+        self._description: bytes | None = None
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
 
     def routes(self) -> list[Route]:
@@ -81,6 +85,7 @@ class Api:
             "/": self.root,
             "/health": self.health,
             "/metrics": self.scrape,
+            "/openapi.json": self.openapi,
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
         }
@@ -107,22 +112,45 @@ class Api:
 
     async def root(self, _request: Request) -> Response:
         """Say what this is."""
-        about = {
-            "name": "twostroke",
-            "version": _version(),
-            "model": self.names[0],
-            "endpoints": ["/v1/models", *DIALECTS, *INQUIRIES, "/health", "/metrics"],
-        }
+        about = AboutBody(
+            name="twostroke",
+            version=_version(),
+            model=self.names[0],
+            endpoints=["/v1/models", *DIALECTS, *INQUIRIES, "/health", "/metrics"],
+            description="/openapi.json",
+        )
         return _json(about)
+
+    async def openapi(self, _request: Request) -> Response:
+        """Describe every route, as OpenAPI has it."""
+        if self._description is None:
+            self._description = encode_json(self.description())
+        return Response(self._description, media_type="application/json")
+
+    def description(self) -> dict[str, Any]:
+        """Return the OpenAPI document of this server."""
+        bodies = {path: one.request for path, one in (DIALECTS | INQUIRIES).items()}
+        return document(self.routes(), bodies, self.facts())
+
+    def facts(self) -> Facts:
+        """Return what its description says of this server alone."""
+        return Facts(
+            version=_version(),
+            names=self.names,
+            context_length=self.client.card.context_length,
+            vocab_size=self.client.card.cost.program.vocab_size,
+            guessers=("auto", "off", *self.client.loop.methods),
+            limits=self.options.limits,
+        )
 
     async def health(self, _request: Request) -> Response:
         """Say whether a request would be answered now."""
         health = self.client.loop.health
         if health is Health.READY and not self.is_draining:
-            return _json({"status": "ok", "model": self.names[0]})
+            return _json(HealthBody("ok", self.names[0]))
         status = "draining" if health is Health.READY else health.value
         retry = {"retry-after": str(errors.RETRY_AFTER_S)}
-        return _json({"status": status, "model": self.names[0]}, 503, retry)
+        return _json(HealthBody(status, self.names[0]), 503, retry)
 
     async def scrape(self, request: Request) -> Response:
         """Return the metrics."""

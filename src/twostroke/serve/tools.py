@@ -12,6 +12,7 @@ A grammar keeps the answer to that form from the marker on, so that names exist 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -28,6 +29,8 @@ BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
 MAX_TOOLS: Final = 128
 _MAX_NAME: Final = 64
+NAME_PATTERN: Final = rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$"
+_NAME: Final = re.compile(NAME_PATTERN)
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 _JSON_FORM: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -143,8 +146,7 @@ def to_tools(
 
 
 def _check_name(name: str, where: str) -> None:
-    plain = name.replace("_", "").replace("-", "").replace(".", "")
-    if not (plain.isascii() and plain.isalnum()) or len(name) > _MAX_NAME:
+    if not _NAME.fullmatch(name):
         message = f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
         raise RequestError(message, param=f"{where}.name")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _PATH: Final = "/v1/messages"
 _VERSION_HEADER: Final = b"anthropic-version"  # which their SDKs always send
 _OVERLOADED: Final = 529
-_KINDS: Final = {
+KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -63,7 +63,7 @@ def _status(error: TwostrokeError) -> int:
 
 def _body(error: TwostrokeError, request_id: str) -> bytes:
     status = _status(error)
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     cause = _CAUSES.get(error.param or "", UNSET)
     return msgspec.json.encode(ErrorBody(ErrorDetail(kind, _message(error), cause), request_id))
 
@@ -92,5 +92,6 @@ ANTHROPIC: Final = ErrorForm(
     status=_status,
     body=_body,
     event=lambda body: b"event: error\ndata: %b\n\n" % body,
+    struct=ErrorBody,
     id_header=b"request-id",
 )

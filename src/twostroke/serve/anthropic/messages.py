@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROLES: Final = ("user", "assistant")
 
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "container": (),
     "context_management": (),
     "diagnostics": (),
@@ -45,7 +45,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "thinking": ({"type": "disabled"},),
     "thread": (),
 }
-_NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
+NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -158,9 +158,9 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
 
 def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     """Return the messages, a system prompt first; turns of one role in a row become one."""
-    refuse_all_but(asked, _NEUTRAL)
+    refuse_all_but(asked, NEUTRAL)
     if asked.output_config is not None:
-        refuse_all_but(asked.output_config, _NEUTRAL_OF_OUTPUT, "output_config.")
+        refuse_all_but(asked.output_config, NEUTRAL_OF_OUTPUT, "output_config.")
     if not asked.messages:
         raise RequestError("messages must have at least one message.", param="messages")
     turns: list[dict[str, Any]] = []

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from twostroke.serve.tools import ToolChoice, Tools
 
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
     "input_examples": ([],),
 }
-_NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"citations": ([],)}
+NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"citations": ([],)}
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +127,7 @@ def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | N
         RequestError: as `to_tools`; a tool has a field that is not supported.
     """
     for place, tool in enumerate(tools or ()):
-        refuse_all_but(tool, _NEUTRAL, f"tools[{place}].")
+        refuse_all_but(tool, NEUTRAL, f"tools[{place}].")
     bodies = [ToolBody(function=_function(tool)) for tool in tools or ()]
     try:
         return to_tools(
@@ -149,7 +149,7 @@ def text_of(content: str | Sequence[Block], where: str) -> str:
     for place, block in enumerate(content):
         at = f"{where}[{place}]."
         if isinstance(block, TextBlock):
-            refuse_all_but(block, _NEUTRAL_OF_TEXT, at)
+            refuse_all_but(block, NEUTRAL_OF_TEXT, at)
             texts.append(block.text)
     return "".join(texts)
 

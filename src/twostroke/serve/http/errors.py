@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_LENGTH = 1000
 RETRY_AFTER_S = 1
+RETRY_STATUSES: Final = frozenset((429, 503, 529))
 
 
 class BodySyntaxError(RequestError):
@@ -119,12 +120,14 @@ class ErrorForm:
         status: the HTTP status of an error.
         body: the JSON of one; the second argument is the request's id.
         event: the end of a stream that one has cut short, from that JSON.
+        struct: what that JSON is.
         id_header: a further name for the header with the request's id.
     """
 
     status: Callable[[TwostrokeError], int]
     body: Callable[[TwostrokeError, str], bytes]
     event: Callable[[bytes], bytes]
+    struct: type[msgspec.Struct]
     id_header: bytes | None = None
 
 
@@ -145,7 +148,7 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     """Return the response that tells of an error, as the protocol of `scope`'s path has it."""
     form, request_id = form_of(scope)
     headers, status = {}, form.status(error)
-    if status in {429, 503, 529}:
+    if status in RETRY_STATUSES:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status in {408, 413, 431}:  # what may still come is not worth waiting for
         headers["connection"] = "close"
@@ -183,4 +186,5 @@ OPENAI: Final = ErrorForm(
     status=lambda error: error.http_status,
     body=_openai_body,
     event=lambda body: b"data: %b\n\n" % body + DONE,
+    struct=ErrorBody,
 )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
@@ -258,7 +258,7 @@ def read(asked: ChatRequest) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `param` names the field.
     """
-    check_neutral(asked, _NEUTRAL)
+    check_neutral(asked, NEUTRAL)
     options = asked.stream_options
     own: dict[str, Any] = {"logprobs": _top(asked)}
     tools = to_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)

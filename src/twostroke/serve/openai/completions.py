@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (True,),
 }
 
@@ -130,7 +130,7 @@ def read(asked: CompletionRequest) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `param` names the field.
     """
-    check_neutral(asked, _NEUTRAL)
+    check_neutral(asked, NEUTRAL)
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         message = "The prompt cannot be scored with a suffix: leave out echo, or logprobs."
         raise UnsupportedFieldError(message, param="suffix")

@@ -33,7 +33,7 @@ _SAME_NAME: Final = (
 )
 
 # What would change the answer and is not there yet is refused, unless its value asks for nothing.
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "cache_salt": (),
@@ -143,7 +143,7 @@ def check_neutral(
     Raises:
         UnsupportedFieldError: naming the field.
     """
-    refuse_all_but(asked, _NEUTRAL | dict(neutral or {}))
+    refuse_all_but(asked, NEUTRAL | dict(neutral or {}))
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         message = "best_of is not supported yet, unless it equals n."
         raise UnsupportedFieldError(message, param="best_of")
@@ -168,9 +168,14 @@ def refuse_all_but(
     """
     for name, values in neutral.items():
         value = getattr(asked, name)
-        if value is not None and value not in values:
+        if value is not None and not any(_is_same(value, neutral) for neutral in values):
             param = where + name
             raise UnsupportedFieldError(f"{param} is not supported yet: leave it out.", param=param)
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Whether JSON has them as one value: true is not 1 there."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
 def to_params(asked: CommonFields, **own: Any) -> SamplingParams:

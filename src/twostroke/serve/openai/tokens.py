@@ -16,7 +16,7 @@ from twostroke.serve.tools import ToolBody, to_tools
 if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
 
-_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -73,7 +73,7 @@ def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
     Raises:
         RequestError: not one of them is given, or the messages do not suit the chat template.
     """
-    refuse_all_but(asked, _NEUTRAL)
+    refuse_all_but(asked, NEUTRAL)
     ids = _encode(asked, card)
     texts = [card.tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
     return TokenizeBody(len(ids), card.context_length, ids, texts)

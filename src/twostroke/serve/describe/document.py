@@ -1,0 +1,166 @@
+"""Builds the OpenAPI document of a server."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.serve.anthropic.errors import ANTHROPIC, error_form
+from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS
+from twostroke.serve.describe.schemas import Schemas
+from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import msgspec
+    from starlette.routing import Route
+
+    from twostroke.serve.describe.facts import Facts
+    from twostroke.serve.describe.operations import Operation
+    from twostroke.serve.http.errors import ErrorForm
+
+    Bodies = Mapping[str, type[msgspec.Struct]]
+    Parts = dict[str, Any]
+
+VERSION: Final = "3.1.0"
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+
+_ABOUT: Final = (
+    "A large language model, in the protocols of OpenAI and Anthropic and with vLLM's further "
+    "fields. No key is asked for. A field that is not known is refused with the name of the "
+    "nearest one; null is the same as leaving a field out. Errors have the form of the path's "
+    "protocol; requests with the header `anthropic-version` get Anthropic's everywhere."
+)
+_HEADERS: Final[Parts] = {
+    "x-request-id": {
+        "description": "The request's own id if it had one of up to 128 plain characters, "
+        "else a fresh one.",
+        "schema": {"type": "string"},
+    },
+    "request-id": {"description": "The same.", "schema": {"type": "string"}},
+    "retry-after": {
+        "description": "Seconds to wait before the next try.",
+        "schema": {"type": "integer", "const": RETRY_AFTER_S},
+    },
+}
+_REQUEST_ID: Final[Parts] = {
+    "name": "x-request-id",
+    "in": "header",
+    "description": "An id for logs; it comes back.",
+    "schema": {"type": "string"},
+}
+
+
+def undescribed(routes: Iterable[Route]) -> list[str]:
+    """Return the methods and paths that `operations.py` says nothing about, and the reverse."""
+    there = set(_operations(routes))
+    return [" ".join(one) for one in sorted(there ^ set(OPERATIONS))]
+
+
+def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
+    """Return the description of a server with these routes.
+
+    `bodies` are the structs of request bodies by path. A route that nothing is said about is left
+    out; those that are to be (`include_in_schema`) are files for browsers.
+    """
+    found = {key: OPERATIONS[key] for key in _operations(routes) if key in OPERATIONS}
+    answers = [struct for one in found.values() for struct in _answers(one)]
+    forms = [OPENAI.struct, ANTHROPIC.struct]
+    schemas = Schemas(bodies.values(), dict.fromkeys([*answers, *forms]), facts)
+    paths: Parts = {}
+    for (method, path), operation in found.items():
+        described = _operation(method, path, operation, schemas)
+        if path in bodies and method == "POST":
+            described["requestBody"] = _body(operation, schemas.ref(bodies[path]), facts)
+        paths.setdefault(path, {})[method.lower()] = described
+    return {
+        "openapi": VERSION,
+        "info": {
+            "title": "Twostroke",
+            "version": facts.version,
+            "description": _ABOUT,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": [],
+        "paths": paths,
+        "components": {"schemas": schemas.components, "headers": _HEADERS},
+    }
+
+
+def _operations(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
+    """Yield methods and paths; HEAD goes without saying where there is GET."""
+    for route in routes:
+        if route.include_in_schema:
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                yield method, route.path_format
+
+
+def _answers(operation: Operation) -> Iterator[type[msgspec.Struct]]:
+    if operation.answer is not None:
+        yield operation.answer
+    yield from operation.events
+
+
+def _operation(method: str, path: str, operation: Operation, schemas: Schemas) -> Parts:
+    form = error_form({"path": path, "headers": []})
+    words = path.replace("{", "").replace("}", "").replace(".", "/").strip("/").split("/")
+    described: Parts = {
+        "operationId": "_".join((method.lower(), *filter(None, words))),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "parameters": [_REQUEST_ID, *operation.parameters],
+        "responses": _responses(operation, form, schemas),
+    }
+    if operation.description:
+        described["description"] = operation.description
+    return described
+
+
+def _body(operation: Operation, schema: Parts, facts: Facts) -> Parts:
+    examples = {
+        name: {"value": {"model": facts.names[0], **value}}
+        for name, value in operation.examples.items()
+    }
+    return {"required": True, "content": {JSON: {"schema": schema, "examples": examples}}}
+
+
+def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts:
+    ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
+    content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
+    if operation.answer is not None:
+        content[JSON] = {"schema": schemas.ref(operation.answer)}
+    if operation.events:
+        content[EVENTS] = {"schema": _stream(operation, schemas)}
+    responses: Parts = {"200": _response("The answer.", content, ids)}
+    if operation.unwell:
+        responses["503"] = _response("Not now.", content, [*ids, "retry-after"])
+    failure = {JSON: {"schema": schemas.ref(form.struct)}}
+    said: dict[int, str] = {}
+    for kind in (*operation.errors, *ANYWHERE):
+        said.setdefault(
+            form.status(kind("")), " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        )
+    said[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."
+    for status in sorted(said):
+        headers = [*ids, "retry-after"] if status in RETRY_STATUSES else ids
+        responses.setdefault(str(status), _response(said[status], failure, headers))
+    return responses
+
+
+def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts:
+    refs = {name: {"$ref": f"#/components/headers/{name}"} for name in headers}
+    return {"description": description, "headers": refs, "content": content}
+
+
+def _stream(operation: Operation, schemas: Schemas) -> Parts:
+    """Return the schema of a stream: a text, whose events' data is what `contentSchema` says."""
+    kinds = [schemas.ref(struct) for struct in dict.fromkeys(operation.events)]
+    return {
+        "type": "string",
+        "description": "Server-sent events: the data of each is one of the items.",
+        "contentMediaType": EVENTS,
+        "contentSchema": {"type": "array", "items": {"anyOf": kinds}},
+    }

@@ -1,0 +1,257 @@
+"""What fields mean and which values they take, as far as their types do not say it.
+
+Bounds are those that the requests are checked with; numbers of `core.sampling.BOUNDS` and fields
+that are refused unless neutral need no entry.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.constraint import MAX_CONSTRAINT
+from twostroke.core.sampling import (
+    BOUNDS,
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+)
+from twostroke.engine.loop import Health
+from twostroke.sample.grammar import MAX_CHOICES
+from twostroke.serve.anthropic import errors as anthropic_errors
+from twostroke.serve.anthropic import messages
+from twostroke.serve.anthropic import tools as anthropic_tools
+from twostroke.serve.openai import chat, completions, fields, tokens
+from twostroke.serve.tools import MAX_TOOLS, NAME_PATTERN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import msgspec
+
+    from twostroke.serve.describe.facts import Facts
+
+    Schema = dict[str, Any]
+    Neutral = Mapping[str, tuple[object, ...]]
+
+NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
+    fields.CommonFields: fields.NEUTRAL,
+    chat.ChatRequest: chat.NEUTRAL,
+    completions.CompletionRequest: completions.NEUTRAL,
+    tokens.TokenizeRequest: tokens.NEUTRAL,
+    messages.CountRequest: messages.NEUTRAL,
+    messages.OutputConfig: messages.NEUTRAL_OF_OUTPUT,
+    anthropic_tools.Tool: anthropic_tools.NEUTRAL,
+    anthropic_tools.TextBlock: anthropic_tools.NEUTRAL_OF_TEXT,
+}
+
+_TEXTS: Final = {"maxItems": MAX_STOPS, "items": {"minLength": 1, "maxLength": MAX_STOP_LENGTH}}
+_HARMLESS: Final = {"description": "Accepted; changes nothing about the answer."}
+_HARMLESS_FIELDS: Final = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "request_id", "spaces_between_special_tokens", "cache_control"),
+)
+_GRAMMAR: Final = {"maxLength": MAX_CONSTRAINT}
+_CHOICE: Final = {
+    "minItems": 1,
+    "maxItems": MAX_CHOICES,
+    "items": {"type": "string", "minLength": 1},
+}
+_PARALLEL: Final = {"description": "Whether at most one call is wanted."}
+
+
+_CHOICES: Final = ("AutoChoice", "AnyChoice", "OneChoice", "NoChoice")
+
+
+def neutral_fields(kind: type[msgspec.Struct]) -> Neutral:
+    """Return the fields of a struct that are refused unless they have one of these values."""
+    found: dict[str, tuple[object, ...]] = {}
+    for parent in reversed(kind.__mro__):
+        found |= NEUTRAL.get(parent, {})
+    return found
+
+
+def in_bodies(facts: Facts) -> dict[str, Schema]:
+    """Return what is true of a field of that name in every request body that has one."""
+    ids = {"minimum": 0, "maximum": facts.vocab_size - 1}
+    return {
+        "model": _text("A name of the model, as `/v1/models` lists them; left out: the first.")
+        | {"examples": [facts.names[0]]},
+        "messages": _text("The conversation, oldest first.") | {"minItems": 1},
+        "stream": _text("Whether the answer comes in pieces, as server-sent events."),
+        "max_tokens": _text("The most tokens to generate."),
+        "min_tokens": _text("No end before that many tokens; at most `max_tokens`."),
+        "temperature": _text("0 takes the likeliest token always; 1 is the model's own odds."),
+        "top_p": _text("Draw from the fewest tokens that have this much probability together."),
+        "top_k": _text("Draw from the k likeliest tokens; 0 from all."),
+        "min_p": _text("Draw from tokens at least this likely, relative to the likeliest."),
+        "n": _text("How many answers; answer i has the seed plus i."),
+        "seed": _text("The same request with the same seed has the same answer."),
+        "stop": _text("Texts before which the answer ends.")
+        | {"minLength": 1, "maxLength": MAX_STOP_LENGTH, **_TEXTS},
+        "stop_sequences": _text("Texts before which the answer ends.") | _TEXTS,
+        "stop_token_ids": _text("Tokens that end the answer.")
+        | {"maxItems": MAX_STOP_IDS, "items": {"type": "integer", **ids}},
+        "include_stop_str_in_output": _text("Whether the stop text is part of the answer."),
+        "ignore_eos": _text("Whether to go on behind the model's end token."),
+        "repetition_penalty": _text("Above 1 makes tokens less likely that were there before."),
+        "presence_penalty": _text("Above 0 makes tokens less likely that the answer has."),
+        "frequency_penalty": _text("The same, for each time that the answer has them."),
+        "logit_bias": _text("What is added to the logits of tokens, by id.")
+        | {
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "maxProperties": MAX_LOGIT_BIAS,
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        },
+        "stream_options": _text("Goes with `stream`."),
+        "priority": _text("Lower ones are served first.")
+        | {"minimum": -fields.MAX_PRIORITY, "maximum": fields.MAX_PRIORITY},
+        "return_timings": _text("Whether each answer says how long it took."),
+        "prediction": _text("What the answer will be like: it comes the faster, never otherwise."),
+        "speculate": _text("Who may guess tokens ahead; it never changes the answer.")
+        | {"enum": [*facts.guessers, None]},
+        "best_of": _text("Accepted where it equals `n`."),
+        "response_format": _text("What the answer has to look like."),
+        "structured_outputs": _text("What the answer has to look like, in one of these ways."),
+        "guided_json": _text("A JSON schema, or its text, that the answer keeps to.") | _GRAMMAR,
+        "guided_regex": _text("A regular expression for the whole answer.") | _GRAMMAR,
+        "guided_choice": _text("Texts, one of which is the answer.") | _CHOICE,
+        "guided_grammar": _text("A grammar in Lark's notation or in GBNF.") | _GRAMMAR,
+        "output_config": _text("What the answer has to look like."),
+        "tools": _text("What the model may call.") | {"maxItems": MAX_TOOLS},
+        "tool_choice": _text("Whether it may call, must, or must call one of them by name."),
+        "parallel_tool_calls": _text("Whether there may be several calls; true if left out."),
+        "add_generation_prompt": _text("Whether the assistant's turn begins behind the messages."),
+        "continue_final_message": _text("Whether the answer goes on from the last message."),
+        **dict.fromkeys(_HARMLESS_FIELDS, _HARMLESS),
+    }
+
+
+def in_structs(facts: Facts) -> dict[str, dict[str, Schema]]:
+    """Return what is true of fields, by component and field; "" is the component itself."""
+    return _bodies(facts) | _inner() | _answered()
+
+
+def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
+    id_ = {"type": "integer", "minimum": 0, "maximum": facts.vocab_size - 1}
+    ids = {"type": "array", "items": id_}
+    system = _text("What stands before the conversation.")
+    return {
+        "ChatRequest": {
+            "max_completion_tokens": _text("The newer name of `max_tokens`.")
+            | {"minimum": 1, "maximum": BOUNDS["max_tokens"].high},
+            "logprobs": _text("Whether to tell how likely each token was."),
+            "top_logprobs": _text("How many other tokens to tell of; goes with `logprobs`.")
+            | {"minimum": 0, "maximum": MAX_LOGPROBS},
+        },
+        "CompletionRequest": {
+            "": {"required": ["prompt"]},
+            "prompt": {
+                "description": "A text, token ids, or a list of either.",
+                "anyOf": [
+                    {"type": "string"},
+                    {**ids, "minItems": 1},
+                    {
+                        "type": "array",
+                        "items": {"anyOf": [{"type": "string"}, {**ids, "minItems": 1}]},
+                        "minItems": 1,
+                        "maxItems": facts.limits.max_choices,
+                    },
+                ],
+            },
+            "max_tokens": _text("The most tokens to generate; 0 goes with `echo`.")
+            | {"minimum": 0, "default": completions.DEFAULT_MAX_TOKENS},
+            "suffix": _text("What stands behind the answer, for models that know how."),
+            "echo": _text("Whether the answer begins with its prompt."),
+            "logprobs": _text("How many likely tokens to tell of, besides each that is there."),
+        },
+        "MessagesRequest": {"temperature": {"maximum": 1.0}, "system": system},
+        "CountRequest": {"system": system},
+        "TokenizeRequest": {
+            "": {"description": "One of `prompt`, a text, and `messages`, a conversation."},
+            "prompt": _text("A text."),
+            "add_special_tokens": _text("Whether a prompt gets what begins every text."),
+            "return_token_strs": _text("Whether to spell the tokens, too."),
+        },
+        "DetokenizeRequest": {"tokens": _text("Token ids.") | {"items": id_}},
+    }
+
+
+def _inner() -> dict[str, dict[str, Schema]]:
+    return {
+        "StreamOptions": {
+            "include_usage": _text("Whether the last event has the usage."),
+            "continuous_usage_stats": {"enum": [None, False]},
+            "include_obfuscation": _HARMLESS,
+        },
+        "OpenaiMessage": {
+            "role": {"enum": list(chat.ROLES)},
+            "content": _text("Missing only beside `tool_calls`."),
+            "tool_calls": _text("The calls of an assistant's message."),
+            "tool_call_id": _text("In a tool's message, the call that it answers."),
+            "refusal": _HARMLESS,
+            "annotations": _HARMLESS,
+            "audio": _nothing(),
+            "function_call": _nothing(),
+        },
+        "AnthropicMessage": {"role": {"enum": list(messages.ROLES)}},
+        "FunctionBody": {
+            "name": {"pattern": NAME_PATTERN},
+            "parameters": _text("A JSON schema that the arguments keep to."),
+            "strict": _text("Refuse a schema that cannot be kept to, instead of freeing it."),
+        },
+        "Tool": {
+            "name": {"pattern": NAME_PATTERN},
+            "input_schema": _text("A JSON schema that the input keeps to."),
+            "eager_input_streaming": _HARMLESS,
+        },
+        "StructuredOutputs": {
+            "json": _GRAMMAR,
+            "regex": _GRAMMAR,
+            "choice": _CHOICE,
+            "grammar": _GRAMMAR,
+        },
+        **{name: {"disable_parallel_tool_use": _PARALLEL} for name in _CHOICES},
+        "ToolUseBlock": {"caller": _HARMLESS},
+    }
+
+
+def _answered() -> dict[str, dict[str, Schema]]:
+    unwell = [health.value for health in Health if health is not Health.READY]
+    ends = ["stop", "length"]
+    stops = ["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    kinds = {"invalid_request_error", "api_error", *anthropic_errors.KINDS.values()}
+    return {
+        "AboutBody": {"description": _text("Where the description of the API is.")},
+        "HealthBody": {"status": {"enum": ["ok", "draining", *unwell]}},
+        "ModelBody": {"object": {"const": "model"}},
+        "ModelList": {"object": {"const": "list"}},
+        "ChatCompletion": {"object": {"const": "chat.completion"}},
+        "Chunk": {"object": {"const": "chat.completion.chunk"}},
+        "CompletionBody": {"object": {"const": "text_completion"}},
+        "ChatChoice": {"finish_reason": {"enum": [*ends, "tool_calls"]}},
+        "ChunkChoice": {"finish_reason": {"enum": [*ends, "tool_calls", None]}},
+        "CompletionsChoice": {"finish_reason": {"enum": [*ends, None]}},
+        "AnswerMessage": {"role": {"const": "assistant"}},
+        "Delta": {"role": {"const": "assistant"}},
+        "CallBody": {"type": {"const": "function"}},
+        "MessageBody": {"role": {"const": "assistant"}, "stop_reason": {"enum": [*stops, None]}},
+        "End": {"stop_reason": {"enum": stops}},
+        "OpenaiErrorDetail": {
+            "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+            "message": _text("One sentence: what was wrong, and the limit."),
+            "param": _text("The field at fault."),
+            "code": _text("A word for programs."),
+        },
+        "AnthropicErrorDetail": {"type": {"enum": sorted(kinds)}},
+    }
+
+
+def _text(description: str) -> Schema:
+    return {"description": description}
+
+
+def _nothing() -> Schema:
+    return {"enum": [None, False, 0, "", [], {}], "description": "Not supported: leave it out."}

@@ -1,0 +1,255 @@
+"""The OpenAPI document: whole, valid, and true of what the server takes and sends.
+
+That every response of the other tests is as described is seen to by `CheckedClient`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from starlette.routing import Route
+
+from support.described import Description
+from support.servers import chat_body, live_server
+from support.tiny import Tiny
+from twostroke.serve.app import DIALECTS, INQUIRIES
+from twostroke.serve.describe import fields
+from twostroke.serve.describe.document import document, undescribed
+from twostroke.serve.describe.operations import OPERATIONS
+from twostroke.serve.describe.schemas import Schemas, structs_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+BODIES = {path: one.request for path, one in (DIALECTS | INQUIRIES).items()}
+EXAMPLES = [
+    (method, path, name)
+    for (method, path), operation in OPERATIONS.items()
+    for name in operation.examples
+]
+OPERATIONS_FILE = "src/twostroke/serve/describe/operations.py"
+FIELDS_FILE = "src/twostroke/serve/describe/fields.py"
+
+
+@pytest.fixture
+def described(server: LiveServer) -> dict[str, Any]:
+    return server.http.get("/openapi.json").json()
+
+
+@pytest.fixture
+def schemas(server: LiveServer) -> Schemas:
+    answers = [one.answer for one in OPERATIONS.values() if one.answer is not None]
+    events = [event for one in OPERATIONS.values() for event in one.events]
+    return Schemas(BODIES.values(), dict.fromkeys([*answers, *events]), server.api.facts())
+
+
+def test_document_is_valid_openapi(described: dict[str, Any]) -> None:
+    assert described["openapi"].startswith("3.1")
+    OpenAPIV31SpecValidator(described).validate()
+    ids = [
+        operation["operationId"]
+        for path in described["paths"].values()
+        for operation in path.values()
+    ]
+    assert len(ids) == len(set(ids)) == len(OPERATIONS)
+
+
+def test_every_route_is_described_and_nothing_else(server: LiveServer) -> None:
+    wrong = undescribed(server.api.routes())
+    assert not wrong, f"{wrong}: say in {OPERATIONS_FILE} what these routes are for"
+
+
+def test_every_route_that_takes_a_body_says_which(
+    server: LiveServer, described: dict[str, Any]
+) -> None:
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            has_body = method in {"post", "put", "patch"}
+            assert ("requestBody" in operation) == has_body, f"{method} {path}: see Api.description"
+            if has_body:
+                assert operation["requestBody"]["content"]["application/json"]["examples"], (
+                    f"{path} has no examples: {OPERATIONS_FILE}"
+                )
+
+
+def test_a_new_route_is_noticed(server: LiveServer) -> None:
+    async def nothing(_request: Any) -> None: ...
+
+    routes = [*server.api.routes(), Route("/v1/new/{id}", nothing, methods=["DELETE"])]
+    assert undescribed(routes) == ["DELETE /v1/new/{id}"]
+    hidden = Route("/page.css", nothing, include_in_schema=False)
+    assert not undescribed([*server.api.routes(), hidden])
+    assert "/v1/new/{id}" not in document(routes, BODIES, server.api.facts())["paths"]
+
+
+def test_every_field_of_every_struct_is_in_the_schemas(schemas: Schemas) -> None:
+    for kind in structs_in(list(schemas.names)):
+        info = msgspec.inspect.type_info(kind)
+        assert isinstance(info, msgspec.inspect.StructType)
+        names = {field.encode_name for field in info.fields}
+        names |= {info.tag_field} if info.tag_field else set()
+        schema = schemas.components[schemas.names[kind]]
+        assert set(schema["properties"]) == names
+        assert schema["description"], f"{kind} has no docstring"
+        assert info.forbid_unknown_fields == (schema.get("additionalProperties") is False)
+
+
+def test_every_field_of_a_body_says_what_it_is_for(schemas: Schemas) -> None:
+    silent = [
+        f"{kind.__name__}.{name}"
+        for kind in BODIES.values()
+        for name, field in schemas.components[schemas.names[kind]]["properties"].items()
+        if not field.get("description")
+    ]
+    assert not silent, f"{silent}: describe these in {FIELDS_FILE}"
+
+
+def test_no_text_speaks_of_fields_that_are_not_there(server: LiveServer, schemas: Schemas) -> None:
+    facts, components = server.api.facts(), schemas.components
+    bodies = {name for kind in BODIES.values() for name in kind.__struct_fields__}
+    assert set(fields.in_bodies(facts)) <= bodies
+    for name, texts in fields.in_structs(facts).items():
+        assert set(texts) - {""} <= set(components[name]["properties"]), name
+    for kind, neutral in fields.NEUTRAL.items():
+        assert set(neutral) <= set(kind.__struct_fields__), kind
+
+
+def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str, Any]) -> None:
+    text = json.dumps(described)
+    for kind in ("schemas", "headers"):
+        for name in described["components"][kind]:
+            assert f'"#/components/{kind}/{name}"' in text, name
+
+
+@pytest.fixture(scope="module")
+def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A context that tools fit into, which are told in many words to a model that knows none."""
+    tiny = Tiny(context_length=2048)
+    with live_server(tmp_path_factory.mktemp("roomy"), tiny=tiny) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("method", "path", "name"), EXAMPLES)
+def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str, name: str) -> None:
+    described = roomy_server.api.description()
+    content = described["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]
+    example = content["examples"][name]["value"]
+    Description(described).validate(content["schema"], example)
+    response = roomy_server.http.request(method, path, json=example)
+    assert response.status_code == 200, response.text
+    kind = response.headers["content-type"].partition(";")[0]
+    assert kind == ("text/event-stream" if example.get("stream") else "application/json")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_errors_are_as_described(server: LiveServer, path: str) -> None:
+    """The client that asks compares them; what the engine may do is in `test_faults`."""
+    json_ = {"content-type": "application/json"}
+    for status, given in {
+        400: {"content": b"{", "headers": json_},
+        404: {"json": {"model": "nope", **_least(path)}},
+        413: {"content": b" " * (8 * 1024 * 1024 + 1), "headers": json_},
+        415: {"content": b"{}", "headers": {"content-type": "text/plain"}},
+        431: {"json": {}, "headers": {"x-long": "x" * 33_000}},
+    }.items():
+        assert server.http.post(path, **given).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, 100.5, "1")],
+        *[("top_p", value) for value in (0, 1.5)],
+        *[("max_tokens", value) for value in (0, 2**31, 1.5)],
+        *[("n", value) for value in (0, 129)],
+        *[("seed", value) for value in (2**64, -(2**63) - 1)],
+        *[("stop", value) for value in ("", [""], ["a"] * 17, "x" * 1001)],
+        *[("stop_token_ids", value) for value in ([-1], [10**6], [0] * 257)],
+        *[
+            ("logit_bias", value)
+            for value in ({"x": 1}, {"1": 101}, {str(i): 1 for i in range(1025)})
+        ],
+        *[("priority", value) for value in (1001, -1001)],
+        *[("speculate", value) for value in ("magic", 5)],
+        *[("bad_words", value) for value in (["x"], 1)],
+        *[("length_penalty", value) for value in (True, 2)],
+        *[("return_token_ids", value) for value in (True, 0)],
+        *[("top_logprobs", value) for value in (-1, 21)],
+        ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]),
+        ("guided_choice", []),
+        ("guided_choice", [""]),
+        ("unknown", 1),
+    ],
+)
+def test_what_the_schema_refuses_the_server_refuses(
+    server: LiveServer, described: dict[str, Any], name: str, value: object
+) -> None:
+    description = Description(described)
+    schema = {"$ref": "#/components/schemas/ChatRequest"}
+    body = chat_body(logprobs=True, max_tokens=1) | {name: value}
+    assert not description.is_valid(schema, body)
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", value) for value in (0, 100, 0.5, None)],
+        *[("top_p", value) for value in (1e-6, 1)],
+        *[("seed", value) for value in (2**64 - 1, -(2**63))],
+        *[("stop", value) for value in ("x" * 1000, ["a"] * 16)],
+        *[("stop_token_ids", value) for value in ([0], list(range(256)))],
+        *[("logit_bias", value) for value in ({"0": -100}, {str(i): 100 for i in range(285)})],
+        *[("length_penalty", value) for value in (1, 1.0, None)],
+        *[("top_logprobs", value) for value in (0, 20)],
+        ("tools", [{"type": "function", "function": {"name": "_"}}]),
+        ("bad_words", []),
+        ("priority", -1000),
+    ],
+)
+def test_what_the_schema_allows_the_server_takes(
+    server: LiveServer, described: dict[str, Any], name: str, value: object
+) -> None:
+    description = Description(described)
+    schema = {"$ref": "#/components/schemas/ChatRequest"}
+    body = chat_body(logprobs=True, max_tokens=1) | {name: value}
+    assert description.is_valid(schema, body)
+    response = server.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("fault", ["field", "type", "status", "header", "media"])
+def test_a_response_that_is_not_as_described_is_seen(
+    server: LiveServer, described: dict[str, Any], fault: str
+) -> None:
+    wrong = copy.deepcopy(described)
+    responses = wrong["paths"]["/v1/models"]["get"]["responses"]
+    model = wrong["components"]["schemas"]["ModelBody"]
+    if fault == "field":
+        del model["properties"]["max_model_len"]
+    elif fault == "type":
+        model["properties"]["created"]["type"] = "string"
+    elif fault == "status":
+        del responses["200"]
+    elif fault == "header":
+        responses["200"]["headers"]["x-more"] = {"schema": {}}
+    else:
+        responses["200"]["content"] = {"text/plain": {"schema": {}}}
+    response = server.http.get("/v1/models")
+    Description(described).check("GET", "/v1/models", response)
+    with pytest.raises(AssertionError):
+        Description(wrong).check("GET", "/v1/models", response)
+
+
+def _least(path: str) -> dict[str, Any]:
+    """Return the fields that a body of a route must have."""
+    (example, *_) = OPERATIONS["POST", path].examples.values()
+    return dict(example)

@@ -1,0 +1,129 @@
+"""Responses held against the server's own OpenAPI document."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Parts = dict[str, Any]
+
+_SENT_TO_ANYONE = {404, 405}  # of paths and methods that are not there
+_ROOT = "urn:described"
+
+
+class Description:
+    """A document that can be asked whether a response is as it says.
+
+    Structs of answers are closed first: a field that is not described is a fault, too.
+    """
+
+    def __init__(self, document: Parts) -> None:
+        self.document = copy.deepcopy(document)
+        schemas = self.document["components"]["schemas"]
+        asked = _reachable(_bodies(self.document), schemas)
+        for name, schema in schemas.items():
+            if name not in asked:
+                schema["additionalProperties"] = False
+        resource = Resource.from_contents(self.document, default_specification=DRAFT202012)
+        self._registry: Any = Registry().with_resource(_ROOT, resource)
+        self._patterns = {
+            path: re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path)))
+            for path in self.document["paths"]
+        }
+
+    def check(self, method: str, path: str, response: httpx.Response) -> None:
+        """Assert that a response, all of which has been read, is one that the document has."""
+        found = self._operation(method, path)
+        status = response.status_code
+        assert response.headers["x-request-id"]
+        if found is None:
+            assert status in _SENT_TO_ANYONE, f"{method} {path} is not described"
+            return
+        if "anthropic-version" in response.request.headers and status >= 400:
+            return  # its form is in the words of the document, not in its schemas
+        responses = found["responses"]
+        assert str(status) in responses, f"{method} {path} has a status {status}"
+        described = responses[str(status)]
+        for header in described["headers"]:
+            assert header in response.headers, f"{method} {path} {status} lacks {header}"
+        media = response.headers["content-type"].partition(";")[0]
+        assert media in described["content"], f"{method} {path} {status} is {media}"
+        schema = described["content"][media]["schema"]
+        if media == "text/event-stream":
+            self._check_events(schema, response.text)
+        elif media == "application/json":
+            self.validate(schema, response.json())
+
+    def validate(self, schema: Parts, value: object) -> None:
+        """Assert that a value is one that a schema of the document allows."""
+        validator = Draft202012Validator(_absolute(schema), registry=self._registry)
+        errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(value)]
+        assert not errors, f"{errors}\n{value}"
+
+    def is_valid(self, schema: Parts, value: object) -> bool:
+        """Whether a schema of the document allows a value."""
+        validator = Draft202012Validator(_absolute(schema), registry=self._registry)
+        return bool(validator.is_valid(value))
+
+    def _operation(self, method: str, path: str) -> Parts | None:
+        paths = self.document["paths"]
+        exact = paths.get(path, {}).get(method.lower())
+        if exact is not None:
+            return dict(exact)
+        for name, pattern in self._patterns.items():
+            if "{" in name and pattern.fullmatch(path) and method.lower() in paths[name]:
+                return dict(paths[name][method.lower()])
+        return None
+
+    def _check_events(self, schema: Parts, text: str) -> None:
+        for part in text.split("\n\n"):
+            lines = [line for line in part.splitlines() if not line.startswith(":")]
+            data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            if data and data != ["[DONE]"]:
+                self.validate(schema["contentSchema"]["items"], json.loads(data[0]))
+
+
+class CheckedClient(httpx.Client):
+    """A client that holds each response which is not streamed against the description."""
+
+    def __init__(self, describe: Callable[[], Parts], **given: Any) -> None:
+        super().__init__(**given)
+        self._description = Description(describe())
+
+    def send(self, request: httpx.Request, *, stream: bool = False, **given: Any) -> httpx.Response:
+        response = super().send(request, stream=stream, **given)
+        if not stream and request.method not in {"HEAD", "OPTIONS"}:
+            self._description.check(request.method, request.url.path, response)
+        return response
+
+
+def _bodies(document: Parts) -> Iterator[Parts]:
+    for path in document["paths"].values():
+        for operation in path.values():
+            yield operation.get("requestBody", {})
+
+
+def _reachable(parts: Any, schemas: Parts) -> set[str]:
+    """Return the names of the schemas that parts of a document refer to."""
+    found, waiting = set[str](), [*parts]
+    while waiting:
+        for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(waiting.pop())):
+            if name not in found:
+                found.add(name)
+                waiting.append(schemas[name])
+    return found
+
+
+def _absolute(schema: Parts) -> Parts:
+    """Return a schema whose references are into the document."""
+    return dict(json.loads(json.dumps(schema).replace('"#/components', f'"{_ROOT}#/components')))
