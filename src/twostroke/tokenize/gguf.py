@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import byte_level_bytes, byte_token, sentencepiece_bytes
 from twostroke.tokenize.ends import end_ids
@@ -14,8 +16,9 @@ from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
 from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
 from twostroke.tokenize.pretokenizers import pre_tokenizer
+from twostroke.tokenize.texts import Keys, Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
-from twostroke.tokenize.vocabulary import Vocabulary, encoded
+from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
 
 if TYPE_CHECKING:
@@ -151,20 +154,17 @@ def _is_spaces(text: str) -> bool:
 
 
 def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
-    lines = fields.array("merges", str)
+    lines = Texts.of(fields.array("merges", str)).packed()
     try:
-        return ListedPairs(map(_pair, encoded(lines)), vocabulary)
+        return ListedPairs(lines.split(b" "), vocabulary)
     except ModelFormatError:
         # Merges may pass through a control token, which is not in the vocabulary on purpose.
-        apart = {vocabulary.spelling(id_) for id_ in _specials(added)}
-        pairs = map(_pair, encoded(lines))
-        kept = ((a, b) for a, b in pairs if not apart.intersection((a, b, a + b)))
-        return ListedPairs(kept, vocabulary)
-
-
-def _pair(line: bytes) -> tuple[bytes, bytes]:
-    left, _, right = line.partition(b" ")
-    return left, right
+        apart = Texts.joined([vocabulary.spelling(id_) for id_ in _specials(added)])
+        keys = Keys()
+        avoided = keys.of_all(apart)
+        touches = [np.isin(keys.of_all(part), avoided) for part in lines.split(b" ")]
+        kept = lines.chosen(~np.logical_or.reduce(touches))
+        return ListedPairs(kept.split(b" "), vocabulary)
 
 
 def _byte_tokens(fields: Fields) -> dict[int, bytes]:

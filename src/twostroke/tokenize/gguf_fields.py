@@ -104,7 +104,7 @@ class Fields:
             raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
         items = cast("Sequence[T]", value)
         # Arrays that offer their bytes hold strings, and are not decoded to be looked at.
-        kinds = {str} if hasattr(items, "encoded") else {*map(type, items)}
+        kinds = {str} if hasattr(items, "spans") else {*map(type, items)}
         if not kinds <= {kind}:
             raise ModelFormatError(
                 f"The tokenizer's table tokenizer.ggml.{key} is not all of type {kind.__name__}."

@@ -13,6 +13,7 @@ from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs
 from twostroke.tokenize.specials import AddedToken
+from twostroke.tokenize.texts import Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -134,7 +135,8 @@ def _merger(
     apart = {token.text for token in hidden}
     vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
     pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
-    kept = [(a.encode(), b.encode()) for a, b in pairs if not apart.intersection((a, b, a + b))]
+    merges = [(a, b, a + b) for a, b in pairs if not apart.intersection((a, b, a + b))]
+    sides = [Texts.of(side) for side in zip(*merges, strict=True)] or [Texts.joined([])] * 3
     bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
     options = MergeOptions(
         byte_level=byte_level,
@@ -143,7 +145,7 @@ def _merger(
         unknown=_unknown(model, vocabulary),
         fuse_unknown=bool(model.get("fuse_unk")),
     )
-    return Merges(vocabulary, ListedPairs(kept, vocabulary), options), len(texts)
+    return Merges(vocabulary, ListedPairs(sides, vocabulary), options), len(texts)
 
 
 def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:

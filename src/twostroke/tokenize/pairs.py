@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.tokenize.vocabulary import TextKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
+    from twostroke.tokenize.texts import Texts
     from twostroke.tokenize.vocabulary import Vocabulary
 
 # The rank of two neighbours that stay apart; every other rank is lower.
@@ -38,15 +38,13 @@ class ListedPairs(dict[int, int]):
     They lie in sorted arrays, 16 bytes each; what was asked for is remembered, up to a bound.
     """
 
-    def __init__(self, merges: Iterable[tuple[bytes, bytes]], vocabulary: Vocabulary) -> None:
-        """Raises ModelFormatError for a merge of what are no tokens, or to what is none."""
+    def __init__(self, merges: Sequence[Texts], vocabulary: Vocabulary) -> None:
+        """`merges` are left texts, right texts, and what each two are together.
+
+        Raises ModelFormatError for a merge of what are no tokens, or to what is none.
+        """
         super().__init__()
-        texts = (TextKeys(), TextKeys(), TextKeys())
-        for left, right in merges:
-            texts[0].add(left)
-            texts[1].add(right)
-            texts[2].add(left + right)
-        sides = [vocabulary.find_all(keys) for keys in texts]
+        sides = [vocabulary.find_all(texts) for texts in merges]
         lost = np.flatnonzero(np.minimum.reduce(sides) < 0)
         if lost.size:
             raise ModelFormatError(

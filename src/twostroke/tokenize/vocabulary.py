@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize.texts import Keys, Texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -22,8 +23,8 @@ class Vocabulary:
     """The texts of the token ids 0, 1, 2 and so on, in UTF-8, and `find` for the way back.
 
     A quarter of a million Python strings and a dictionary over them take some 35 MB; this takes
-    about 7. Texts are found by their hash, which Python seeds anew in each process, so no file can
-    choose texts that collide. Of several ids with one text the last is found.
+    about 7. Texts are found by keys that no file can make collide (`Keys`). Of several ids with one
+    text the last is found.
     """
 
     def __init__(
@@ -36,23 +37,20 @@ class Vocabulary:
 
         Raises ModelFormatError for more text than can be addressed.
         """
-        blob, lengths, hashes = bytearray(), array("I"), array("q")
-        for id_, text in enumerate(encoded(texts)):
-            spelling = changed[id_].encode() if id_ in changed else text
-            blob += spelling
-            lengths.append(len(spelling))
-            hashes.append(hash(spelling))
-        if len(blob) >= 1 << 32:
+        spelled = {id_: text.encode() for id_, text in changed.items()}
+        packed = Texts.of(texts).replaced(spelled).packed()
+        if len(packed.blob) >= 1 << 32:
             raise ModelFormatError("The tokenizer's texts take more than 4 GiB.")
-        self._blob = bytes(blob)
+        self._blob = packed.blob.tobytes()
         self._starts = array("I", bytes(4))
-        self._starts.frombytes(np.cumsum(lengths, dtype=np.uint32).tobytes())
-        ids = np.arange(len(lengths), dtype=np.uint32)
+        self._starts.frombytes(packed.ends.astype(np.uint32).tobytes())
+        ids = np.arange(len(packed), dtype=np.uint32)
         if hidden:
             ids = np.delete(ids, np.fromiter(hidden, np.int64, len(hidden)))
-        keys = np.frombuffer(hashes, np.int64)
+        self._keys = Keys()
+        keys = self._keys.of_all(packed)
         order = ids[np.argsort(keys[ids], kind="stable")]
-        self._hashes = array("q", keys[order].tobytes())
+        self._sorted_keys = array("q", keys[order].tobytes())
         self._ids = array("I", order.tobytes())
 
     def __len__(self) -> int:
@@ -60,29 +58,29 @@ class Vocabulary:
 
     def find(self, text: bytes) -> int | None:
         """Return the id of the token whose UTF-8 is `text`, or None."""
-        hashes, key = self._hashes, hash(text)
-        place = bisect_left(hashes, key)
+        every, key = self._sorted_keys, self._keys.of(text)
+        place = bisect_left(every, key)
         found = None
-        while place < len(hashes) and hashes[place] == key:
+        while place < len(every) and every[place] == key:
             id_ = self._ids[place]
             if self._blob[self._starts[id_] : self._starts[id_ + 1]] == text:
                 found = id_
             place += 1
         return found
 
-    def find_all(self, texts: TextKeys) -> NDArray[np.int64]:
+    def find_all(self, texts: Texts) -> NDArray[np.int64]:
         """Return the ids of many texts at once, -1 for those that are no tokens.
 
-        Here a text is taken for the token that has its 64-bit hash and its length.
+        Here a text is taken for the token that has its key and its length.
         """
-        hashes = np.frombuffer(self._hashes, np.int64)
-        if not len(hashes):
-            return np.full(len(texts.hashes), -1)
-        keys = np.frombuffer(texts.hashes, np.int64)
-        places = np.searchsorted(hashes, keys, side="right") - 1
+        known = np.frombuffer(self._sorted_keys, np.int64)
+        if not len(known):
+            return np.full(len(texts), -1)
+        keys = self._keys.of_all(texts)
+        places = np.searchsorted(known, keys, side="right") - 1
         ids = np.frombuffer(self._ids, np.uint32)[places].astype(np.int64)
         same = np.diff(np.frombuffer(self._starts, np.uint32))[ids] == texts.lengths
-        return np.where((hashes[places] == keys) & same, ids, -1)
+        return np.where((known[places] == keys) & same, ids, -1)
 
     def spelling(self, token_id: int) -> bytes:
         """Return the UTF-8 of a token's text; empty for an id that the vocabulary lacks."""
@@ -104,24 +102,3 @@ class Vocabulary:
         inner = places[~np.isin(places, starts) & ~np.isin(places - len(sign), places)]
         ends = (self._blob[max(place - 4, 0) : place] for place in inner.tolist())
         return "".join(sorted({end.decode("utf-8", "ignore")[-1:] for end in ends}))
-
-
-class TextKeys:
-    """What `Vocabulary.find_all` looks for, without the texts themselves."""
-
-    def __init__(self) -> None:
-        self.hashes = array("q")
-        self.lengths = array("I")
-
-    def add(self, text: bytes) -> None:
-        """Look for `text` too."""
-        self.hashes.append(hash(text))
-        self.lengths.append(len(text))
-
-
-def encoded(texts: Iterable[str]) -> Iterator[bytes]:
-    """Yield texts in UTF-8; arrays of a file that offer their bytes are not decoded for it."""
-    offered: Callable[[], Iterator[bytes]] | None = getattr(texts, "encoded", None)
-    if offered is not None:
-        return offered()
-    return (text.encode("utf-8", "surrogateescape") for text in texts)

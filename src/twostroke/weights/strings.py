@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, overload
 
+import numpy as np
+
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
     from twostroke.weights.mapping import MappedFile
 
@@ -46,17 +50,18 @@ class Strings(Sequence[str]):
         return raw.decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
-        return (raw.decode("utf-8", "surrogateescape") for raw in self.encoded())
+        raw, starts, ends = self.spans()
+        places = zip(starts.tolist(), ends.tolist(), strict=True)
+        return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in places)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, (Strings, list)) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def encoded(self) -> Iterator[bytes]:
-        """Yield the strings as the file has them."""
-        buffer, starts = self._mapping.buffer, self._starts
-        begin = starts[0]
-        for end in starts[1:]:
-            yield buffer[begin : end - 8]
-            begin = end
+    def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+        """Return a piece of the file, and where in it each string begins and ends."""
+        starts = np.frombuffer(self._starts, np.uint64).astype(np.int64)
+        first = int(starts[0])
+        starts -= first
+        return self._mapping.buffer[first : first + int(starts[-1])], starts[:-1], starts[1:] - 8
