@@ -200,11 +200,11 @@ def test_counts_add_up(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.generate([5] * 40, GREEDY).wait()
         client.generate([5] * 40, SamplingParams(n=2, max_tokens=1, seed=1)).wait()
-        wait_for(lambda: client.loop.counters.requests == 3)
-        counters = client.loop.counters
-        assert counters.prompt_tokens == 120
-        assert counters.cached_tokens == 64
-        assert counters.completion_tokens == 8
+        wait_for(lambda: client.loop.totals().services["default"].answers == 3)
+        totals = client.loop.totals().services["default"]
+        assert totals.prompt_tokens == 120
+        assert totals.cached_tokens == 64
+        assert totals.completion_tokens == 8
         strokes = client.loop.meter.strokes
         assert strokes.prefill.rows == 40 + 2 * 8
         assert strokes.decode.rows == strokes.decode.steps == 5

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.engine.hardware import Limits
-from twostroke.serve.metrics import Metrics
+from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:

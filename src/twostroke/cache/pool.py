@@ -71,6 +71,10 @@ class PagePool:
         """How many times `page` is referred to."""
         return self._counts[page]
 
+    def contents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return how many times each page is referred to, and the cached ones; copies of both."""
+        return tuple(self._counts), tuple(self._cached)
+
     def is_kept(self, page: int) -> bool:
         """Whether `page` will be cached rather than freed when its last reference goes."""
         return self._kept[page]

@@ -40,6 +40,11 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
     show_default=True,
     help="Seconds that running answers get when the server is stopped.",
 )
+@click.option(
+    "--dashboard/--no-dashboard",
+    default=None,
+    help="Show /api/state and the page drawn from it [default: only on a loopback host].",
+)
 @compute_options
 @lasting_speculation_options
 @batch_options
@@ -59,6 +64,7 @@ def command(**given: Any) -> int:
         port=given.pop("port"),
         model_names=given.pop("names"),
         drain_s=given.pop("drain_s"),
+        dashboard=given.pop("dashboard"),
     )
     options = engine_options(given)
     _allow_connections()

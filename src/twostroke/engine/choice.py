@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import FinishReason
+from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.core.step import Delta
 from twostroke.engine.output import Output, Timings, Usage
 from twostroke.tokenize import StreamDecoder
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import Request
     from twostroke.engine.mail import Mailbox
+    from twostroke.engine.tally import Tally
     from twostroke.tokenize import Tokenizer
 
 
@@ -25,18 +27,27 @@ class Choice:
     index: int
     decoder: StreamDecoder
     mailbox: Mailbox
+    service: str = DEFAULT_SERVICE
+    tally: Tally = field(init=False)  # the loop's, from submission on
     num_output: int = 0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
     @classmethod
-    def of(cls, request: Request, index: int, tokenizer: Tokenizer, mailbox: Mailbox) -> Choice:
+    def of(
+        cls,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer,
+        mailbox: Mailbox,
+        service: str = DEFAULT_SERVICE,
+    ) -> Choice:
         """Make the choice of a new request."""
         params = request.params
         decoder = StreamDecoder(
             tokenizer, params.stop, include_stop=params.include_stop, min_tokens=params.min_tokens
         )
-        return cls(request, index, decoder, mailbox)
+        return cls(request, index, decoder, mailbox, service)
 
     def take(self, delta: Delta, now_s: float) -> Output:
         """Return what a step's tokens mean to the caller.
@@ -47,9 +58,13 @@ class Choice:
         decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
         if not shown and reason is None:
             return Output(self.index, "", (), prompt_logprobs=delta.scores)
+        tally = self.tally
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
+            tally.begin(self.request, now_s)
+        else:
+            tally.gaps.append(self.last_token_s)
         self.last_token_s = now_s
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
@@ -60,8 +75,11 @@ class Choice:
                 tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
                 delta = Delta(delta.request, tokens, logprobs, delta.scores)
                 self.num_output += count
+                tally.num_tokens += count
                 return self._last(text, delta, FinishReason.STOP, decoder.stop)
-        self.num_output += len(delta.tokens)
+        count = len(delta.tokens)
+        self.num_output += count
+        tally.num_tokens += count
         if reason is None:
             usage = self._usage() if is_first else None
             return Output(self.index, text, delta.tokens, delta.logprobs, delta.scores, usage=usage)

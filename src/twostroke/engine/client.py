@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.request import NO_HINTS, Hints, Request
+from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
 from twostroke.engine.output import Completion, Output, join
@@ -50,12 +51,14 @@ class Caller:
     """On whose behalf a request runs: its urgency (lower first), and its tenant.
 
     Tenants do not share cached prefixes. `prompt_field` is what errors call the prompt: "prompt",
-    or "messages" for a conversation.
+    or "messages" for a conversation. `service` is the class of service that it is counted under,
+    one of `core.service.SERVICES`.
     """
 
     priority: int = 0
     tenant: str = ""
     prompt_field: str = "prompt"
+    service: str = DEFAULT_SERVICE
 
 
 _ANYONE = Caller()
@@ -232,8 +235,9 @@ class Client:
         for tokens in prompts:
             for request in self._requests(tokens, params, caller, hints, grammar):
                 generation.request_ids.append(request.id)
-                choice = Choice.of(request, len(choices), self.card.tokenizer, generation.mailbox)
-                choices.append(choice)
+                index, mailbox = len(choices), generation.mailbox
+                tokenizer = self.card.tokenizer
+                choices.append(Choice.of(request, index, tokenizer, mailbox, caller.service))
         self.loop.submit(choices)
 
     def _requests(

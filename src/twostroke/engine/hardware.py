@@ -51,6 +51,11 @@ class Limits:
             hardware = self._hardware = self._machine(again=True) or hardware
         return _raised(hardware, strokes)
 
+    def seen(self, strokes: Strokes) -> Hardware | None:
+        """Return the limits, at least what `strokes` achieved; never measures a machine at work."""
+        hardware = self.hardware()
+        return None if hardware is None else _raised(hardware, strokes)
+
     def _machine(self, *, again: bool) -> Hardware | None:
         level, num_threads, stream_bytes = self._set_up
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -13,20 +12,24 @@ from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeErr
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
+from twostroke.engine.ledger import Ledger
 from twostroke.engine.mail import post
+from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from twostroke.backends import Runner
+    from twostroke.backends import BackendFacts, Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice
     from twostroke.engine.choice import Choice
+    from twostroke.engine.ledger import Totals
     from twostroke.engine.mail import Mailbox
     from twostroke.engine.meter import Meter
-    from twostroke.engine.output import Output
-    from twostroke.schedule import Scheduler, SchedulerStats
+    from twostroke.engine.output import Output, Timings
+    from twostroke.engine.seconds import Span
+    from twostroke.schedule import Scheduler, SchedulerConfig, SchedulerStats
     from twostroke.spec import SpeculationStats, Speculator
 
 _STALLED_AFTER_S = 60.0
@@ -38,16 +41,6 @@ class Health(Enum):
     READY = "ready"
     STALLED = "stalled"  # one step has been running for a minute
     STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals since the engine started."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
 
 
 class EngineLoop:
@@ -66,7 +59,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._speculator = speculator
         self.meter = meter
-        self.counters = Counters()
+        self._ledger = Ledger(meter, speculator.stats)
         self._choices: dict[str, Choice] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
@@ -90,12 +83,13 @@ class EngineLoop:
             try:
                 for choice in choices:
                     choice.request.arrival_s = time.monotonic()
+                    choice.tally = self._ledger.tallies[choice.service]
                     self._scheduler.add(choice.request)
                     self._choices[choice.request.id] = choice
                     added.append(choice)
             except BaseException:  # an interrupt too must not leave requests that nobody knows
                 for choice in added:
-                    self._end(choice, FinishReason.CANCEL)
+                    self._forget(choice, FinishReason.CANCEL)
                 raise
             self._condition.notify()
 
@@ -121,6 +115,36 @@ class EngineLoop:
         """Return how many requests run and wait, and what the pages are used for."""
         with self._condition:
             return self._scheduler.stats()
+
+    def totals(self) -> Totals:
+        """Return what has been counted since the engine started."""
+        with self._condition:
+            return self._ledger.read()
+
+    def span(self, seconds: int) -> Span[Totals]:
+        """Return what had been counted at both ends of the last whole seconds, at most 60."""
+        with self._condition:
+            return self._ledger.span(seconds)
+
+    def view(self) -> View:
+        """Return who runs and what the pages hold, as of now."""
+        with self._condition:
+            return take_view(self._scheduler.view(), self._choices)
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What the backend is made of."""
+        return self._backend.facts
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The scheduler's limits."""
+        return self._scheduler.config
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the engine started."""
+        return self._ledger.age_s
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -162,8 +186,13 @@ class EngineLoop:
         if self._stopping:
             raise EngineStoppedError("The engine is shutting down.")
 
-    def _end(self, choice: Choice, reason: FinishReason) -> None:
-        """Forget a choice and end its request; the lock is held.
+    def _end(self, choice: Choice, reason: FinishReason, timings: Timings | None = None) -> None:
+        """Forget a choice, end its request and count it; the lock is held."""
+        self._forget(choice, reason)
+        choice.tally.end(reason, timings, choice.num_output)
+
+    def _forget(self, choice: Choice, reason: FinishReason) -> None:
+        """Have a request end; the lock is held.
 
         The backend may be computing it at this moment, so it hears of the end between steps.
         """
@@ -184,6 +213,8 @@ class EngineLoop:
         with self._condition:
             left = list(self._choices.values())
             self._choices.clear()
+            for choice in left:
+                choice.tally.end(FinishReason.ERROR, None, choice.num_output)
             post([(c.mailbox, c.cut(FinishReason.ERROR, stopped)) for c in left])
 
     def _step(self) -> bool:
@@ -204,6 +235,7 @@ class EngineLoop:
         result = self._compute(plan)
         self._fail_undrawn(plan, result)
         with self._condition:
+            self._ledger.turn(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
             batch = BatchShape.of(plan)
             self.meter.add(plan, batch, result)
@@ -228,19 +260,10 @@ class EngineLoop:
                 continue
             output = choice.take(delta, now_s)
             if output.finish_reason is not None:
-                self._end(choice, output.finish_reason)
-                self._count(choice)
+                self._end(choice, output.finish_reason, output.timings)
             mail.append((choice.mailbox, output))
+        self._ledger.settle(now_s)
         return mail
-
-    def _count(self, choice: Choice) -> None:
-        old, request = self.counters, choice.request
-        self.counters = Counters(
-            old.requests + 1,
-            old.prompt_tokens + request.num_prompt,
-            old.cached_tokens + request.num_cached,
-            old.completion_tokens + choice.num_output,
-        )
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Run a plan; if it fails, find the request that poisons it so that it fails alone."""

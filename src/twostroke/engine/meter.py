@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from twostroke.engine.histogram import ROW_BOUNDS, Histogram
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.core.step import StepPlan, StepResult
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
+
+
+_NUM_RECENT = 120  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +71,27 @@ class Strokes:
         return Strokes(self.prefill - earlier.prefill, self.decode - earlier.decode)
 
 
+class TimedRows(NamedTuple):
+    """One step: its rows, how many of them were prompt, of how many requests, and its time."""
+
+    rows: int
+    prompt_rows: int
+    requests: int
+    step_s: float
+
+
 class Meter:
-    """Adds up steps as they end."""
+    """Adds up steps as they end, and remembers the last ones.
+
+    Rows a step are counted beside their strokes.
+    """
 
     def __init__(self, cost: StepCost) -> None:
         """Count by the Program's own cost."""
         self._cost = cost
         self.strokes = Strokes()
+        self.recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
+        self.prefill_rows, self.decode_rows = Histogram(ROW_BOUNDS), Histogram(ROW_BOUNDS)
 
     def add(self, plan: StepPlan, batch: BatchShape, result: StepResult) -> None:
         """Count one step, whose shape is `batch`."""
@@ -95,3 +115,5 @@ class Meter:
             old.kernel_s + result.kernel_s,
         )
         self.strokes = Strokes(new, strokes.decode) if is_prefill else Strokes(strokes.prefill, new)
+        (self.prefill_rows if is_prefill else self.decode_rows).observe(rows)
+        self.recent.append(TimedRows(rows, prompt_rows, len(plan.slices), result.elapsed_s))

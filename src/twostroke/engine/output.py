@@ -43,6 +43,22 @@ class Timings:
         """Time to first token, queueing included."""
         return self.first_token_s - self.arrival_s
 
+    @property
+    def queue_s(self) -> float:
+        """From arrival to the first computed row."""
+        return self.started_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From arrival to the last token."""
+        return self.last_token_s - self.arrival_s
+
+    def tpot_s(self, num_output: int) -> float | None:
+        """Time per output token behind the first one; None where there is but one."""
+        if num_output < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (num_output - 1)
+
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
 class Output:

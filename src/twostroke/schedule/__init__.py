@@ -5,6 +5,7 @@ from __future__ import annotations
 from twostroke.schedule.config import SchedulerConfig, SchedulerStats
 from twostroke.schedule.policy import Continuous, Dynamic, Policy, Queue, Static, make_policy
 from twostroke.schedule.scheduler import Scheduler
+from twostroke.schedule.view import SchedulerView
 
 __all__ = [
     "Continuous",
@@ -14,6 +15,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerStats",
+    "SchedulerView",
     "Static",
     "make_policy",
 ]

@@ -22,6 +22,7 @@ from twostroke.schedule.prefixes import Prefixes
 from twostroke.schedule.scoring import most_rows, report
 from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
+from twostroke.schedule.view import SchedulerView, look
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -244,6 +245,10 @@ class Scheduler:
             num_hit_tokens=self._num_hit_tokens,
             num_preemptions=self._num_preemptions,
         )
+
+    def view(self) -> SchedulerView:
+        """Return who runs and what the pages hold."""
+        return look(self.stats(), self._pool, self._running, self._waiting)
 
     def check(self) -> None:
         """Assert that pages, queues and requests agree; for tests."""

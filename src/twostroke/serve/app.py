@@ -28,7 +28,8 @@ from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import Answers, check_choices
-from twostroke.serve.metrics import Metrics
+from twostroke.serve.observe.metrics import Metrics
+from twostroke.serve.observe.state import State
 from twostroke.serve.openai import chat, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.options import ServeOptions
@@ -58,6 +59,8 @@ INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/detokenize": tokens.DETOKENIZE,
 }
 
+STATE_PATH: Final = "/api/state"
+
 # A body longer than this is decoded, rendered and tokenized beside the event loop, which would
 # otherwise keep other streams waiting; a shorter one is done sooner than handed over.
 _LARGE_BODY_BYTES = 16 * 1024
@@ -74,6 +77,7 @@ class Api:
         self.options = options
         self.metrics = Metrics(client, limits)
         self.names = options.model_names or (client.card.name,)
+        self._state = State(client, limits, self.names, _version())
         self.is_draining = False
         self._open: set[Answers] = set()
         self._description: bytes | None = None
@@ -88,6 +92,7 @@ class Api:
             "/openapi.json": self.openapi,
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
+            STATE_PATH: self.state,
         }
         routes = [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
         for path, dialect in DIALECTS.items():
@@ -145,10 +150,9 @@ class Api:
 
     async def health(self, _request: Request) -> Response:
         """Say whether a request would be answered now."""
-        health = self.client.loop.health
-        if health is Health.READY and not self.is_draining:
+        status = self._health
+        if status == Health.READY.value:
             return _json(HealthBody("ok", self.names[0]))
-        status = "draining" if health is Health.READY else health.value
         retry = {"retry-after": str(errors.RETRY_AFTER_S)}
         return _json(HealthBody(status, self.names[0]), 503, retry)
 
@@ -157,6 +161,18 @@ class Api:
         body, content_type = self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
+    async def state(self, _request: Request) -> Response:
+        """Return what the dashboard shows.
+
+        Raises:
+            UnknownPathError: there is no dashboard here.
+        """
+        if not self.options.shows_dashboard:
+            message = "The dashboard is off: start the server with --dashboard to have it."
+            raise errors.UnknownPathError(message)
+        headers = {"content-type": "application/json", "cache-control": "no-store"}
+        return Response(self._state.body(self._health), headers=headers)
+
     async def models(self, _request: Request) -> Response:
         """List the model under each of its names."""
         return _json(ModelList([self._model(name) for name in self.names]))
@@ -164,6 +180,12 @@ class Api:
     async def model(self, request: Request) -> Response:
         """Describe the model by one of its names."""
         return _json(self._model(self._name(request.path_params["model"])))
+
+    @property
+    def _health(self) -> str:
+        """The engine's, or "draining"."""
+        health = self.client.loop.health
+        return "draining" if self.is_draining and health is Health.READY else health.value
 
     def _generation(self, dialect: Dialect[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits

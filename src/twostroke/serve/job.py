@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.output import Completion, Output
     from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.serve.metrics import Metrics
+    from twostroke.serve.observe.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)

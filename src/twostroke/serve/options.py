@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class ServeOptions:
         keep_alive_s: a silent stream gets a comment this often, so that nothing between the
             client and the server takes it for dead.
         drain_s: how long a stopping server lets running requests finish.
+        dashboard: whether to show the dashboard's page and state; None shows them where the host
+            is this machine's own (loopback) address, and nowhere else.
         limits: what one client may do.
     """
 
@@ -55,4 +58,21 @@ class ServeOptions:
     model_names: tuple[str, ...] = ()
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
+    dashboard: bool | None = None
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def shows_dashboard(self) -> bool:
+        """Whether the dashboard is shown."""
+        return _is_loopback(self.host) if self.dashboard is None else self.dashboard
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach an address; of a name other than localhost, no.
+
+    What a name stands for may change, so it is not looked up.
+    """
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -18,7 +18,7 @@ from twostroke.serve.app import create_app
 from twostroke.serve.dialect import Reply
 from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Answers, Encoded, Job
-from twostroke.serve.metrics import Metrics
+from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.openai.completions import DIALECT
 from twostroke.serve.options import Limits, ServeOptions
 

@@ -111,6 +111,18 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Server",
         media={"text/plain": _TEXT, "application/openmetrics-text": _TEXT},
     ),
+    ("GET", "/api/state"): Operation(
+        "What the server does now, and did in the last minute",
+        "Server",
+        "For the dashboard: see `docs/observability.md`.",
+        media={
+            "application/json": {
+                "type": "object",
+                "required": ["health", "model", "requests", "pages", "window", "totals"],
+            },
+        },
+        errors=(errors.UnknownPathError,),
+    ),
     ("GET", "/openapi.json"): Operation(
         "This description",
         "Server",

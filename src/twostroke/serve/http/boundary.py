@@ -15,7 +15,7 @@ from twostroke.serve.http.limits import check_headers
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from twostroke.serve.metrics import Metrics
+    from twostroke.serve.observe.metrics import Metrics
     from twostroke.serve.options import Limits
 
 _ID_HEADER: Final = b"x-request-id"

@@ -86,7 +86,8 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics as of now."""
         loop = self._client.loop
-        stats, counters = loop.stats(), loop.counters
+        stats, totals = loop.stats(), loop.totals()
+        services = totals.services.values()
         ready = loop.health is Health.READY
         yield GaugeMetricFamily("twostroke_ready", "Whether the engine can answer.", float(ready))
         for name, text, value in (
@@ -99,10 +100,10 @@ class _EngineCollector(Collector):
         ):
             yield GaugeMetricFamily(f"twostroke_{name}", text, value)
         for name, text, value in (
-            ("answers", "Answers that have ended.", counters.requests),
-            ("prompt_tokens", "Prompt tokens of ended answers.", counters.prompt_tokens),
-            ("cached_tokens", "Prompt tokens found in the cache.", counters.cached_tokens),
-            ("completion_tokens", "Generated tokens of ended answers.", counters.completion_tokens),
+            ("answers", "Answers that have ended.", sum(s.answers for s in services)),
+            ("prompt_tokens", "Prompt tokens.", sum(s.prompt_tokens for s in services)),
+            ("cached_tokens", "Prompt tokens in cache.", sum(s.cached_tokens for s in services)),
+            ("completion_tokens", "Tokens made.", sum(s.completion_tokens for s in services)),
             ("preemptions", "Times that a request lost its pages.", stats.num_preemptions),
         ):
             yield CounterMetricFamily(f"twostroke_{name}", text, value)

@@ -1,0 +1,88 @@
+"""Distributions that take no more room however much is counted, and their percentiles."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_DECADE: Final = (
+    *("1", "1.1", "1.25", "1.4", "1.6", "1.8", "2", "2.25", "2.5", "2.8"),
+    *("3.2", "3.6", "4", "4.5", "5", "5.6", "6.3", "7.1", "8", "9"),
+)
+
+# From 10 microseconds to hours, twenty to a decade: a percentile is known to within some 6%.
+TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) for step in _DECADE)
+ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How many values were at most `bounds[i]` and above the bound before; the last: above all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    def __sub__(self, earlier: Distribution) -> Distribution:
+        """Return what was counted since `earlier`."""
+        pairs = zip(self.counts, earlier.counts, strict=True)
+        counts = tuple([late - early for late, early in pairs])
+        return Distribution(self.bounds, counts, self.sum - earlier.sum)
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """Their mean; None of none."""
+        count = self.count
+        return self.sum / count if count else None
+
+    def percentile(self, share: float) -> float | None:
+        """Return about the value below which `share` of them lie; None of none.
+
+        Within a bucket values are taken to lie evenly.
+        """
+        rank = share * self.count
+        before = 0
+        for place, count in enumerate(self.counts):
+            if count and before + count >= rank:
+                low = self.bounds[place - 1] if place else 0.0
+                high = self.bounds[min(place, len(self.bounds) - 1)]
+                return low + (high - low) * (rank - before) / count
+            before += count
+        return None
+
+    def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """Yield how many values are at most each of `bounds`, which are some of its own."""
+        below = list(accumulate(self.counts))
+        for bound in bounds:
+            yield bound, below[bisect_left(self.bounds, bound)]
+
+
+class Histogram:
+    """Counts values into buckets. Not thread-safe."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...] = TIME_BOUNDS_S) -> None:
+        """Have a bucket up to each of `bounds`, and one above."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def read(self) -> Distribution:
+        """Return what has been counted so far."""
+        return Distribution(self._bounds, tuple(self._counts), self._sum)

@@ -1,0 +1,77 @@
+"""What can be seen of a running engine at one moment: requests and pages, and no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from twostroke.core.service import DEFAULT_SERVICE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.core.request import Request
+    from twostroke.engine.choice import Choice
+    from twostroke.schedule import SchedulerStats, SchedulerView
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A running request; times are on the engine's clock, 0 for what has not come yet.
+
+    `pages` are those that it holds, a tuple for each cache group (with `NO_PAGE`).
+    """
+
+    id: str
+    service: str
+    num_prompt: int
+    num_computed: int
+    num_output: int
+    num_cached: int
+    num_drafted: int
+    num_accepted: int
+    num_preemptions: int
+    arrival_s: float
+    first_token_s: float
+    last_token_s: float
+    pages: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who runs, by rank; the other fields are `SchedulerView`'s."""
+
+    stats: SchedulerStats
+    running: tuple[RequestView, ...]
+    counts: tuple[int, ...]
+    cached: tuple[int, ...]
+    waiting_since_s: float | None
+
+
+def take_view(seen: SchedulerView, choices: Mapping[str, Choice]) -> View:
+    """Add to what the scheduler shows what is known of each request's answer."""
+    running = [
+        _request(request, choices.get(request.id), pages)
+        for request, pages in zip(seen.running, seen.held, strict=True)
+    ]
+    return View(seen.stats, tuple(running), seen.counts, seen.cached, seen.waiting_since_s)
+
+
+def _request(
+    request: Request, choice: Choice | None, pages: tuple[tuple[int, ...], ...]
+) -> RequestView:
+    return RequestView(
+        id=request.id,
+        service=DEFAULT_SERVICE if choice is None else choice.service,
+        num_prompt=request.num_prompt,
+        num_computed=request.num_computed,
+        num_output=request.num_output if choice is None else choice.num_output,
+        num_cached=request.num_cached,
+        num_drafted=request.num_drafted,
+        num_accepted=request.num_accepted,
+        num_preemptions=request.num_preemptions,
+        arrival_s=request.arrival_s,
+        first_token_s=0.0 if choice is None else choice.first_token_s,
+        last_token_s=0.0 if choice is None else choice.last_token_s,
+        pages=pages,
+    )

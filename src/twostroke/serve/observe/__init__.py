@@ -1,0 +1,1 @@
+"""What operators see of a server: metrics, its state, logs, traces."""
