@@ -174,6 +174,7 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
         ({"token_ids": [5, 3]}, r"token_ids that are not ascending"),
         ({"kind": "hydra"}, r"none of eagle, medusa"),
         ({"accepted": [0.5]}, r"not a list of 4 numbers"),
+        ({"head_dim": 15}, r"head_dim = 15, and positions rotate pairs"),
         ({"format": 9}, r"this version of twostroke reads 1"),
     ):
         (folder / "heads.json").write_text(json.dumps(facts | change))

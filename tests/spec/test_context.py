@@ -88,6 +88,16 @@ def test_a_guess_does_not_run_into_another_answer():
     assert ask(proposer, make([9], [21, 22, 23]), 8) is None
 
 
+def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
+    monkeypatch.setattr("twostroke.spec.memory._MOST_TOKENS", 100)
+    proposer = ContextProposer()
+    for tenant in range(10):
+        proposer.finish(make([1, 2, 3], range(30), salt=bytes([tenant])))
+    remembered = proposer._memory._tenants
+    assert sum(len(index) for indices in remembered.values() for index in indices) <= 100
+    assert list(remembered) == [bytes([8]), bytes([9])]
+
+
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr("twostroke.spec.memory._GENERATION", 100)
     monkeypatch.setattr("twostroke.spec.memory._MOST_TENANTS", 3)

@@ -128,7 +128,8 @@ def test_a_disk_that_is_full_ends_the_collecting(
         ({"kind": "hydra"}, r"kind must be one of eagle, medusa, not hydra"),
         ({"depth": 17}, r"depth must be from 1 to 16, not 17"),
         ({"num_tokens": 0}, r"tokens must be at least 1, not 0"),
-        ({"minutes": 0}, r"minutes and the learning rate must be above zero"),
+        ({"minutes": 0}, r"minutes must be a number above zero, not 0"),
+        ({"learning_rate": float("inf")}, r"learning rate must be a number above zero, not inf"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:

@@ -3,6 +3,14 @@
 Drafts are rows like any other. A step draws a token behind each of them, and the scheduler keeps
 those behind drafts that were right (`core.tree.right_drafts`), so nothing here can change an
 answer: it can only cost or save time.
+
+Whether to guess at all is asked at four levels, from a step down to a request:
+
+- `WhilePaying` (choice): can any guess pay beside a step of so many rows? Not in a full batch.
+- `Balance`: have this proposer's guesses been worth what they took? If not, it rests for a while.
+- `Hope`: has the first guess been right often enough lately, of this request and of all? It is for
+  proposers whose guesses cost time before anybody knows their odds: a draft, heads, lookahead.
+- `Odds`: how often were guesses of just this kind right? They say how many of a proposal to take.
 """
 
 from twostroke.spec.choice import Always, Chooser, WhilePaying

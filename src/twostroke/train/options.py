@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from twostroke.core.errors import UsageError
@@ -46,5 +47,6 @@ class TrainOptions:
                 raise UsageError(f"{name} must be at least {low}, not {value}.")
         if not 1 <= self.depth <= MAX_DEPTH:
             raise UsageError(f"depth must be from 1 to {MAX_DEPTH}, not {self.depth}.")
-        if not self.minutes > 0 or not self.learning_rate > 0:
-            raise UsageError("minutes and the learning rate must be above zero.")
+        for name, number in (("minutes", self.minutes), ("learning rate", self.learning_rate)):
+            if not 0 < number < math.inf:
+                raise UsageError(f"{name} must be a number above zero, not {number:g}.")

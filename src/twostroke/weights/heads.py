@@ -163,6 +163,8 @@ def _facts(fields: Fields) -> HeadsFacts:
 
 def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
     head_dim = fields.integer("head_dim", MAX_HEAD_DIM)
+    if head_dim % 2:
+        fields.refuse("head_dim", "and positions rotate pairs of numbers")
     interleaved = fields.flag("rope_interleaved", default=False)
     return ModelSpec(
         architecture="llama",
