@@ -150,7 +150,7 @@ def test_special_tokens_are_not_shown_and_do_not_cut_characters() -> None:
     assert end is not None
     pieces, _ = _stream([first, end, second])
     assert pieces == ["", "", "é", ""]
-    shown = StreamDecoder(TOKENIZER, skip_special=False)
+    shown = StreamDecoder(TOKENIZER, shown_ids=TOKENIZER.special_ids)
     assert shown.feed(end) == END
 
 

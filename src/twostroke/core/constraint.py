@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from twostroke.core.preface import Preface
+
 NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters
 
@@ -24,7 +26,7 @@ class Constraint:
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is what the caller
-    calls it: errors name it.
+    calls it: errors name it. Before the text comes a `preface`, if there is one.
 
     Raises:
         RequestError: there is no such notation, the text is too long, or it is no Unicode text.
@@ -33,6 +35,7 @@ class Constraint:
     notation: str
     text: str
     param: str = field(default="constraint", compare=False)
+    preface: Preface | None = None
 
     def __post_init__(self) -> None:
         """Refuse what nobody could read."""

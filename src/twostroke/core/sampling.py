@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.constraint import Constraint
+    from twostroke.core.preface import Preface
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -70,7 +71,9 @@ class SamplingParams:
     wants the same of each prompt token but the first, and then `max_tokens` may be 0. `stop` and
     `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given. With a
     `constraint` the answer is one that it allows, or the beginning of one if it was cut; where
-    nothing can be added any more it ends, whatever `min_tokens` says.
+    nothing can be added any more it ends, whatever `min_tokens` says. A `preface`, such as a
+    model's reasoning, is left alone by it and by stop strings, which both apply behind it.
+    `shown_ids` are special tokens that the answer's text shows, which else it leaves out.
 
     Raises:
         RequestError: a value is outside its bounds; `param` names the field.
@@ -95,6 +98,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    preface: Preface | None = None
+    shown_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""

@@ -45,7 +45,12 @@ class Choice:
         """Make the choice of a new request."""
         params = request.params
         decoder = StreamDecoder(
-            tokenizer, params.stop, include_stop=params.include_stop, min_tokens=params.min_tokens
+            tokenizer,
+            params.stop,
+            include_stop=params.include_stop,
+            shown_ids=params.shown_ids,
+            min_tokens=params.min_tokens,
+            preface=params.preface,
         )
         return cls(request, index, decoder, mailbox, service)
 

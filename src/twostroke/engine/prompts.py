@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
-from twostroke.engine.tool_prompt import with_tools_in_words
+from twostroke.engine.manners import manners_of
+from twostroke.engine.thinking import AS_IT_IS, marks_of, preface_of, variables_of, with_reasoning
+from twostroke.engine.tool_prompt import fitted
 from twostroke.tokenize import encode_infill
+from twostroke.tokenize.messages import checked_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
+    from twostroke.engine.manners import Manners
+    from twostroke.engine.thinking import Marks, Thinking
     from twostroke.tokenize import InfillTokens, Prompt, Tokenizer
     from twostroke.tokenize.templates import ChatTemplate
 
@@ -32,6 +38,22 @@ class Chat:
 
         return ChatTemplate.for_tokenizer(self._tokenizer)
 
+    @cached_property
+    def manners(self) -> Manners:
+        """How tools are shown, and in which form they are called."""
+        return manners_of(self._template, self._tokenizer)
+
+    @cached_property
+    def _marks(self) -> Marks | None:
+        return marks_of(self._template, self._tokenizer)
+
+    def preface(self, prompt: Prompt, continued: str = "") -> Preface | None:
+        """Return the reasoning that may come first in what follows a prompt.
+
+        `continued` is the text that is to be gone on from, where it is a message's.
+        """
+        return None if self._marks is None else preface_of(self._marks, prompt, continued)
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -39,27 +61,32 @@ class Chat:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        thinking: Thinking = AS_IT_IS,
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
         A template that knows nothing of tools is given them, and calls of them, in words. The last
-        message may be one to be continued.
+        message may be one to be continued. `thinking` is what is asked of the model's reasoning.
 
         Raises:
-            RequestError: the messages are not as they should be, or do not suit the template.
+            RequestError: the messages are not as they should be, or do not suit the template, or
+                it cannot do what is asked of it.
             ModelFormatError: the model's template is not valid.
         """
-        template, shown = self._template, tools or None
-        has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
-        if not template.knows_tools:
-            if tools or has_calls:
-                messages = with_tools_in_words(messages, tools)
-            shown = None
+        template = self._template
+        shown, is_text = None, False
+        if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
+            checked = checked_messages(messages, has_text_arguments=True)
+            messages = fitted(checked, tools, self.manners)
+            shown = tools if tools and self.manners.shows_tools else None
+            is_text = self.manners.has_text_arguments
         return template.render(
-            messages,
+            with_reasoning(messages, template.keys),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=shown,
+            has_text_arguments=is_text,
+            **variables_of(thinking, template.variables, self._marks),
         )
 
 
@@ -107,22 +134,33 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    thinking: Thinking = AS_IT_IS,
 ) -> list[int]:
     """Return the token ids of a conversation, ready for the assistant's turn or the rest of it.
 
     Raises:
         RequestError: the model has no chat template, or the messages do not suit it.
     """
-    if card.chat_template is None:
-        message = f"{card.name} has no chat template: use plain completions instead."
-        raise RequestError(message, param="messages")
-    prompt = card.chat_template.render(
+    prompt = chat_of(card).render(
         messages,
         tools,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        thinking=thinking,
     )
     return card.tokenizer.encode_prompt(prompt)
+
+
+def chat_of(card: ModelCard) -> Chat:
+    """Return the chat template of a model.
+
+    Raises:
+        RequestError: it has none.
+    """
+    if card.chat_template is None:
+        message = f"{card.name} has no chat template: use plain completions instead."
+        raise RequestError(message, param="messages")
+    return card.chat_template
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:

@@ -1,48 +1,109 @@
-"""Tools and their calls in the words of a prompt, for chat templates that know nothing of them."""
+"""Tools, their calls and results as a chat template can show them, in words if not otherwise."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.engine.call_forms import HERMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-_INSTRUCTIONS = """\
+    from twostroke.engine.manners import Manners
+
+_SHORT_ID: Final = 9  # characters
+_INSTRUCTIONS: Final = """\
 You can call these functions, each described on a line of its own as JSON:
 {tools}
 To call one, write its name and its arguments as JSON, in this form and nothing else:
-<tool_call>
-{{"name": "the function's name", "arguments": {{"the argument's name": "its value"}}}}
-</tool_call>
+{form}
 The result comes in the next message. Without need of a function, answer as usual."""
+_EXAMPLE: Final = ("the function's name", '{"the argument\'s name": "its value"}')
 
 
-def with_tools_in_words(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+def fitted(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], manners: Manners
 ) -> list[dict[str, Any]]:
-    """Return a conversation in which tools, calls and results are plain text."""
+    """Return a conversation as a template of these manners takes it.
+
+    `tools` are put in where it does not take them by themselves.
+    """
+    told = [dict(message) for message in messages]
+    if manners.writes_calls and not manners.takes_several:
+        told = list(_one_by_one(told))
+    told = [_fitted(message, manners) for message in told]
+    if manners.shows_tools_of_system and tools:
+        if told[0]["role"] != "system":
+            told.insert(0, {"role": "system", "content": ""})
+        told[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    elif tools and not manners.shows_tools:
+        _instruct(told, tools)
+    return told if manners.writes_results else _joined(told)
+
+
+def _instruct(told: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Let the system message say what may be called, and how."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = _INSTRUCTIONS.format(tools=described) if tools else ""
-    told = [_in_words(message) for message in messages]
-    if instructions and told and told[0]["role"] == "system":
+    instructions = _INSTRUCTIONS.format(tools=described, form=HERMES.write([_EXAMPLE]))
+    if told and told[0]["role"] == "system":
         told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{instructions}"}
-    elif instructions:
+    else:
         told.insert(0, {"role": "system", "content": instructions})
-    return _joined(told)
 
 
-def _in_words(message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message["role"], message.get("content") or ""
-    if role == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
-    return {"role": role, "content": "\n".join(filter(None, [content, *calls]))}
+def _fitted(message: dict[str, Any], manners: Manners) -> dict[str, Any]:
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    if message["role"] == "tool":
+        if not manners.writes_results:
+            return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        if manners.has_short_ids and "tool_call_id" in message:
+            message["tool_call_id"] = _short(message["tool_call_id"])
+        return message
+    if not calls:
+        return message | {"content": content}
+    if not manners.writes_calls:
+        functions = [call["function"] for call in calls]
+        written = manners.form.write((f["name"], f["arguments"]) for f in functions)
+        del message["tool_calls"]
+        return message | {"content": "\n".join(filter(None, [content, written]))}
+    if manners.has_short_ids:
+        calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
+    without = None if manners.has_null_content else ""
+    return message | {"content": content or without, "tool_calls": calls}
 
 
-def _call(function: Mapping[str, Any]) -> str:
-    name, arguments = json.dumps(function["name"]), function["arguments"]
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+def _short(call_id: str) -> str:
+    """Return an id of nine letters or digits, the same for the same one."""
+    if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
+
+
+def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the messages with an answer of several calls as several, each before its result."""
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            yield message
+            continue
+        end = place
+        while end < len(messages) and messages[end]["role"] == "tool":
+            end += 1
+        results: dict[object, list[dict[str, Any]]] = {}
+        for result in messages[place:end]:
+            results.setdefault(result.get("tool_call_id"), []).append(result)
+        place = end
+        for call in calls:
+            yield message | {"tool_calls": [call]}
+            message = message | {"content": ""}  # said once
+            yield from results.pop(call.get("id"), ())
+        for rest in results.values():
+            yield from rest
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,13 +12,14 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
-from twostroke.sample.schema import check_keywords
+from twostroke.sample.lark import behind
+from twostroke.sample.schema import JSON_FORM, check_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.tokenize import Tokenizer
 
+T = TypeVar("T")
+
 _MAX_KNOWN: Final = 64  # compiled grammars that are kept
+_MAX_REFUSED: Final = 256  # of those that cannot be compiled, the reason is kept
 _MAX_ERROR: Final = 300  # characters
 MAX_CHOICES: Final = 1024
 _NICENESS: Final = 10  # of the thread that compiles
@@ -45,15 +49,6 @@ _NAMES: Final = {
     "choice": "The list of choices",
     "grammar": "The grammar",
     "lark": "The grammar",
-}
-
-# JSON is written as Python's json.dumps does: a weak model would otherwise fill its answer with
-# blanks, of which a schema allows any number.
-_JSON_FORM: Final[Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "lenient": False,
 }
 
 # At the rates that llguidance gives: a tenth of a second of compiling, and some ten milliseconds
@@ -87,7 +82,8 @@ class Grammars:
         self.num_words = -(-vocab_size // 32)  # of a mask
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._known: OrderedDict[tuple[str, str], GrammarMatcher] = OrderedDict()
+        self._known: OrderedDict[Constraint, GrammarMatcher] = OrderedDict()
+        self._refused: OrderedDict[Constraint, str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known
         self._compiling = threading.Lock()
 
@@ -112,19 +108,36 @@ class Grammars:
                 return known
             compiled = _on_large_stack(self._compile, constraint)
             with self._lock:
-                self._known[constraint.notation, constraint.text] = compiled
-                if len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
+                _remember(self._known, constraint, compiled, _MAX_KNOWN)
                 return compiled
 
     def known(self, constraint: Constraint) -> GrammarMatcher | None:
         """Return what `compile` would return at once, if it would."""
-        key = constraint.notation, constraint.text
         with self._lock:
-            compiled = self._known.get(key)
+            compiled = self._known.get(constraint)
             if compiled is not None:
-                self._known.move_to_end(key)
+                self._known.move_to_end(constraint)
             return compiled
+
+    def refusal(self, constraint: Constraint, *, only_known: bool = False) -> str | None:
+        """Return why a constraint cannot be used, or None; what it compiles is not kept.
+
+        `only_known` looks at earlier answers only, and takes no time.
+        """
+        with self._lock:
+            if (why := self._refused.get(constraint)) is not None:
+                self._refused.move_to_end(constraint)
+                return why
+            if only_known or constraint in self._known:
+                return None
+        try:
+            with self._compiling:
+                _on_large_stack(self._compile, constraint)
+        except RequestError as error:
+            with self._lock:
+                _remember(self._refused, constraint, error.message, _MAX_REFUSED)
+            return error.message
+        return None
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes a second or two in which no other thread gets far.
@@ -139,6 +152,8 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         text, limits = _grammar(constraint), LLParserLimits(**_LIMITS)
+        if constraint.preface is not None:
+            text = behind(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint)
         # The first mask is the most work, and is not done again.
@@ -255,6 +270,12 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
+def _remember(known: OrderedDict[Constraint, T], key: Constraint, value: T, most: int) -> None:
+    known[key] = value
+    if len(known) > most:
+        known.popitem(last=False)
+
+
 def _on_large_stack(
     compile_: Callable[[Constraint], GrammarMatcher], constraint: Constraint
 ) -> GrammarMatcher:
@@ -282,7 +303,8 @@ def _grammar(constraint: Constraint) -> str:
     try:
         if notation == "json_schema":
             check_keywords(text)
-            return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
+            form: Any = dict(JSON_FORM)
+            return LLMatcher.grammar_from_json_schema(text, overrides=form)
         if notation == "choice" and not _are_texts(json.loads(text)):
             message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
             raise _refusal(constraint, message)
@@ -303,8 +325,10 @@ def _refusal(constraint: Constraint, why: str) -> RequestError:
 
 
 def _first_line(text: str) -> str:
-    """Return the beginning of an error's text: the rest is of the engine's inside."""
+    """Return what an error's text says first: the rest is of the engine's inside."""
     if "coerce_one_of" in text:
         text = "the alternatives of a oneOf overlap, which is not supported; anyOf is"
-    line = text.strip().partition("\n")[0][:_MAX_ERROR]
+    lines = text.strip().splitlines() or [""]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (told or lines)[0][:_MAX_ERROR]
     return line if line.endswith(".") else f"{line}."

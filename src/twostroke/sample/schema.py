@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.core.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 # Keywords by what stands in them: one schema (or a list of them), or schemas under names.
 SCHEMAS: Final = frozenset(
@@ -27,6 +27,17 @@ VALUES: Final = frozenset(
 ANNOTATIONS: Final = frozenset(
     ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title")
 ) | {"writeOnly"}
+
+ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+
+# JSON is written as Python's json.dumps does: a weak model would otherwise fill its answer with
+# blanks, of which a schema allows any number.
+JSON_FORM: Final[Mapping[str, Any]] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
 
 _KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
 

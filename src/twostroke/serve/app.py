@@ -195,12 +195,13 @@ class Api:
             job = dialect.read(decoder.decode(body))
             name = self._name(job.model)
             check_choices(job, limits.max_choices)
-            return job, job.encode(self.client.card), name
+            split = self.options.splits_reasoning
+            return job, job.encode(self.client.card, splits_reasoning=split), name
 
         async def generate(request: Request) -> Any:
             job, encoded, name = await _read(request, limits, prepare)
             if (constraint := encoded.params.constraint) is not None:
-                compiling = self._compiler.grammar(constraint)
+                compiling = self._compiler.grammar(encoded.calls or constraint)
                 encoded.grammar = await while_connected(request.receive, compiling)
             reply = Reply(
                 id=dialect.prefix + secrets.token_hex(16),
@@ -209,6 +210,7 @@ class Api:
                 job=job,
                 prompts=encoded.prompts,
                 tokenizer=self.client.card.tokenizer,
+                reading=encoded.reading,
             )
             answers = Answers(self.client, job, encoded, self.metrics, self._open)
             if job.stream:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import OverloadedError, RequestError
+from twostroke.serve.tools import ToolForm
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
@@ -25,13 +27,18 @@ class Compiler:
         self._thread = ThreadPoolExecutor(1, "twostroke-compile")
         self._num_waiting = 0
 
-    async def grammar(self, constraint: Constraint) -> GrammarMatcher:
+    async def grammar(self, asked: Constraint | ToolForm) -> GrammarMatcher:
         """Return a constraint compiled: its copies are the matchers of requests.
+
+        That of tools asks less of the arguments of those whose schema cannot be kept to.
 
         Raises:
             RequestError: it cannot be used, or takes too long.
             OverloadedError: too many others wait for their turn.
         """
+        if isinstance(asked, ToolForm):
+            asked = asked.without_refused(partial(self._grammars.refusal, only_known=True))
+        constraint = asked.constraint() if isinstance(asked, ToolForm) else asked
         if known := self._grammars.known(constraint):
             return known
         if self._num_waiting >= MAX_WAITING:
@@ -39,7 +46,7 @@ class Compiler:
             raise OverloadedError(message)
         self._num_waiting += 1
         try:
-            return await self._compile(constraint)
+            return await self._in_turn(constraint, asked)
         finally:
             self._num_waiting -= 1
 
@@ -47,12 +54,14 @@ class Compiler:
         """Begin no more of them, and end the thread once it is done with the one it has."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _compile(self, constraint: Constraint) -> GrammarMatcher:
+    async def _in_turn(
+        self, constraint: Constraint, asked: Constraint | ToolForm
+    ) -> GrammarMatcher:
         loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
 
         def compile_() -> GrammarMatcher:
             loop.call_soon_threadsafe(has_begun.set)
-            return self._grammars.compile(constraint)
+            return self._compile(constraint, asked)
 
         work = loop.run_in_executor(self._thread, compile_)
         try:
@@ -64,3 +73,14 @@ class Compiler:
             raise RequestError(message, param=param) from None
         finally:
             work.cancel()  # where the client left before its turn
+
+    def _compile(self, constraint: Constraint, asked: Constraint | ToolForm) -> GrammarMatcher:
+        try:
+            return self._grammars.compile(constraint)
+        except RequestError:
+            if not isinstance(asked, ToolForm):
+                raise
+            free = asked.without_refused(self._grammars.refusal)
+            if free is asked:
+                raise
+            return self._grammars.compile(free.constraint())

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from twostroke.serve.reading import PLAIN, Reading
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion, Output, Usage
     from twostroke.serve.job import Job
+    from twostroke.serve.reading import AnswerReader
     from twostroke.tokenize import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -26,7 +29,8 @@ encode_json = msgspec.json.Encoder().encode
 class Reply:
     """What is the same in every piece of one response.
 
-    `prompts` are the jobs' token ids, in order. `created_s` is Unix time.
+    `prompts` are the jobs' token ids, in order, and `reading` says how the answers are to be read.
+    `created_s` is Unix time.
     """
 
     id: str
@@ -35,6 +39,11 @@ class Reply:
     job: Job
     prompts: Sequence[Sequence[int]]
     tokenizer: Tokenizer
+    reading: Reading = PLAIN
+
+    def reader(self) -> AnswerReader:
+        """Return a reader for one of its answers."""
+        return self.reading.reader(self.tokenizer)
 
 
 class Writer(Protocol):

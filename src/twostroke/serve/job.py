@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
@@ -10,23 +10,25 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Usage, join
-from twostroke.engine.prompts import (
-    encode_chat,
-    encode_gap,
-    encode_text,
-    ending_gaps,
-    to_hints,
-)
+from twostroke.engine.prompts import chat_of, encode_gap, encode_text, ending_gaps, to_hints
+from twostroke.engine.thinking import AS_IT_IS
+from twostroke.sample.lark import special_marks
+from twostroke.serve.reading import PLAIN, Reading
+from twostroke.serve.tools import ToolForm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from twostroke.core.preface import Preface
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.output import Completion, Output
+    from twostroke.engine.thinking import Thinking
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.serve.observe.metrics import Metrics
+    from twostroke.serve.tools import Tools
+    from twostroke.tokenize import Prompt as Rendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,14 @@ class Conversation:
 
     `tools` may be called in the answer; they are OpenAI's objects. `continues` lets the answer go
     on from the last message's text; `has_turn` begins the assistant's turn behind the messages
-    otherwise.
+    otherwise. `thinking` is what is asked of the model's reasoning.
     """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
     continues: bool = False
     has_turn: bool = True
+    thinking: Thinking = AS_IT_IS
 
     def encode(self, card: ModelCard) -> list[int]:
         """Return its token ids.
@@ -49,13 +52,22 @@ class Conversation:
         Raises:
             RequestError: the chat template is missing or refuses the messages.
         """
-        return encode_chat(
-            card,
+        return card.tokenizer.encode_prompt(self.render(card))
+
+    def render(self, card: ModelCard) -> Rendered:
+        """Return what the chat template makes of it; raises as `encode` does."""
+        return chat_of(card).render(
             self.messages,
             self.tools,
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
+            thinking=self.thinking,
         )
+
+    def preface(self, card: ModelCard, rendered: Rendered) -> Preface | None:
+        """Return the reasoning that may come first in the answer."""
+        continued = self.messages[-1].get("content") or "" if self.continues else ""
+        return chat_of(card).preface(rendered, continued)
 
 
 Prompt = str | list[int] | Conversation
@@ -63,14 +75,18 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(slots=True)
 class Encoded:
-    """A job's texts as token ids, a list a prompt, and what the model adds to its parameters.
+    """A job as it is for one model.
 
-    `grammar` is the constraint of `params`, once it is compiled.
+    `prompts` are its texts as token ids, a list a prompt. `params` have what the model adds to
+    them; their constraint is that of `calls`, if there are any, and `grammar` is the same once it
+    is compiled. `reading` says how the answers are to be read.
     """
 
     prompts: list[list[int]]
     params: SamplingParams
     hints: Hints
+    reading: Reading = PLAIN
+    calls: ToolForm | None = None
     grammar: GrammarMatcher | None = None
 
 
@@ -80,9 +96,9 @@ class Job:
 
     `model` is the name that the client used, None for whichever there is. `echo` repeats each
     prompt before its answer. With a `suffix`, for texts and ids alone, answers stand between each
-    prompt and that. `timings` wants to be told how long things took;
-    `functions` are those whose calls are to be read out of the answers. `speculate` and the
-    text of `prediction` are the engine's `Hints`.
+    prompt and that. `timings` wants to be told how long things took. `tools` may be called in the
+    answers to a conversation, and hold them to their form. `speculate` and the text of `prediction`
+    are the engine's `Hints`.
     """
 
     model: str | None
@@ -96,30 +112,57 @@ class Job:
     echo: bool = False
     suffix: str = ""
     timings: bool = False
-    functions: tuple[str, ...] = ()
+    tools: Tools | None = None
 
     @property
     def num_choices(self) -> int:
         """How many answers there will be."""
         return len(self.prompts) * self.params.n
 
-    def encode(self, card: ModelCard) -> Encoded:
-        """Return its texts as token ids.
+    def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
+        """Return it as it is for a model, whose reasoning may be told from the answers.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model cannot
                 fill in the middle.
         """
+        hints = to_hints(card, self.speculate, self.prediction)
+        first = self.prompts[0]
+        if isinstance(first, Conversation):
+            return self._encode_chat(first, card, hints, splits_reasoning=splits_reasoning)
         params = ending_gaps(card, self.params) if self.suffix else self.params
         prompts = [self._encode(prompt, card) for prompt in self.prompts]
-        return Encoded(prompts, params, to_hints(card, self.speculate, self.prediction))
+        return Encoded(prompts, params, hints)
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
-        if isinstance(prompt, Conversation):
-            return prompt.encode(card)
+        assert not isinstance(prompt, Conversation)
         if self.suffix:
             return encode_gap(card, prompt, self.suffix)
         return encode_text(card, prompt)
+
+    def _encode_chat(
+        self, prompt: Conversation, card: ModelCard, hints: Hints, *, splits_reasoning: bool
+    ) -> Encoded:
+        rendered = prompt.render(card)
+        params, calls = self.params, None
+        tokens = [card.tokenizer.encode_prompt(rendered)]
+        preface = prompt.preface(card, rendered)
+        if preface is None and self.tools is None:
+            return Encoded(tokens, params, hints)
+        constraint = params.constraint
+        if constraint is not None:
+            constraint = replace(constraint, preface=preface)
+        reading = Reading(preface=preface if splits_reasoning else None)
+        marks: tuple[str, ...] = () if preface is None else (preface.begin, preface.end)
+        if self.tools is not None:
+            form = chat_of(card).manners.form
+            calls = ToolForm(self.tools, form, card.tokenizer, preface)
+            constraint = calls.constraint()
+            reading = replace(reading, functions=self.tools.names, form=form)
+            marks += form.all_marks
+        shown_ids = frozenset(special_marks(marks, card.tokenizer).values())
+        params = replace(params, constraint=constraint, preface=preface, shown_ids=shown_ids)
+        return Encoded(tokens, params, hints, reading, calls)
 
 
 class Answers:

@@ -50,6 +50,7 @@ class ServeOptions:
         drain_s: how long a stopping server lets running requests finish.
         dashboard: whether to show the dashboard's page and state; None shows them where the host
             is this machine's own (loopback) address, and nowhere else.
+        splits_reasoning: whether a model's reasoning is told from its answers, or left in them.
         limits: what one client may do.
     """
 
@@ -59,6 +60,7 @@ class ServeOptions:
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
     dashboard: bool | None = None
+    splits_reasoning: bool = True
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -10,26 +10,33 @@ from twostroke.core.errors import RequestError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
 
 
 def checked_messages(
-    messages: Sequence[Mapping[str, object]], *, keep_parts: bool = False
+    messages: Sequence[Mapping[str, object]],
+    *,
+    keep_parts: bool = False,
+    has_text_arguments: bool = False,
 ) -> list[dict[str, Any]]:
     """Return `messages` as plain dictionaries; RequestError says which one is wrong and why.
 
     Content is a string, null, or a list of text parts, which are joined with line breaks unless
     the template reads parts (`keep_parts`). The
     arguments of tool calls, a JSON string in OpenAI's protocol, become what they stand for, as
-    templates expect.
+    templates expect, unless one wants the string (`has_text_arguments`).
     """
     if isinstance(messages, (str, bytes)) or not hasattr(messages, "__len__"):
         raise RequestError("messages must be a list.", param="messages")
     if not messages:
         raise RequestError("messages is empty; a chat needs at least one.", param="messages")
     checked = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-    for message in checked:
+    for place, message in enumerate(checked):
+        for call in message.get("tool_calls") or ():
+            _check_call(call, f"messages[{place}].tool_calls")
+            if not has_text_arguments:
+                _read_arguments(call["function"], f"messages[{place}].tool_calls")
         if isinstance(message["content"], list) and not keep_parts:
             message["content"] = "\n".join(part["text"] for part in message["content"])
     return checked
@@ -61,8 +68,6 @@ def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
     if "content" not in checked and "tool_calls" not in checked:
         raise RequestError(f"{where} has no content.", param=f"{where}.content")
     checked["content"] = _content(checked.get("content"), f"{where}.content")
-    for call in checked.get("tool_calls") or ():
-        _read_arguments(call, where)
     return checked
 
 
@@ -84,19 +89,18 @@ def _content(content: object, where: str) -> str | list[dict[str, str]] | None:
     return parts
 
 
-def _read_arguments(call: object, where: str) -> None:
+def _check_call(call: object, where: str) -> None:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f"{where}.tool_calls must hold objects with function.name.", param=f"{where}.tool_calls"
-        )
+        raise RequestError(f"{where} must hold objects with function.name.", param=where)
+
+
+def _read_arguments(function: dict[str, Any], where: str) -> None:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return
     try:
-        function["arguments"] = (
-            plain(json.loads(arguments), f"{where}.tool_calls") if arguments else {}
-        )
+        function["arguments"] = plain(json.loads(arguments), where) if arguments else {}
     except (ValueError, RecursionError):
         # What a model wrote need not be JSON; a template then prints it as the string it is.
         function["arguments"] = arguments

@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING
 
+from twostroke.tokenize.preface import Part, PrefaceCutter
 from twostroke.tokenize.stops import StopMatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
+    from twostroke.core.preface import Preface
     from twostroke.tokenize.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -30,15 +32,21 @@ class StreamDecoder:
         stop_strings: Sequence[str] = (),
         *,
         include_stop: bool = False,
-        skip_special: bool = True,
+        shown_ids: Collection[int] = (),
         min_tokens: int = 0,
+        preface: Preface | None = None,
     ) -> None:
-        """`min_tokens` tokens pass before their text is searched for stop strings."""
+        """`min_tokens` tokens pass before their text is searched for stop strings.
+
+        Nor is that of a `preface`. Special tokens are left out, but for `shown_ids`.
+        """
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        specials = tokenizer.special_ids
+        self._skipped = specials.difference(shown_ids) if shown_ids else specials
         self._include_stop = include_stop
         self._num_unsearched = min_tokens
         self._matcher = StopMatcher(stop_strings) if any(stop_strings) else None
+        self._cutter = PrefaceCutter(preface) if preface and self._matcher else None
         self._decoder = _UTF8("replace")
         self._partial = False  # the decoder holds the first bytes of a character
         self._held = ""
@@ -67,10 +75,13 @@ class StreamDecoder:
             text = text.removeprefix(" ")
             self._strip_space = False
             self._look()
+        if not self._matcher:
+            return text
+        before, text = self._cut(text)
         if self._num_unsearched:
             self._num_unsearched -= 1
-            return text
-        return self._release(text) if self._matcher else text
+            return before + text
+        return before + self._release(text)
 
     def finish(self) -> str:
         """Return what was still held back: the answer is over.
@@ -81,7 +92,8 @@ class StreamDecoder:
             return ""
         text = self._decoder.decode(b"", final=True)
         if self._matcher:
-            text = self._release(text)
+            before, text = self._cut(text, is_last=True)
+            text = before + self._release(text)
             text = text if self.stop is not None else text + self._held
         self._finished = True
         self._held = ""
@@ -91,6 +103,16 @@ class StreamDecoder:
     def _look(self) -> None:
         """See whether tokens are just their texts, as mostly: then these can be looked up."""
         self._is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
+
+    def _cut(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        """Return what is not searched, as it belongs to a preface, and what is."""
+        if self._cutter is None:
+            return "", text
+        found = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
+        behind = "".join([part for kind, part in found if kind is Part.BEHIND])
+        if self._cutter.place is Part.BEHIND:
+            self._cutter = None
+        return "".join([part for kind, part in found if kind is not Part.BEHIND]), behind
 
     def _release(self, text: str) -> str:
         assert self._matcher is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
 from twostroke.tokenize import guards
@@ -67,6 +68,20 @@ def reads_parts(tree: nodes.Template) -> bool:
             if name == "content":
                 return True
     return False
+
+
+def read_variables(tree: nodes.Template) -> frozenset[str]:
+    """Return the names of the variables that the template wants to be given."""
+    return frozenset(find_undeclared_variables(tree))
+
+
+def read_keys(tree: nodes.Template) -> frozenset[str]:
+    """Return the names under which the template looks into things, such as messages."""
+    names = {node.attr for node in tree.find_all(nodes.Getattr)}
+    items = [node.arg for node in tree.find_all(nodes.Getitem)]
+    items += [arg for call in tree.find_all(nodes.Call) for arg in call.args[:1]]
+    consts = {node.value for node in items if isinstance(node, nodes.Const)}
+    return frozenset(names | {value for value in consts if isinstance(value, str)})
 
 
 def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:

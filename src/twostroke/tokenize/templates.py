@@ -14,7 +14,7 @@ from twostroke.tokenize.marks import Marker
 from twostroke.tokenize.messages import checked_messages, plain
 from twostroke.tokenize.meter import Meter, RenderBudget
 from twostroke.tokenize.sandbox import TemplateEnvironment
-from twostroke.tokenize.template_tree import reads_parts
+from twostroke.tokenize.template_tree import read_keys, read_variables, reads_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -64,6 +64,8 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`; ModelFormatError if it is not a template.
 
+        Afterwards `variables` and `keys` are the names that it reads, of variables and in things.
+
         `tokenizer` says which texts are special tokens and what `bos_token` and the like are;
         without one, nothing is special. `now` is the clock behind `strftime_now`.
         """
@@ -81,6 +83,7 @@ class ChatTemplate:
         try:
             tree = self._environment.parse(source)
             self._keep_parts = reads_parts(tree)
+            self.variables, self.keys = read_variables(tree), read_keys(tree)
             self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
             self._template = self._environment.guarded(tree, self._marker.mark)
         except TemplateSyntaxError as error:
@@ -113,11 +116,6 @@ class ChatTemplate:
             source = _CHATML
         return cls(source, tokenizer, budget=budget)
 
-    @property
-    def knows_tools(self) -> bool:
-        """Whether it shows tools, and calls of them in `<tool_call>` as Qwen and Hermes do."""
-        return "tools" in self.source and "<tool_call>" in self.source
-
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -125,13 +123,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
+        has_text_arguments: bool = False,
         **extra: object,
     ) -> Prompt:
         """Return the prompt for `messages`; encode it with `Tokenizer.encode_prompt`.
 
         With `continue_final_message` the prompt ends where the last message's text does, to be
         continued; there is no generation prompt then. `tools` are JSON schemas of functions,
-        `extra` further variables of the template such as `enable_thinking`. Raises RequestError
+        `extra` further variables of the template such as `enable_thinking`. Arguments of calls are
+        objects, or with `has_text_arguments` as they were given. Raises RequestError
         for messages that are not well formed or that the template refuses, BudgetError when it
         takes too much time or space.
         """
@@ -142,7 +142,9 @@ class ChatTemplate:
                 raise RequestError(f"'{name}' is the chat template's own name.", param=name)
             variables[name] = plain(value, name)
         variables.setdefault("documents", None)  # as transformers has it: defined, and none
-        checked = checked_messages(messages, keep_parts=self._keep_parts)
+        checked = checked_messages(
+            messages, keep_parts=self._keep_parts, has_text_arguments=has_text_arguments
+        )
         if continue_final_message:
             self._mark_end(checked[-1])
         variables["messages"] = self._marker.with_roles(checked)

@@ -111,13 +111,13 @@ def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
         {"role": "user", "content": "c"},
     ]
     openai = [
-        {"role": "system", "content": "a"},
-        {"role": "user", "content": "the world"},
+        {"role": "system", "content": "a\nd"},
+        {"role": "user", "content": "the \nworld"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
     expected = server.chat(messages=openai, max_tokens=1).json()["usage"]["prompt_tokens"]
-    for system in ("a", [{"type": "text", "text": "a"}]):
+    for system in ("a\nd", [{"type": "text", "text": "a"}, {"type": "text", "text": "d"}]):
         counted = server.http.post(COUNT, json={"messages": said, "system": system}).json()
         assert counted == {"input_tokens": expected}
 
@@ -194,12 +194,10 @@ REFUSED: list[tuple[Fields, str]] = [
         "messages[0].content[0].type does not support 'image'.",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "thinking"}]}]},
-        "messages[0].content[0].type does not support 'thinking'.",
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+        "messages[0].content[0] belongs to a message of the other role, not user.",
     ),
     ({"cache_control": {"type": "forever"}}, "cache_control.type"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported yet"),
-    ({"thinking": {"type": "adaptive"}}, "thinking is not supported yet"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported yet"),
     ({"container": "c"}, "container is not supported yet"),
     ({"output_config": {"effort": "low"}}, "output_config.effort is not supported yet"),

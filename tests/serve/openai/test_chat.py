@@ -42,6 +42,7 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
             "total_tokens": 20,
             "prompt_tokens_details": {},
             "completion_tokens_details": {
+                "reasoning_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
             },

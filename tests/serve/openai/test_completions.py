@@ -29,6 +29,7 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
             **usage,
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {
+                "reasoning_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
             },
@@ -47,7 +48,7 @@ def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None
     usage = (
         '{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
         '"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":'
-        '{"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}'
+        '{"reasoning_tokens":0,"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}'
     )
     expected = (
         f'{start}{{"index":0,"text":"hello","logprobs":null,"finish_reason":null}}],'

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
+from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.anthropic.reply import MessageWriter, whole
 from twostroke.serve.anthropic.tools import (
     Block,
     CacheControl,
     Choice,
+    RedactedThinkingBlock,
     TextBlock,
+    ThinkingBlock,
     Tool,
     ToolResultBlock,
     ToolUseBlock,
     calls_of,
     read_tools,
+    reasoning_of,
     results_of,
     text_of,
 )
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 ROLES: Final = ("user", "assistant")
 
+_OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
+
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "container": (),
     "context_management": (),
@@ -42,7 +48,6 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
     "thread": (),
 }
 NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
@@ -70,6 +75,32 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Any = None
 
 
+class ThinkingOn(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"
+):
+    """The model is to reason; the budget is a wish that it knows nothing of."""
+
+    budget_tokens: int
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingAsNeeded(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"
+):
+    """The model is to reason where it thinks fit."""
+
+    display: Literal["summarized"] | None = None
+
+
+class ThinkingOff(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"
+):
+    """The model is not to reason."""
+
+
+ThinkingConfig = ThinkingOn | ThinkingAsNeeded | ThinkingOff
+
+
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What becomes the prompt. null is the same as leaving a field out."""
 
@@ -79,6 +110,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     tools: list[Tool] | None = None
     tool_choice: Choice | None = None
+    thinking: ThinkingConfig | None = None
 
     # Refused unless neutral.
     cache_control: CacheControl | None = None
@@ -88,7 +120,6 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     inference_geo: Any = None
     mcp_servers: Any = None
     speed: Any = None
-    thinking: Any = None
     thread: Any = None
 
 
@@ -127,13 +158,14 @@ def read(asked: MessagesRequest) -> Job:
     if tools is not None and constraint is not None:
         message = "tools cannot be combined with output_config.format: leave one of them out."
         raise RequestError(message, param="tools")
+    _check_thinking(asked)
     values = {
         "max_tokens": asked.max_tokens,
         "temperature": temperature,
         "top_k": asked.top_k,
         "top_p": asked.top_p,
         "stop": _stops(asked.stop_sequences or []),
-        "constraint": constraint if tools is None else tools.constraint(),
+        "constraint": constraint,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     return Job(
@@ -142,7 +174,7 @@ def read(asked: MessagesRequest) -> Job:
         params=SamplingParams(**given),
         caller=Caller(prompt_field="messages"),
         stream=bool(asked.stream),
-        functions=() if tools is None else tuple(name for name, _ in tools.callable),
+        tools=tools,
     )
 
 
@@ -174,7 +206,7 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
         for turn in _turns(message, f"messages[{place}].content"):
             before = turns[-1] if turns else {}
             if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
-                turns[-1] = turn
+                turns[-1] = before | turn
                 texts[-1].append(turn["content"])
             else:
                 turns.append(turn)
@@ -189,7 +221,18 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
         error += "call of a tool." if last.get("tool_calls") else "space."
         raise RequestError(error, param="messages")
     shown = tools.shown if tools is not None else ()
-    return Conversation(tuple(turns), shown, continues=continues)
+    thinking = AS_IT_IS
+    if asked.thinking is not None and not isinstance(asked.thinking, ThinkingAsNeeded):
+        thinking = Thinking(isinstance(asked.thinking, ThinkingOn), param="thinking")
+    return Conversation(tuple(turns), shown, continues=continues, thinking=thinking)
+
+
+def _check_thinking(asked: MessagesRequest) -> None:
+    if isinstance(asked.thinking, ThinkingOn):
+        budget = asked.thinking.budget_tokens
+        if not 1 <= budget < asked.max_tokens:
+            message = f"thinking.budget_tokens must be from 1 to max_tokens - 1, not {budget}."
+            raise RequestError(message, param="thinking.budget_tokens")
 
 
 def _check(message: Message, where: str, known: set[str]) -> None:
@@ -203,7 +246,7 @@ def _check(message: Message, where: str, known: set[str]) -> None:
         raise RequestError(error, param=f"{where}.role")
     for place, block in enumerate(message.content):
         at = f"{where}.content[{place}]"
-        wrong = ToolUseBlock if message.role == "user" else ToolResultBlock
+        wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
         if isinstance(block, wrong):
             error = f"{at} belongs to a message of the other role, not {message.role}."
             raise RequestError(error, param=at)
@@ -217,6 +260,8 @@ def _turns(message: Message, where: str) -> list[dict[str, Any]]:
     turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content, where)}
     if calls := calls_of(message.content):
         turn["tool_calls"] = calls
+    if reasoning := reasoning_of(message.content):
+        turn["reasoning_content"] = reasoning
     results = results_of(message.content, where)
     return [*results, turn] if turn["content"] or not results else results
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from twostroke.core.request import FinishReason
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
+from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.serve.dialect import encode_json
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output, Usage
     from twostroke.serve.calls import Piece
     from twostroke.serve.dialect import Reply
+    from twostroke.serve.reading import AnswerReader
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -36,6 +38,13 @@ class TextBody(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class ThinkingBody(msgspec.Struct, tag_field="type", tag="thinking"):
+    """A block of reasoning; clients want a signature and send it back, nobody checks it."""
+
+    thinking: str
+    signature: str
+
+
 class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
     """A call of a tool; in a stream the input comes in pieces behind it."""
 
@@ -44,13 +53,16 @@ class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
+BlockBody = TextBody | ThinkingBody | ToolUseBody
+
+
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
     """A message; the reason why it ended and the stop sequence are null while it goes on."""
 
     id: str
     role: str
     model: str
-    content: list[TextBody | ToolUseBody]
+    content: list[BlockBody]
     stop_reason: str | None
     stop_sequence: str | None
     usage: UsageBody
@@ -66,7 +78,7 @@ class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
     """A block begins."""
 
     index: int
-    content_block: TextBody | ToolUseBody
+    content_block: BlockBody
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
@@ -79,6 +91,18 @@ class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    """A piece of reasoning."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    """The signature of the reasoning, which is over."""
+
+    signature: str
+
+
 class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     """A piece of the JSON of a call's input."""
 
@@ -89,7 +113,7 @@ class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
     """A block goes on."""
 
     index: int
-    delta: TextDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
@@ -117,16 +141,16 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 class MessageWriter:
-    """Writes the events of one message: a block of text, or of each call and what is between."""
+    """Writes the events of one message: a block of text, or of each kind that comes and goes."""
 
     def __init__(self, reply: Reply) -> None:
         """Write `reply`."""
         self._reply = reply
-        functions = reply.job.functions
-        self._reader = CallReader(functions) if functions else None
+        self._reader = reply.reader()
         self._has_begun = False
         self._index = -1  # of the newest block
-        self._is_text = False  # whether that is one
+        self._block: BlockBody | None = None  # that one
+        self._thought = ""
         self._end = End("", None)
 
     def feed(self, output: Output) -> bytes:
@@ -136,18 +160,17 @@ class MessageWriter:
             self._has_begun = True
             assert output.usage is not None
             events = _event(MessageStart(_message(self._reply, [], None, output.usage)))
-            if self._reader is None:
+            if self._reply.reading.is_plain:
                 events += self._open(TextBody(""))
             events += _event(Ping())
-        is_last = output.finish_reason is not None
-        for piece in _pieces(self._reader, output.text, is_last=is_last):
+        for piece in self._reader.take(output):
             events += self._piece(piece)
         if output.finish_reason is not None:
             if self._index < 0:
                 events += self._open(TextBody(""))
-            has_calls = self._reader is not None and self._reader.num_calls > 0
+            has_calls = self._reader.has_whole_calls
             self._end = _end(output.finish_reason, output.stop, has_calls=has_calls)
-            events += _event(BlockStop(self._index))
+            events += self._close()
         return events
 
     def finish(self, usage: Usage) -> bytes:
@@ -155,57 +178,90 @@ class MessageWriter:
         return _event(MessageDelta(self._end, _usage_body(usage))) + _event(MessageStop())
 
     def _piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, CallBegin):
-            return self._open(_tool_use(piece))
-        if isinstance(piece, ArgumentsPiece):
-            return _event(BlockDelta(self._index, InputDelta(piece.text)))
-        begin = b"" if self._is_text else self._open(TextBody(""))
-        return begin + _event(BlockDelta(self._index, TextDelta(piece.text)))
+        match piece:
+            case CallBegin():
+                return self._open(_tool_use(piece))
+            case ArgumentsPiece():
+                return _event(BlockDelta(self._index, InputDelta(piece.text)))
+            case ReasoningPiece():
+                self._thought += piece.text
+                begin = self._open_unless(ThinkingBody("", ""))
+                return begin + _event(BlockDelta(self._index, ThinkingDelta(piece.text)))
+            case TextPiece():
+                begin = self._open_unless(TextBody(""))
+                return begin + _event(BlockDelta(self._index, TextDelta(piece.text)))
 
-    def _open(self, block: TextBody | ToolUseBody) -> bytes:
+    def _open_unless(self, block: BlockBody) -> bytes:
+        """Begin a block, unless the newest is of the same kind."""
+        return b"" if type(self._block) is type(block) else self._open(block)
+
+    def _open(self, block: BlockBody) -> bytes:
         """Begin the next block."""
-        end = _event(BlockStop(self._index)) if self._index >= 0 else b""
+        end = self._close() if self._index >= 0 else b""
         self._index += 1
-        self._is_text = isinstance(block, TextBody)
+        self._block = block
         return end + _event(BlockStart(self._index, block))
+
+    def _close(self) -> bytes:
+        """End the newest block."""
+        last = b""
+        if isinstance(self._block, ThinkingBody):
+            last = _event(BlockDelta(self._index, SignatureDelta(_signature(self._thought))))
+        return last + _event(BlockStop(self._index))
 
 
 def whole(reply: Reply, answers: list[Completion], usage: Usage) -> MessageBody:
     """Return the response that is not streamed."""
     (answer,) = answers
-    functions = reply.job.functions
-    content: list[TextBody | ToolUseBody] = []
+    reader = reply.reader()
+    content: list[BlockBody] = []
     arguments: dict[int, str] = {}  # JSON, by place in the content
-    for piece in _pieces(CallReader(functions) if functions else None, answer.text, is_last=True):
-        if isinstance(piece, ArgumentsPiece):
-            arguments[len(content) - 1] = arguments.get(len(content) - 1, "") + piece.text
-        elif isinstance(piece, CallBegin):
-            content.append(_tool_use(piece))
-        elif content and isinstance(content[-1], TextBody):
-            content[-1].text += piece.text
-        else:
-            content.append(TextBody(piece.text))
+    for piece in reader.take(answer):
+        last = content[-1] if content else None
+        match piece:
+            case ArgumentsPiece():
+                place = len(content) - 1
+                arguments[place] = arguments.get(place, "") + piece.text
+            case CallBegin():
+                content.append(_tool_use(piece))
+            case ReasoningPiece() if isinstance(last, ThinkingBody):
+                last.thinking += piece.text
+            case ReasoningPiece():
+                content.append(ThinkingBody(piece.text, ""))
+            case TextPiece() if isinstance(last, TextBody):
+                last.text += piece.text
+            case TextPiece():
+                content.append(TextBody(piece.text))
     blocks = [
-        _filled(block, arguments.get(place, "")) if isinstance(block, ToolUseBody) else block
+        _filled(block, arguments.get(place, ""))
         for place, block in enumerate(content or [TextBody("")])
     ]
-    has_calls = any(isinstance(block, ToolUseBody) for block in blocks)
-    end = _end(answer.finish_reason, answer.stop, has_calls=has_calls)
+    end = _end(answer.finish_reason, answer.stop, has_calls=_has_calls(reader, blocks))
     return _message(reply, blocks, end, usage)
 
 
-def _pieces(reader: CallReader | None, text: str, *, is_last: bool) -> list[Piece]:
-    if reader is None:
-        return [TextPiece(text)] if text else []
-    return [*reader.feed(text), *(reader.finish() if is_last else ())]
+def _has_calls(reader: AnswerReader, blocks: list[BlockBody]) -> bool:
+    """Whether the client is to make calls: all of those that were begun are there."""
+    return reader.has_whole_calls and any(isinstance(block, ToolUseBody) for block in blocks)
 
 
 def _tool_use(piece: CallBegin) -> ToolUseBody:
     return ToolUseBody(f"toolu_{secrets.token_hex(12)}", piece.name, {})
 
 
-def _filled(block: ToolUseBody, arguments: str) -> TextBody | ToolUseBody:
-    """Return a call with its input; one that was cut, or is no JSON, is what the model wrote."""
+def _signature(thought: str) -> str:
+    return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()
+
+
+def _filled(block: BlockBody, arguments: str) -> BlockBody:
+    """Return a block whole: with a call's input, or a signature.
+
+    A call that was cut, or is no JSON, is what the model wrote.
+    """
+    if isinstance(block, ThinkingBody):
+        return ThinkingBody(block.thinking, _signature(block.thinking))
+    if isinstance(block, TextBody):
+        return block
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -213,9 +269,7 @@ def _filled(block: ToolUseBody, arguments: str) -> TextBody | ToolUseBody:
     return ToolUseBody(block.id, block.name, given)
 
 
-def _message(
-    reply: Reply, content: list[TextBody | ToolUseBody], end: End | None, usage: Usage
-) -> MessageBody:
+def _message(reply: Reply, content: list[BlockBody], end: End | None, usage: Usage) -> MessageBody:
     return MessageBody(
         id=reply.id,
         role="assistant",

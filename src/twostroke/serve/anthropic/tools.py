@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -117,7 +118,28 @@ class ToolResultBlock(
     cache_control: CacheControl | None = None
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock
+class ThinkingBlock(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"
+):
+    """The reasoning before an answer; whoever signed it is believed."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(
+    msgspec.Struct,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="redacted_thinking",
+):
+    """Reasoning that nobody but Anthropic can read; it is left out."""
+
+    data: str
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
@@ -130,11 +152,15 @@ def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | N
         refuse_all_but(tool, NEUTRAL, f"tools[{place}].")
     bodies = [ToolBody(function=_function(tool)) for tool in tools or ()]
     try:
-        return to_tools(
+        made = to_tools(
             bodies, _choice(choice), parallel=not (choice and choice.disable_parallel_tool_use)
         )
     except RequestError as error:  # whose names are those of OpenAI's protocol
         raise RequestError(_renamed(error.message), param=_renamed(error.param or "")) from None
+    if made is None:
+        return None
+    named = (replace(one, param=_renamed(one.param)) for one in made.functions)
+    return replace(made, functions=tuple(named))
 
 
 def text_of(content: str | Sequence[Block], where: str) -> str:
@@ -151,7 +177,12 @@ def text_of(content: str | Sequence[Block], where: str) -> str:
         if isinstance(block, TextBlock):
             refuse_all_but(block, NEUTRAL_OF_TEXT, at)
             texts.append(block.text)
-    return "".join(texts)
+    return "\n".join(texts)
+
+
+def reasoning_of(content: str | Sequence[Block]) -> str:
+    """Return the reasoning in an answer's content."""
+    return "\n".join(block.thinking for block in content if isinstance(block, ThinkingBlock))
 
 
 def calls_of(content: str | Sequence[Block]) -> list[dict[str, Any]]:

@@ -19,12 +19,14 @@ from twostroke.core.sampling import (
     MAX_STOPS,
 )
 from twostroke.engine.loop import Health
+from twostroke.engine.thinking import EFFORTS, MAX_VARIABLES
 from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.serve.anthropic import errors as anthropic_errors
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic import tools as anthropic_tools
 from twostroke.serve.openai import chat, completions, fields, tokens
 from twostroke.serve.tools import MAX_TOOLS, NAME_PATTERN
+from twostroke.tokenize.messages import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,6 +127,11 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "parallel_tool_calls": _text("Whether there may be several calls; true if left out."),
         "add_generation_prompt": _text("Whether the assistant's turn begins behind the messages."),
         "continue_final_message": _text("Whether the answer goes on from the last message."),
+        "chat_template_kwargs": _text("Variables of the model's chat template that it reads.")
+        | {"maxProperties": MAX_VARIABLES},
+        "reasoning_effort": _text("Whether to reason, and how much where the template knows that.")
+        | {"enum": [*EFFORTS, None]},
+        "thinking": _text("Whether to reason before the answer."),
         **dict.fromkeys(_HARMLESS_FIELDS, _HARMLESS),
     }
 
@@ -187,8 +194,10 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "include_obfuscation": _HARMLESS,
         },
         "OpenaiMessage": {
-            "role": {"enum": list(chat.ROLES)},
-            "content": _text("Missing only beside `tool_calls`."),
+            "role": {"enum": list(ROLES)},
+            "content": _text("Missing only beside `tool_calls` or reasoning."),
+            "reasoning_content": _text("What an assistant's message reasoned before it answered."),
+            "reasoning": _text("The same."),
             "tool_calls": _text("The calls of an assistant's message."),
             "tool_call_id": _text("In a tool's message, the call that it answers."),
             "refusal": _HARMLESS,
@@ -215,6 +224,11 @@ def _inner() -> dict[str, dict[str, Schema]]:
         },
         **{name: {"disable_parallel_tool_use": _PARALLEL} for name in _CHOICES},
         "ToolUseBlock": {"caller": _HARMLESS},
+        "ThinkingOn": {
+            "budget_tokens": _text("A wish; the model knows nothing of it.") | {"minimum": 1},
+            "display": {"enum": ["summarized", None]},
+        },
+        "ThinkingBlock": {"signature": _text("Taken as it is.")},
     }
 
 
@@ -231,7 +245,7 @@ def _answered() -> dict[str, dict[str, Schema]]:
         "ChatCompletion": {"object": {"const": "chat.completion"}},
         "Chunk": {"object": {"const": "chat.completion.chunk"}},
         "CompletionBody": {"object": {"const": "text_completion"}},
-        "ChatChoice": {"finish_reason": {"enum": [*ends, "tool_calls"]}},
+        "ChatReplyChoice": {"finish_reason": {"enum": [*ends, "tool_calls"]}},
         "ChunkChoice": {"finish_reason": {"enum": [*ends, "tool_calls", None]}},
         "CompletionsChoice": {"finish_reason": {"enum": [*ends, None]}},
         "AnswerMessage": {"role": {"const": "assistant"}},

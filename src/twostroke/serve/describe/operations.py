@@ -19,7 +19,7 @@ from twostroke.serve.about import AboutBody, HealthBody
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
-from twostroke.serve.openai import chat, completions, tokens
+from twostroke.serve.openai import chat_reply, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "OpenAI",
         "OpenAI's chat protocol, with vLLM's further fields. With `stream` each event is a chunk; "
         "the last one is `[DONE]`.",
-        answer=chat.ChatCompletion,
-        events=(chat.Chunk, errors.ErrorBody),
+        answer=chat_reply.ChatCompletion,
+        events=(chat_reply.Chunk, errors.ErrorBody),
         errors=_GENERATION,
         examples={
             "answer": {"messages": _HELLO, "max_tokens": 64, "temperature": 0},

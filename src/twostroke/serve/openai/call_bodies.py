@@ -1,4 +1,4 @@
-"""OpenAI's message of an answer, with the calls of tools that it makes."""
+"""OpenAI's message of an answer, with its reasoning and the calls of tools that it makes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
+from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
+
+    from twostroke.serve.calls import Piece
 
 
 class FunctionCallBody(msgspec.Struct):
@@ -36,27 +38,30 @@ class AnswerMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same: clients look for either name
     tool_calls: list[CallBody] | UnsetType = UNSET
 
 
-def answer_message(text: str, functions: Sequence[str]) -> AnswerMessage:
-    """Return the message of a whole answer, in which these functions may be called."""
-    if not functions:
-        return AnswerMessage("assistant", text)
-    reader, calls, said = CallReader(functions), list[CallBody](), ""
-    for piece in (*reader.feed(text), *reader.finish()):
+def answer_message(pieces: Iterable[Piece]) -> AnswerMessage:
+    """Return the message of a whole answer, from its pieces."""
+    calls, said, thought = list[CallBody](), "", ""
+    for piece in pieces:
         if isinstance(piece, TextPiece):
             said += piece.text
+        elif isinstance(piece, ReasoningPiece):
+            thought += piece.text
         elif isinstance(piece, CallBegin):
             calls.append(call_body(piece))
             calls[-1].index = UNSET
         else:
             calls[-1].function.arguments += piece.text
-    return (
-        AnswerMessage("assistant", said or None, tool_calls=calls)
-        if calls
-        else AnswerMessage("assistant", said)
-    )
+    message = AnswerMessage("assistant", said or None if calls else said)
+    if thought:
+        message.reasoning_content = message.reasoning = thought
+    if calls:
+        message.tool_calls = calls
+    return message
 
 
 def call_body(piece: CallBegin | ArgumentsPiece) -> CallBody:

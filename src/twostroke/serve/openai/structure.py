@@ -9,13 +9,14 @@ import msgspec
 
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
+from twostroke.sample.schema import ANY_OBJECT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.serve.openai.fields import CommonFields
 
-_ANY_OBJECT: Final = '{"type": "object"}'
+_ANY_OBJECT: Final = json.dumps(ANY_OBJECT)
 
 
 class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):

@@ -9,7 +9,7 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.engine.prompts import encode_text
 from twostroke.serve.dialect import Inquiry
-from twostroke.serve.openai.chat import Message, to_conversation
+from twostroke.serve.openai.chat import Message, to_conversation, to_thinking
 from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.tools import ToolBody, to_tools
 
@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
 _ONLY_WITH: Final = {
-    "prompt": ("add_generation_prompt", "continue_final_message", "tools"),
+    "prompt": (
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "tools",
+    ),
     "messages": ("add_special_tokens",),
 }
 
@@ -37,11 +41,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[ToolBody] | None = None
 
     # Refused unless neutral.
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     mm_processor_kwargs: Any = None
 
 
@@ -111,6 +115,7 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
         to_tools(asked.tools, None, parallel=None),
         has_turn=asked.add_generation_prompt,
         continues=asked.continue_final_message,
+        thinking=to_thinking(asked.chat_template_kwargs),
     )
     return conversation.encode(card)
 

@@ -19,8 +19,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Tokens that were guessed ahead: right ones are part of the answer, wrong ones of nothing."""
+    """How many tokens were reasoning, and how many were guessed ahead.
 
+    Of the latter, right ones are part of the answer, wrong ones of nothing.
+    """
+
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -47,14 +51,14 @@ class TimingsBody(msgspec.Struct, frozen=True):
     decode_tokens_per_s: float | None
 
 
-def usage_body(usage: Usage) -> UsageBody:
-    """Return OpenAI's form of a usage."""
+def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
+    """Return OpenAI's form of a usage, with what of the completion was reasoning."""
     return UsageBody(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
         PromptTokensDetails(usage.cached_tokens),
-        CompletionTokensDetails(usage.accepted_tokens, usage.rejected_tokens),
+        CompletionTokensDetails(reasoning_tokens, usage.accepted_tokens, usage.rejected_tokens),
     )
 
 

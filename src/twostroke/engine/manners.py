@@ -1,0 +1,154 @@
+"""What a chat template makes of tools, calls and results, found out by rendering small chats."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import product, takewhile
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import TwostrokeError
+from twostroke.engine.call_forms import FORMS, HERMES, CallForm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.tokenize import Tokenizer
+    from twostroke.tokenize.templates import ChatTemplate
+
+_TOOL, _CALL, _OTHER, _SAID = "probed_tool", "probed_call", "other_call", "probed answer"
+_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")
+_ARGUMENTS: Final = {"probed_key": "value"}
+_USER: Final = {"role": "user", "content": "Hello"}
+_SHOWN: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "It probes.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a template is to be given what it shows; what it does not show is put into words.
+
+    Attributes:
+        form: how the model writes calls.
+        shows_tools: whether it takes tools.
+        shows_tools_of_system: whether it takes them as JSON from the system message.
+        writes_calls: whether it takes the calls of an answer.
+        writes_results: whether it takes messages of the role tool.
+        takes_several: whether an answer may have more than one call.
+        has_short_ids: whether ids of calls must be nine letters or digits.
+        has_null_content: whether an answer of calls alone has null for its content.
+        has_text_arguments: whether arguments are JSON in a string.
+    """
+
+    form: CallForm = HERMES
+    shows_tools: bool = False
+    shows_tools_of_system: bool = False
+    writes_calls: bool = False
+    writes_results: bool = False
+    takes_several: bool = True
+    has_short_ids: bool = False
+    has_null_content: bool = False
+    has_text_arguments: bool = False
+
+
+def manners_of(template: ChatTemplate, tokenizer: Tokenizer) -> Manners:
+    """Return how a template is to be given tools; one that shows none gets all of it in words."""
+    probe = _Probe(template)
+    shown = probe.render([_USER])
+    if _TOOL not in shown:
+        form = next((form for form in FORMS.values() if form.is_known_to(tokenizer)), None)
+        return (
+            Manners(form, shows_tools_of_system=True) if form and probe.reads_system() else _WORDS
+        )
+    for call_id, content, is_text in product(_IDS, ("", None), (False, True)):
+        probe = _Probe(template, call_id, content, is_text=is_text)
+        if form := probe.written():
+            break
+    else:
+        form = next((form for form in FORMS.values() if form.is_shown(shown)), None)
+        if form is None:
+            return _WORDS
+        return Manners(form, shows_tools=True, writes_results=probe.writes_results(has_calls=False))
+    return Manners(
+        form,
+        shows_tools=True,
+        writes_calls=True,
+        writes_results=probe.writes_results(),
+        takes_several=probe.takes_several(),
+        has_short_ids=call_id != _IDS[0],
+        has_null_content=content is None,
+        has_text_arguments=is_text,
+    )
+
+
+_WORDS: Final = Manners()
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Renders chats in which calls are given in one of several ways."""
+
+    template: ChatTemplate
+    call_id: str = _IDS[0]
+    content: str | None = ""
+    is_text: bool = False
+
+    def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
+        """Return what becomes of messages; nothing if the template refuses them."""
+        try:
+            return self.template.render(
+                messages,
+                add_generation_prompt=False,
+                tools=[_SHOWN] if has_tools else None,
+                has_text_arguments=self.is_text,
+            ).text
+        except TwostrokeError:
+            return ""
+
+    def reads_system(self) -> bool:
+        """Whether tools are shown from the system message."""
+        system = {"role": "system", "content": "", "tools": json.dumps([_SHOWN])}
+        return _TOOL in self.render([system, _USER], has_tools=False)
+
+    def written(self) -> CallForm | None:
+        """Return the form in which an answer's calls are written."""
+        plain = self.render([_USER, {"role": "assistant", "content": _SAID}]).partition(_SAID)[0]
+        text = self.render([_USER, self._answer(_CALL)])
+        before, found, after = _without_start(text, plain).partition(_CALL)
+        if not found or json.dumps(_ARGUMENTS) not in after:
+            return None
+        return next((form for form in FORMS.values() if form.fits(before, after)), None)
+
+    def writes_results(self, *, has_calls: bool = True) -> bool:
+        """Whether messages of the role tool are shown."""
+        answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
+        result = {"role": "tool", "content": _SAID, "tool_call_id": self.call_id, "name": _CALL}
+        return _SAID in self.render([_USER, answer, result])
+
+    def takes_several(self) -> bool:
+        """Whether an answer may have two calls."""
+        return _OTHER in self.render([_USER, self._answer(_CALL, _OTHER)])
+
+    def _answer(self, *names: str) -> dict[str, Any]:
+        arguments = json.dumps(_ARGUMENTS)  # which become what they stand for, if they are to
+        calls = [
+            {
+                "id": self.call_id,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name in names
+        ]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}
+
+
+def _without_start(text: str, other: str) -> str:
+    """Return a text without what it begins with as the other does."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
+    return text[sum(1 for _ in same) :]

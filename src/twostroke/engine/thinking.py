@@ -1,0 +1,159 @@
+"""A model's reasoning: how it is marked, and what a request asks of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import RequestError, nearest
+from twostroke.core.preface import Preface
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from twostroke.tokenize import Prompt, Tokenizer
+    from twostroke.tokenize.templates import ChatTemplate
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them
+_EFFORT: Final = "reasoning_effort"
+MAX_VARIABLES: Final = 16
+_MAX_VARIABLES_SIZE: Final = 16 * 1024  # characters of JSON
+_MOST_SHOWN: Final = 40  # characters of a wrong name that an error repeats
+
+_PAIRS: Final = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+# Where templates look for the reasoning of an earlier answer; the first is the protocol's word.
+_KEYS: Final = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The texts around a model's reasoning; `is_of_template` if its chat template writes them."""
+
+    begin: str
+    end: str
+    is_of_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a request asks of the model's reasoning; what is left out is as the template has it.
+
+    `is_on` switches it, `effort` is one of `EFFORTS`, and `param` the field that says so.
+    `variables` are further ones of the chat template, from the field `variables_param`.
+    """
+
+    is_on: bool | None = None
+    effort: str | None = None
+    param: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables_param: str = "chat_template_kwargs"
+
+
+AS_IT_IS: Final = Thinking()
+
+
+def marks_of(template: ChatTemplate, tokenizer: Tokenizer) -> Marks | None:
+    """Return how a model marks its reasoning, if its template or its vocabulary says so."""
+    for begin, end in _PAIRS:
+        if end in template.source:
+            return Marks(begin, end, is_of_template=True)
+    for begin, end in _PAIRS:
+        if tokenizer.find(begin) is not None and tokenizer.find(end) is not None:
+            return Marks(begin, end, is_of_template=False)
+    return None
+
+
+def preface_of(marks: Marks, prompt: Prompt, continued: str) -> Preface | None:
+    """Return the reasoning that may come first behind a prompt, or None if it is over by then.
+
+    `continued` is the text at its end that is to be gone on from, if any.
+    """
+    inside = Preface("", marks.end)
+    if continued.strip():
+        _, opened, since = continued.rpartition(marks.begin)
+        return inside if opened and marks.end not in since else None
+    text = prompt.text.rstrip()
+    if text.endswith(marks.end):
+        return None
+    return inside if text.endswith(marks.begin) else Preface(marks.begin, marks.end)
+
+
+def variables_of(
+    thinking: Thinking, known: Collection[str], marks: Marks | None
+) -> dict[str, object]:
+    """Return the variables of a template that do what is asked; it reads those that are `known`.
+
+    Raises:
+        RequestError: it cannot be done.
+    """
+    if thinking is AS_IT_IS:
+        return {}
+    given = dict(thinking.variables)
+    _check_variables(given, thinking.variables_param)
+    for name in [name for name in given if name not in known]:
+        if name in _SWITCHES and given[name] is False and not _reasons(marks):
+            del given[name]  # which is so already
+            continue
+        where = f"{thinking.variables_param}.{name[:_MOST_SHOWN]}"
+        hint = nearest(name[:_MOST_SHOWN], sorted(known))
+        message = f"{where}: this model's chat template has no such variable.{hint}"
+        raise RequestError(message, param=where)
+    return _switched(thinking, known, marks) | given
+
+
+def with_reasoning(
+    messages: Sequence[Mapping[str, object]], keys: Collection[str]
+) -> Sequence[Mapping[str, object]]:
+    """Return messages with the reasoning of earlier answers where the template looks for it."""
+    name = next((key for key in _KEYS if key in keys), _KEYS[0])
+    if name == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
+        return messages
+    return [
+        {name if key == _KEYS[0] else key: value for key, value in message.items()}
+        for message in messages
+    ]
+
+
+def _switched(thinking: Thinking, known: Collection[str], marks: Marks | None) -> dict[str, object]:
+    is_on, effort = thinking.is_on, thinking.effort
+    if effort is not None and effort not in EFFORTS:
+        message = f"{thinking.param} must be one of {', '.join(EFFORTS)}."
+        raise RequestError(message, param=thinking.param)
+    if effort is not None:
+        is_on = effort != "none"
+    if is_on is None:
+        return {}
+    found: dict[str, object] = {name: is_on for name in _SWITCHES if name in known}
+    if is_on and effort is not None and _EFFORT in known:
+        found[_EFFORT] = effort
+    if found or is_on == _reasons(marks):
+        return found
+    what = (
+        "this model's chat template cannot do without reasoning"
+        if _reasons(marks)
+        else "this model's chat template knows no reasoning"
+    )
+    raise RequestError(f"{thinking.param}: {what}; leave it out.", param=thinking.param)
+
+
+def _reasons(marks: Marks | None) -> bool:
+    return marks is not None and marks.is_of_template
+
+
+def _check_variables(given: Mapping[str, Any], param: str) -> None:
+    size = len(json.dumps(given)) if given else 0
+    if len(given) > MAX_VARIABLES or size > _MAX_VARIABLES_SIZE:
+        message = (
+            f"{param} takes at most {MAX_VARIABLES} variables and "
+            f"{_MAX_VARIABLES_SIZE:,} characters."
+        )
+        raise RequestError(message, param=param)

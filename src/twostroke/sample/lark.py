@@ -1,0 +1,54 @@
+"""Words of Lark's notation, as llguidance extends it, for grammars that are put together here."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from twostroke.core.preface import Preface
+    from twostroke.tokenize import Tokenizer
+
+TEXT: Final = r"TEXT: /(.|\n)*/"  # the rule of any text without special tokens
+
+
+def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of those marks that are special tokens, which no text can spell."""
+    found = {mark: tokenizer.find(mark) for mark in marks if mark}
+    return {mark: id_ for mark, id_ in found.items() if id_ in tokenizer.special_ids}
+
+
+def spelled(text: str, specials: Mapping[str, int]) -> str:
+    """Return a text as a grammar writes it; marks among `specials` are tokens."""
+    cuts = re.split("|".join(f"({re.escape(mark)})" for mark in specials), text)
+    parts = [part for part in (cuts if specials else [text]) if part]
+    return " ".join(
+        f"<[{specials[part]}]>" if part in specials else json.dumps(part, ensure_ascii=False)
+        for part in parts
+    )
+
+
+def up_to(name: str, mark: str, specials: Mapping[str, int]) -> str:
+    """Return the rule of any text up to a mark and with it, the first that comes."""
+    if mark in specials:
+        return f"{name}: TEXT {spelled(mark, specials)}"
+    return f"{name}[lazy]: TEXT {spelled(mark, specials)}"
+
+
+def behind(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
+    """Return the grammar of answers that begin with a preface.
+
+    `grammar` is in Lark's notation, or llguidance's own object.
+    """
+    specials = special_marks((preface.begin, preface.end), tokenizer)
+    start = "start: preface GAP? @answer"
+    if preface.begin:
+        start = f"start: ({spelled(preface.begin, specials)} preface GAP?)? @answer"
+    rules = [start, up_to("preface", preface.end, specials), r"GAP: /\n{1,2}/", TEXT]
+    answer = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
+    first = {**answer[0], "name": "answer"}
+    whole = [{"name": "whole", "lark_grammar": "\n".join(rules)}, first, *answer[1:]]
+    return json.dumps({"grammars": whole})

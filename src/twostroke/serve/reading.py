@@ -1,0 +1,104 @@
+"""Reads an answer: its reasoning, its text, and its calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from twostroke.engine.call_forms import HERMES
+from twostroke.serve.calls import CallReader, ReasoningPiece, TextPiece, Trim
+from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
+
+if TYPE_CHECKING:
+    from twostroke.core.preface import Preface
+    from twostroke.engine.call_forms import CallForm
+    from twostroke.engine.output import Completion, Output
+    from twostroke.serve.calls import Piece
+    from twostroke.tokenize import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers of a job are to be read.
+
+    `functions` are the names of those that may be called, in which `form`; `preface` is the
+    reasoning that may come first, if it is to be told from the answer.
+    """
+
+    functions: tuple[str, ...] = ()
+    form: CallForm = HERMES
+    preface: Preface | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is nothing but text."""
+        return not self.functions and self.preface is None
+
+    def reader(self, tokenizer: Tokenizer) -> AnswerReader:
+        """Return a reader for one answer."""
+        return AnswerReader(self, tokenizer)
+
+
+PLAIN: Final = Reading()
+
+
+class AnswerReader:
+    """Takes one answer apart while it comes; blanks around reasoning and calls are dropped."""
+
+    def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
+        """Begin at the beginning of an answer."""
+        preface = reading.preface
+        self._calls = CallReader(reading.functions, reading.form) if reading.functions else None
+        self._cutter = PrefaceCutter(preface) if preface else None
+        self._counter = PrefaceCounter(preface, tokenizer) if preface else None
+        self._reasoning = Trim(skips_first=True)
+        self._is_behind_preface = False  # and nothing but blanks came since
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, none of which was cut."""
+        return self._calls is not None and self._calls.has_whole_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens the reasoning took."""
+        return 0 if self._counter is None else self._counter.count
+
+    def take(self, answer: Output | Completion) -> list[Piece]:
+        """Return what more of the answer brings, or all of it."""
+        if self._counter is not None:
+            self._counter.feed(answer.token_ids)
+        pieces = self.feed(answer.text) if answer.text else []
+        return pieces if answer.finish_reason is None else pieces + self.finish()
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return what `text` brings."""
+        if self._cutter is None:
+            return self._answer(text)
+        return self._told(self._cutter.feed(text))
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, as there is no more text."""
+        pieces = [] if self._cutter is None else self._told(self._cutter.finish())
+        return pieces + (self._calls.finish() if self._calls else [])
+
+    def _told(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for part, text in cuts:
+            if part is Part.INSIDE:
+                if shown := self._reasoning.feed(text):
+                    pieces.append(ReasoningPiece(shown))
+            elif part is Part.MARK:
+                self._is_behind_preface = True
+            else:
+                pieces += self._answer(text)
+        return pieces
+
+    def _answer(self, text: str) -> list[Piece]:
+        """Return what text of the answer itself brings."""
+        if self._is_behind_preface:
+            text = text.lstrip()
+            self._is_behind_preface = not text
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return [TextPiece(text)] if text else []
