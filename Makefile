@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -155,6 +155,9 @@ bench-serve: pull ## Measure 16 clients of the server beside llama-server and th
 
 bench-crowd: pull ## Measure one client among a thousand that hold connections and hardly read (BENCH_ARGS=).
 	@$(BIN)/python benchmarks/crowd.py $(BENCH_ARGS)
+
+bench-hostile: pull ## Measure how long hostile schemas and grammars hold up another stream (BENCH_ARGS=).
+	@$(BIN)/python benchmarks/hostile.py $(BENCH_ARGS)
 
 bench-report: $(STAMP) ## Draw BENCHMARKS.md from what was measured.
 	@$(BIN)/python benchmarks/bench_report.py
