@@ -20,6 +20,9 @@ FUZZ ?= .venv-fuzz
 FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
 EXACT_ARGS ?=
+API ?= .venv-api
+API_STAMP := $(API)/.twostroke-ready
+API_ARGS ?=
 CLIENTS ?=
 CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
@@ -32,7 +35,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -92,6 +95,10 @@ test-clients: build ## Drive clients that others wrote against a server, each in
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
 	@PYTHONPATH=src $(BIN)/python tests/clients/run.py $(CLIENTS)
 
+test-api: build ## Make requests out of the server's OpenAPI document, right and wrong ones (API_ARGS="--model smollm2").
+	@$(MAKE) --no-print-directory $(API_STAMP)
+	@$(BIN)/python tests/api/run.py --schemathesis $(API)/bin/schemathesis $(API_ARGS)
+
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath native/aarch64.cmake) \
@@ -120,6 +127,12 @@ $(FUZZ_STAMP): tests/fuzz/requirements.txt $(CORE_REQUIREMENTS)
 	@test -x $(FUZZ)/bin/python || $(PYTHON) -m venv $(FUZZ)
 	@echo "Installing the fuzzing engine into $(FUZZ)"
 	@$(FUZZ)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r tests/fuzz/requirements.txt
+	@touch $@
+
+$(API_STAMP): tests/api/requirements.txt
+	@test -x $(API)/bin/python || $(PYTHON) -m venv $(API)
+	@echo "Installing Schemathesis into $(API)"
+	@$(API)/bin/python -m pip install --quiet -r tests/api/requirements.txt
 	@touch $@
 
 $(CORE_REQUIREMENTS): $(STAMP)

@@ -99,6 +99,26 @@ def test_request_that_poisons_the_batch_fails_alone(tmp_path: Path) -> None:
         server.wait_idle()
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/messages", "/tokenize"])
+def test_unforeseen_failure_is_told_in_the_protocol_s_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    with live_server(tmp_path) as server:
+
+        def fail(*_given: object) -> None:
+            raise ZeroDivisionError("in /secret/path.py")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.api, "_name", fail)
+            limit = {} if path == "/tokenize" else {"max_tokens": 5}
+            failed = server.http.post(path, json=chat_body(**limit))
+        assert failed.status_code == 500
+        assert "secret" not in failed.text
+        error = failed.json()["error"]
+        assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+        assert server.http.post(PATH, json=chat_body(max_tokens=1)).status_code == 200
+
+
 def test_dead_engine_is_seen_and_told(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         assert server.http.get("/health").json() == {"status": "ok", "model": "tiny"}

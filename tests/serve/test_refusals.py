@@ -98,6 +98,8 @@ def test_wrong_chat_field_is_named(
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"cache_salt": "s"}, "cache_salt"),
         ({"bad_words": ["x"]}, "bad_words"),
+        ({"length_penalty": True}, "length_penalty"),
+        ({"return_token_ids": 0}, "return_token_ids"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_not_ignored(

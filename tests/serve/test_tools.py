@@ -137,6 +137,11 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
             "'x'",
         ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (
+            {"tools": [], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "needs tools",
+        ),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "combined"),
         (
             {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},

@@ -90,7 +90,9 @@ class Description:
             lines = [line for line in part.splitlines() if not line.startswith(":")]
             data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
             if data and data != ["[DONE]"]:
-                self.validate(schema["contentSchema"]["items"], json.loads(data[0]))
+                inner = schema["properties"]["data"]
+                inner = inner.get("anyOf", [inner])[-1]
+                self.validate(inner["contentSchema"], json.loads(data[0]))
 
 
 class CheckedClient(httpx.Client):

@@ -1,4 +1,4 @@
-"""A server process of its own: `serve_tiny.py FOLDER PORT DRAIN_S [stuck] [static]`."""
+"""A server process of its own: `serve_tiny.py FOLDER PORT DRAIN_S [stuck] [static] [roomy]`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from support.engines import tiny_client
+from support.tiny import Tiny
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import TwostrokeError
 from twostroke.serve.options import ServeOptions
@@ -15,7 +16,8 @@ from twostroke.serve.run import run_server
 def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
     options = ServeOptions(port=int(port), drain_s=float(drain_s))
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
-    with tiny_client(Path(folder), batch=batch) as (client, backend):
+    tiny = Tiny(context_length=4096) if "roomy" in rest else None
+    with tiny_client(Path(folder), tiny, batch=batch) as (client, backend):
         if "stuck" in rest:
             backend.gate.clear()
         try:

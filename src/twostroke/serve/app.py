@@ -275,6 +275,10 @@ def build_app(api: Api) -> ASGIApp:
             _logger.error("A request failed: %s", errors.one_line(error.message))
         return errors.to_response(error, request.scope)
 
+    async def unforeseen(request: Request, _error: Exception) -> Response:
+        """Say so in the protocol's form; the outermost layer logs what it was."""
+        return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
+
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
@@ -287,7 +291,11 @@ def build_app(api: Api) -> ASGIApp:
         hint = nearest(path[:MAX_NAME_LENGTH], paths)
         return await known(request, errors.UnknownPathError(f"There is no {path}.{hint}"))
 
-    handlers: dict[Any, Any] = {TwostrokeError: known, HTTPException: unrouted}
+    handlers: dict[Any, Any] = {
+        TwostrokeError: known,
+        HTTPException: unrouted,
+        Exception: unforeseen,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Boundary(app, api.metrics, api.options.limits)

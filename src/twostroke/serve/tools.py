@@ -191,7 +191,7 @@ def to_tools(
             `strict` function cannot be kept to, or the choice of a function that is not there.
     """
     if not tools:
-        if choice is not None and choice not in {"none", "auto"}:
+        if choice is not None and choice not in ("none", "auto"):
             raise RequestError("tool_choice needs tools.", param="tool_choice")
         return None
     if len(tools) > MAX_TOOLS:

@@ -37,11 +37,13 @@ _HEADERS: Final[Parts] = {
     "x-request-id": {
         "description": "The request's own id if it had one of up to 128 plain characters, "
         "else a fresh one.",
+        "required": True,
         "schema": {"type": "string"},
     },
-    "request-id": {"description": "The same.", "schema": {"type": "string"}},
+    "request-id": {"description": "The same.", "required": True, "schema": {"type": "string"}},
     "retry-after": {
         "description": "Seconds to wait before the next try.",
+        "required": True,
         "schema": {"type": "integer", "const": RETRY_AFTER_S},
     },
 }
@@ -133,7 +135,7 @@ def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts
     if operation.answer is not None:
         content[JSON] = {"schema": schemas.ref(operation.answer)}
     if operation.events:
-        content[EVENTS] = {"schema": _stream(operation, schemas)}
+        content[EVENTS] = {"schema": _stream(operation, form, schemas)}
     responses: Parts = {"200": _response("The answer.", content, ids)}
     if operation.unwell:
         responses["503"] = _response("Not now.", content, [*ids, "retry-after"])
@@ -155,12 +157,18 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
     return {"description": description, "headers": refs, "content": content}
 
 
-def _stream(operation: Operation, schemas: Schemas) -> Parts:
-    """Return the schema of a stream: a text, whose events' data is what `contentSchema` says."""
+def _stream(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts:
+    """Return the schema of a stream's events: each is an object of its fields, data among them.
+
+    OpenAPI 3.1 has no word for streams; this is what 3.2 calls an item.
+    """
     kinds = [schemas.ref(struct) for struct in dict.fromkeys(operation.events)]
+    data: Parts = {"contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
+    if form is OPENAI:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {
-        "type": "string",
-        "description": "Server-sent events: the data of each is one of the items.",
-        "contentMediaType": EVENTS,
-        "contentSchema": {"type": "array", "items": {"anyOf": kinds}},
+        "type": "object",
+        "description": "One server-sent event.",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"} | data},
+        "required": ["data"],
     }

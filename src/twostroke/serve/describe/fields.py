@@ -49,7 +49,8 @@ NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
     anthropic_tools.TextBlock: anthropic_tools.NEUTRAL_OF_TEXT,
 }
 
-_TEXTS: Final = {"maxItems": MAX_STOPS, "items": {"minLength": 1, "maxLength": MAX_STOP_LENGTH}}
+_TEXT_SIZE: Final = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TEXTS: Final = {"maxItems": MAX_STOPS, "items": {"type": "string", **_TEXT_SIZE}}
 _HARMLESS: Final = {"description": "Accepted; changes nothing about the answer."}
 _HARMLESS_FIELDS: Final = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -91,8 +92,7 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "min_p": _text("Draw from tokens at least this likely, relative to the likeliest."),
         "n": _text("How many answers; answer i has the seed plus i."),
         "seed": _text("The same request with the same seed has the same answer."),
-        "stop": _text("Texts before which the answer ends.")
-        | {"minLength": 1, "maxLength": MAX_STOP_LENGTH, **_TEXTS},
+        "stop": _text("Texts before which the answer ends.") | {**_TEXT_SIZE, **_TEXTS},
         "stop_sequences": _text("Texts before which the answer ends.") | _TEXTS,
         "stop_token_ids": _text("Tokens that end the answer.")
         | {"maxItems": MAX_STOP_IDS, "items": {"type": "integer", **ids}},

@@ -29,6 +29,7 @@ class Schemas:
         """Describe request bodies and answers (events of streams and errors among these)."""
         asked, said = tuple(requests), tuple(answers)
         self._sent = frozenset(structs_in(said))
+        self._told_apart = frozenset(_told_apart(asked))
         kinds = [*dict.fromkeys((*structs_in(asked), *structs_in(said)))]
         self.names = _names(kinds)
         _, found = msgspec.json.schema_components((*asked, *said), ref_template=PREFIX + "{name}")
@@ -50,6 +51,9 @@ class Schemas:
         """Add what msgspec does not know."""
         del schema["title"]
         schema["description"] = " ".join(schema.get("description", "").split())
+        tag = kind.__struct_config__.tag_field
+        if tag is not None and kind not in self._sent | self._told_apart:
+            schema["required"].remove(tag)
         own = self._in_structs.get(self.names[kind], {})
         schema |= own.get("", {})
         neutral = neutral_fields(kind)
@@ -77,6 +81,25 @@ def structs_in(kinds: Iterable[Struct]) -> Iterator[Struct]:
     for kind in kinds:
         _collect(msgspec.inspect.type_info(kind), seen)
     yield from seen
+
+
+def _told_apart(kinds: Iterable[Struct]) -> Iterator[Struct]:
+    """Yield the structs that stand beside others in a place: these need their tag."""
+    for kind in structs_in(kinds):
+        info = msgspec.inspect.type_info(kind)
+        assert isinstance(info, msgspec.inspect.StructType)
+        waiting = [field.type for field in info.fields]
+        while waiting:
+            match waiting.pop():
+                case msgspec.inspect.UnionType(types=types):
+                    beside = [t.cls for t in types if isinstance(t, msgspec.inspect.StructType)]
+                    yield from beside if len(beside) > 1 else ()
+                    waiting += types
+                case (
+                    msgspec.inspect.CollectionType(item_type=inner)
+                    | msgspec.inspect.DictType(value_type=inner)
+                ):
+                    waiting.append(inner)
 
 
 def _collect(kind: msgspec.inspect.Type, seen: dict[Struct, None]) -> None:

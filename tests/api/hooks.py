@@ -1,0 +1,185 @@
+"""What Schemathesis has to know of the server to make requests that are worth making."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+from typing import Any
+
+import jsonschema
+import schemathesis
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+from schemathesis.specs.openapi.checks import negative_data_rejection
+
+_ROOT = "urn:described"
+_MOST_TOKENS = 8
+_MOST_CHOICES = 3
+_UNBOUNDED = ("/v1/chat/completions", "/v1/completions")  # without max_tokens
+_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+_FORMS += ("guided_grammar", "output_config")
+
+# What no schema says: fields that depend on one another, on the model, or on a text's meaning. A
+# request that was made out of the document may be refused for these reasons, and for no others.
+REASONS = {
+    "texts that are to be a JSON schema, a regular expression or a grammar": (
+        r"(JSON schema|regular expression|grammar|list of choices) cannot be used: ",
+    ),
+    "a strict function's schema": (r"parameters cannot be kept to: ", r"input_schema cannot be "),
+    "the length of a context": (
+        r"maximum context length",
+        r"prompt is too long",
+        r"exceed context",
+    ),
+    "prompts in which nothing stands": (r"The prompt is empty",),
+    "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
+    "ids between those of the vocabulary": (r" is no token of this model",),
+    "ways to say how an answer has to look": (r" exclude each other", r"ignore_eos cannot be comb"),
+    "results of tools without their calls": (r"tool_use_id is the id of no call before it",),
+    "roles of messages": (r"belongs to a message of (the other )?role",),
+    "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
+    "models that know no text between two others": (r"suffix",),
+    "scores of prompts": (r"max_tokens must be from 1",),
+    "integers written with a fraction, as 15.0": (r"must be an integer, not a number",),
+    "variables of a chat template": (r"chat template has no such variable",),
+    "prompts times n": (r"A request may ask for \d+ answers",),
+}
+_REASON = re.compile("|".join(one for many in REASONS.values() for one in many))
+
+counts = {"answered": 0, "refused": 0, "streams": 0}
+atexit.register(lambda: print(f"right requests and streams: {counts}"))
+_registry: Any = None
+
+
+@schemathesis.hook
+def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
+    """Let models have names that are served; the document leaves them open for other servers."""
+    global _registry  # noqa: PLW0603 - hooks have nowhere else to keep it
+    resource = Resource.from_contents(json.loads(json.dumps(raw_schema)), DRAFT202012)
+    _registry = Registry().with_resource(_ROOT, resource)
+    for schema in raw_schema["components"]["schemas"].values():
+        model = schema.get("properties", {}).get("model", {})
+        if "examples" in model:
+            model["enum"] = [*model["examples"], None]
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Keep answers short, and let fields of right requests suit one another."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    _shorten(body, case.operation.path)
+    if case.meta is not None and case.meta.generation.mode.is_positive:
+        _reconcile(body)
+        if "max_tokens" in body and "stream" not in body:
+            body["stream"] = len(repr(body)) % 2 == 0  # which is rarely drawn
+
+
+@schemathesis.check
+def refusals_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
+    """In place of positive_data_acceptance, which knows statuses alone."""
+    if case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    if response.status_code != 400:
+        counts["answered"] += response.status_code == 200
+        return
+    counts["refused"] += 1
+    message = json.loads(response.text)["error"]["message"]
+    assert _REASON.search(message), f"A right request was refused: {message}"
+
+
+@schemathesis.check
+def wrong_requests_are_refused(ctx: Any, response: Any, case: Any) -> bool | None:
+    """negative_data_rejection, but for what is more than the document promises."""
+    if response.status_code == 200 and _has_plain_blocks(case.body):
+        return None
+    return negative_data_rejection(ctx, response, case)
+
+
+@schemathesis.check
+def events_are_as_described(ctx: Any, response: Any, case: Any) -> None:
+    """The data of each event is JSON that its `contentSchema` allows, up to the last."""
+    if "text/event-stream" not in response.headers.get("content-type", [""])[0]:
+        return
+    counts["streams"] += 1
+    described = case.operation.definition.raw["responses"]["200"]["content"]["text/event-stream"]
+    data_schema = described["schema"]["properties"]["data"]
+    schema = data_schema.get("anyOf", [data_schema])[-1]["contentSchema"]
+    schema = json.loads(json.dumps(schema).replace('"#/components', f'"{_ROOT}#/components'))
+    validator = jsonschema.Draft202012Validator(schema, registry=_registry)
+    data = re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
+    if data[-1] == "[DONE]":
+        data.pop()
+    for one in data:
+        validator.validate(json.loads(one))
+
+
+def _shorten(body: dict[str, Any], path: str) -> None:
+    """Bound what an answer costs; wrong values stay as they are."""
+    if _is_int(body.get("n")):
+        body["n"] = min(body["n"], _MOST_CHOICES)
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if _is_int(body.get(name)):
+            body[name] = min(body[name], _MOST_TOKENS)
+    if path in _UNBOUNDED and body.get("max_tokens") is None:
+        body["max_tokens"] = _MOST_TOKENS
+
+
+def _has_plain_blocks(body: object) -> bool:
+    """Whether blocks stand without their type where there are blocks of text alone."""
+    system = body.get("system") if isinstance(body, dict) else None
+    return isinstance(system, list) and any(
+        isinstance(block, dict) and "type" not in block for block in system
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _reconcile(body: dict[str, Any]) -> None:
+    forms = [name for name in _FORMS if body.get(name) is not None]
+    for name in forms[1:] if not body.get("tools") else forms:
+        del body[name]
+    if body.get("stream_options") is not None:
+        body["stream"] = True
+    if body.get("top_logprobs"):
+        body["logprobs"] = True
+    if body.get("best_of") is not None:
+        body["best_of"] = body.get("n") or 1
+    if _is_int(body.get("min_tokens")):
+        body["min_tokens"] = min(body["min_tokens"], _limit(body))
+    _reconcile_tools(body)
+    for message in body.get("messages") or ():
+        _reconcile_message(message)
+
+
+def _limit(body: dict[str, Any]) -> int:
+    found = body.get("max_completion_tokens") or body.get("max_tokens")
+    return int(found) if _is_int(found) else _MOST_TOKENS
+
+
+def _reconcile_tools(body: dict[str, Any]) -> None:
+    tools = body.get("tools") or []
+    names = []
+    for place, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        function["name"] = f"f{place}"
+        names.append(function["name"])
+    choice = body.get("tool_choice")
+    if choice is not None and not tools:
+        del body["tool_choice"]
+    elif isinstance(choice, dict) and "function" in choice:
+        choice["function"]["name"] = names[0]
+    elif isinstance(choice, dict) and "name" in choice:
+        choice["name"] = names[0]
+
+
+def _reconcile_message(message: dict[str, Any]) -> None:
+    if message.get("content") is None:
+        message["content"] = "hello"
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if message.get(name) and message["role"] != role:
+            del message[name]
