@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.twostroke-ready
 ORACLE ?= .venv-oracle
 ORACLE_STAMP := $(ORACLE)/.twostroke-ready
+PAGE ?= .venv-page
+PAGE_STAMP := $(PAGE)/.twostroke-ready
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 FUZZ ?= .venv-fuzz
 FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
@@ -35,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-page test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -99,6 +102,12 @@ test-api: build ## Make requests out of the server's OpenAPI document, right and
 	@$(MAKE) --no-print-directory $(API_STAMP)
 	@$(BIN)/python tests/api/run.py --schemathesis $(API)/bin/schemathesis $(API_ARGS)
 
+test-page: pull ## Drive the server's page with a real browser, in an environment of its own (CHROMIUM=).
+	@test -n "$(CHROMIUM)" || { echo "This needs a browser: apt-get install chromium, or CHROMIUM=/path/to/it"; exit 1; }
+	@$(MAKE) --no-print-directory $(PAGE_STAMP)
+	@PYTHONPATH=src CHROMIUM=$(CHROMIUM) AXE=$(abspath $(PAGE))/node_modules/axe-core/axe.min.js \
+	  $(PAGE)/bin/python -m pytest -m page $(PYTEST_ARGS) tests/page
+
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
 	  -DCMAKE_TOOLCHAIN_FILE=$(abspath native/aarch64.cmake) \
@@ -133,6 +142,15 @@ $(API_STAMP): tests/api/requirements.txt
 	@test -x $(API)/bin/python || $(PYTHON) -m venv $(API)
 	@echo "Installing Schemathesis into $(API)"
 	@$(API)/bin/python -m pip install --quiet -r tests/api/requirements.txt
+	@touch $@
+
+$(PAGE_STAMP): tests/page/requirements.txt $(CORE_REQUIREMENTS)
+	@command -v npm >/dev/null || { echo "This needs: apt-get install npm"; exit 1; }
+	@test -x $(PAGE)/bin/python || $(PYTHON) -m venv $(PAGE)
+	@echo "Installing what drives the browser into $(PAGE)"
+	@$(PAGE)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r tests/page/requirements.txt
+	@echo '{"private": true}' > $(PAGE)/package.json
+	@npm install --prefix $(PAGE) --silent --no-audit --no-fund axe-core@4
 	@touch $@
 
 $(CORE_REQUIREMENTS): $(STAMP)

@@ -33,6 +33,7 @@ from twostroke.serve.observe.state import State
 from twostroke.serve.openai import chat, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.options import ServeOptions
+from twostroke.serve.page.site import Site, wants_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,7 @@ class Api:
         self.metrics = Metrics(client, limits)
         self.names = options.model_names or (client.card.name,)
         self._state = State(client, limits, self.names, _version())
+        self.site = Site()
         self.is_draining = False
         self._open: set[Answers] = set()
         self._description: bytes | None = None
@@ -95,6 +97,7 @@ class Api:
             STATE_PATH: self.state,
         }
         routes = [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
+        routes.append(Route("/page/{name:path}", self.site.file, include_in_schema=False))
         for path, dialect in DIALECTS.items():
             routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
         for path, inquiry in INQUIRIES.items():
@@ -115,8 +118,10 @@ class Api:
         """Give back what answering took; to be called when no request comes any more."""
         self._compiler.close()
 
-    async def root(self, _request: Request) -> Response:
-        """Say what this is."""
+    async def root(self, request: Request) -> Response:
+        """Say what this is: to a browser with the page, to a program as JSON."""
+        if wants_page(request):
+            return self.site.respond(request)
         about = AboutBody(
             name="twostroke",
             version=_version(),
@@ -124,7 +129,7 @@ class Api:
             endpoints=["/v1/models", *DIALECTS, *INQUIRIES, "/health", "/metrics"],
             description="/openapi.json",
         )
-        return _json(about)
+        return _json(about, headers={"vary": "accept"})
 
     async def openapi(self, _request: Request) -> Response:
         """Describe every route, as OpenAPI has it."""

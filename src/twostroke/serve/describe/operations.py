@@ -102,7 +102,13 @@ _ANTHROPIC_VERSION: Final = {
 }
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
-    ("GET", "/"): Operation("What answers here", "Server", answer=AboutBody),
+    ("GET", "/"): Operation(
+        "What answers here",
+        "Server",
+        "A browser, which accepts `text/html`, gets the page for people.",
+        answer=AboutBody,
+        media={"text/html": _TEXT},
+    ),
     ("GET", "/health"): Operation(
         "Whether a request would be answered now", "Server", answer=HealthBody, unwell=True
     ),

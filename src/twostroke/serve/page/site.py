@@ -1,0 +1,122 @@
+"""Serves the page's files out of the package: read once, looked up by name, never by path."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from importlib.resources.abc import Traversable
+
+    from starlette.requests import Request
+
+INDEX: Final = "index.html"
+
+# What is not in this table is not served; a file of another kind would be a mistake.
+MEDIA_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+# Nothing from elsewhere, nothing inline, and no text that becomes markup: what a model writes
+# reaches the page as text nodes only, and the browser holds the page to that.
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS: Final = {
+    "cache-control": "no-cache",  # kept, but asked about each time: the answer is a short 304
+    "content-security-policy": _POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    etag: str
+    media_type: str
+
+
+class Site:
+    """Answers with the page's files.
+
+    All of them are in memory, some hundred kilobytes, under the names by which they are asked for:
+    a name that is not among them does not exist, whatever a file system would make of it.
+    """
+
+    def __init__(self) -> None:
+        """Read the files."""
+        self._files = dict(_read(files(__package__) / "static"))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the files."""
+        return iter(self._files)
+
+    async def file(self, request: Request) -> Response:
+        """Answer with one file.
+
+        Raises:
+            HTTPException: there is none of that name.
+        """
+        return self.respond(request, request.path_params["name"])
+
+    def respond(self, request: Request, name: str = INDEX) -> Response:
+        """Return the response with a file, or a 304 where the client has it already.
+
+        Raises:
+            HTTPException: there is none of that name.
+        """
+        found = self._files.get(name)
+        if found is None:
+            raise HTTPException(404)
+        headers = _HEADERS | {"etag": found.etag}
+        if name == INDEX:
+            headers["vary"] = "accept"
+        if _has(request.headers.get("if-none-match", ""), found.etag):
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type=found.media_type)
+
+
+def wants_page(request: Request) -> bool:
+    """Whether a browser asks, rather than a program."""
+    return "text/html" in request.headers.get("accept", "").lower()
+
+
+def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
+    for entry in folder.iterdir():
+        name = prefix + entry.name
+        if entry.is_dir():
+            yield from _read(entry, f"{name}/")
+            continue
+        media_type = MEDIA_TYPES.get(name[name.rfind(".") :])
+        if media_type is not None:
+            body = entry.read_bytes()
+            yield name, _File(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', media_type)
+
+
+def _has(if_none_match: str, etag: str) -> bool:
+    tags = (tag.strip().removeprefix("W/") for tag in if_none_match.split(","))
+    return any(tag in {etag, "*"} for tag in tags)

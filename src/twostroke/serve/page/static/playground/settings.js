@@ -1,0 +1,114 @@
+// The settings of a request: what there is, what it is called, and which values it may have.
+
+import { whereBroken } from "../shared/json.js";
+
+/**
+ * One row a setting. `kind` is how it is entered; values are kept as they are typed, so that a half
+ * typed number is no error, and an empty one leaves the field out of the request.
+ */
+export const FIELDS = [
+  { name: "system", label: "System prompt", kind: "text", start: "", rows: 3, hint: "How the model is to behave" },
+
+  { name: "temperature", label: "Temperature", kind: "number", start: "0.7", min: 0, max: 2, step: 0.1, hint: "1" },
+  { name: "max_tokens", label: "Max tokens", kind: "integer", start: "1024", min: 1, step: 64, hint: "all there is" },
+  { name: "top_p", label: "Top p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "1" },
+  { name: "top_k", label: "Top k", kind: "integer", start: "", min: 0, step: 10, hint: "all" },
+  { name: "min_p", label: "Min p", kind: "number", start: "", min: 0, max: 1, step: 0.05, hint: "0" },
+  { name: "seed", label: "Seed", kind: "integer", start: "", step: 1, hint: "by chance" },
+
+  { name: "presence_penalty", label: "Presence penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
+  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", start: "", min: -2, max: 2, step: 0.1, hint: "0" },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", start: "", min: 0, step: 0.05, hint: "1" },
+  { name: "n", label: "Answers (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
+  {
+    name: "speculate", label: "Guess ahead", kind: "choice", start: "",
+    options: [["", "as the server does"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
+  },
+  { name: "stop", label: "Stop strings, one a line", kind: "text", start: "", rows: 2, hint: "" },
+  { name: "logprobs", label: "Log-probabilities of tokens", kind: "switch", start: false },
+
+  {
+    name: "form", label: "Form of the answer", kind: "choice", start: "",
+    options: [["", "any text"], ["json_object", "a JSON object"], ["json_schema", "JSON by a schema"], ["regex", "a regular expression"], ["choice", "one of some texts"], ["grammar", "a grammar"]],
+  },
+  { name: "form_json_schema", kind: "form", start: "" },
+  { name: "form_regex", kind: "form", start: "" },
+  { name: "form_choice", kind: "form", start: "" },
+  { name: "form_grammar", kind: "form", start: "" },
+
+  { name: "extra", label: "Further fields of the request", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
+];
+
+export function defaultSettings() {
+  return Object.fromEntries(FIELDS.map(({ name, start }) => [name, start]));
+}
+
+/**
+ * Return what the settings mean in a request.
+ *
+ * Throws an Error with a sentence for the user where one cannot be meant.
+ */
+export function toFields(settings) {
+  const fields = {};
+  for (const field of FIELDS) {
+    const typed = settings[field.name];
+    if (field.kind === "number" || field.kind === "integer") {
+      if (typed.trim() !== "") fields[field.name] = readNumber(field, typed);
+    } else if (field.kind === "choice" && field.name !== "form" && typed) {
+      fields[field.name] = typed;
+    }
+  }
+  const stops = settings.stop.split("\n").filter((line) => line !== "").map(unescapeStop);
+  if (stops.length) fields.stop = stops;
+  if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+  return { ...fields, ...formFields(settings), ...extraFields(settings.extra) };
+}
+
+function readNumber({ label, kind, min = -Infinity, max = Infinity }, typed) {
+  const number = Number(typed);
+  if (!Number.isFinite(number)) throw new Error(`${label}: “${typed}” is no number.`);
+  if (kind === "integer" && !Number.isSafeInteger(number)) throw new Error(`${label} must be a whole number.`);
+  if (number < min) throw new Error(`${label} must be at least ${min}.`);
+  if (number > max) throw new Error(`${label} must be at most ${max}.`);
+  return number;
+}
+
+/** A line break in a stop string is written \n, as a line of the field is a string of its own. */
+function unescapeStop(line) {
+  return line.replaceAll(/\\([nt\\])/g, (_, letter) => ({ n: "\n", t: "\t", "\\": "\\" })[letter]);
+}
+
+/** Return the fields that say what the answer has to look like. */
+export function formFields(settings) {
+  const typed = settings[`form_${settings.form}`]?.trim() ?? "";
+  if (settings.form === "") return {};
+  if (settings.form === "json_object") return { response_format: { type: "json_object" } };
+  if (typed === "") throw new Error("Say in the settings what the answer has to look like, or choose “any text”.");
+  if (settings.form === "json_schema") {
+    const schema = readObject(typed, "The schema");
+    return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
+  }
+  if (settings.form === "choice") {
+    const texts = typed.split("\n").map((line) => line.trim()).filter((line) => line !== "");
+    return { guided_choice: texts };
+  }
+  return { [`guided_${settings.form}`]: settings[`form_${settings.form}`] };
+}
+
+function extraFields(typed) {
+  return typed.trim() === "" ? {} : readObject(typed, "“Further fields”");
+}
+
+/** Return the JSON object that a text spells, or throw an Error that says where it goes wrong. */
+export function readObject(typed, what) {
+  let value;
+  try {
+    value = JSON.parse(typed);
+  } catch {
+    throw new Error(`${what} is no JSON: ${whereBroken(typed)}.`);
+  }
+  if (value === null || typeof value !== "object" || Array.isArray(value)) {
+    throw new Error(`${what} must be a JSON object.`);
+  }
+  return value;
+}

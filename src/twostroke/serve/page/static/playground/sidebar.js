@@ -1,0 +1,57 @@
+// The list of kept conversations, and moving them in and out as a file.
+
+import { h, icon } from "../shared/dom.js";
+import { notice } from "../shared/notice.js";
+import { exportAll, importAll } from "./store.js";
+
+export class Sidebar {
+  #store;
+  #act;
+  #list = h("ul.conversations");
+  #file = h("input.unseen", { type: "file", accept: ".json,application/json", tabindex: "-1", "aria-hidden": "true" });
+
+  /** `act` has `open(conversation)`, `start()` and `remove(conversation)`. */
+  constructor(store, act) {
+    this.#store = store;
+    this.#act = act;
+    const start = h("button.primary", { type: "button", onclick: () => act.start() }, icon("plus"), "New chat");
+    const take = h("button.plain", { type: "button", onclick: () => this.#file.click() }, "Import");
+    const give = h("button.plain", { type: "button", onclick: () => this.#export() }, "Export");
+    this.#file.addEventListener("change", () => this.#import());
+    this.element = h("nav.sidebar", { id: "conversations", "aria-label": "Conversations" }, h("header", {}, start), this.#list, h("div.row", {}, take, give, this.#file));
+  }
+
+  show(current) {
+    const items = this.#store.all.map((conversation) => {
+      const isHere = conversation.id === current.id;
+      const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.title || "Without words");
+      const remove = h("button.icon", { type: "button", "aria-label": `Delete “${conversation.title}”`, title: "Delete", onclick: () => this.#act.remove(conversation) }, icon("close"));
+      return h("li", {}, open, remove);
+    });
+    this.#list.replaceChildren(...(items.length ? items : [h("li.none", {}, "No conversations yet.")]));
+  }
+
+  #export() {
+    if (!this.#store.all.length) {
+      notice("There are no conversations to export.");
+      return;
+    }
+    const url = URL.createObjectURL(new Blob([exportAll(this.#store.all)], { type: "application/json" }));
+    h("a", { href: url, download: "twostroke-conversations.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  }
+
+  async #import() {
+    const [file] = this.#file.files;
+    this.#file.value = "";
+    if (!file) return;
+    try {
+      const taken = importAll(await file.text());
+      this.#store.add(taken);
+      notice(taken.length === 1 ? "One conversation was imported." : `${taken.length} conversations were imported.`);
+      if (taken.length) this.#act.open(taken[0]);
+    } catch (error) {
+      notice(error.message);
+    }
+  }
+}

@@ -1,0 +1,157 @@
+// Keeps conversations in the browser, bounded in number and size, and moves them in and out as JSON.
+
+import { defaultSettings, FIELDS } from "./settings.js";
+
+const KEY = "twostroke.conversations";
+const MAX_CONVERSATIONS = 60;
+const MAX_CHARACTERS = 3_000_000; // of JSON; browsers give a page some five million
+const FORMAT = "twostroke-conversations-1";
+
+/** A fresh conversation; `settings` are those of columns A and B. */
+export function newConversation(settings = [defaultSettings(), defaultSettings()], isSplit = false) {
+  return { id: newId(), title: "", changed: Date.now(), isSplit, settings: structuredClone(settings), turns: [] };
+}
+
+export function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** The conversations, the latest first. */
+export class Store {
+  constructor() {
+    this.all = this.#read();
+  }
+
+  /** Keep a conversation; empty ones are not worth it. */
+  keep(conversation) {
+    conversation.changed = Date.now();
+    conversation.title = titleOf(conversation);
+    this.all = this.all.filter((one) => one.id !== conversation.id);
+    if (conversation.turns.length) this.all.unshift(conversation);
+    this.#write();
+  }
+
+  has(id) {
+    return this.all.some((one) => one.id === id);
+  }
+
+  remove(id) {
+    this.all = this.all.filter((one) => one.id !== id);
+    this.#write();
+  }
+
+  /** Put conversations beside those that are there; return how many were taken. */
+  add(conversations) {
+    const ids = new Set(conversations.map((one) => one.id));
+    this.all = [...conversations, ...this.all.filter((one) => !ids.has(one.id))];
+    this.#write();
+    return conversations.length;
+  }
+
+  #read() {
+    try {
+      return importAll(localStorage.getItem(KEY) ?? exportAll([]));
+    } catch {
+      return []; // of another version, or storage is forbidden
+    }
+  }
+
+  /** The oldest give way when there are too many, or when the browser has no more room. */
+  #write() {
+    this.all = this.all.slice(0, MAX_CONVERSATIONS);
+    let kept = this.all;
+    while (kept.length) {
+      const text = exportAll(kept);
+      if (text.length <= MAX_CHARACTERS && tryToSet(text)) return;
+      kept = kept.slice(0, -1);
+    }
+    tryToSet(exportAll([]));
+  }
+}
+
+/** Return conversations as a text to keep. What each token could have been is too much to keep. */
+export function exportAll(conversations) {
+  const body = { format: FORMAT, conversations };
+  return JSON.stringify(body, (key, value) => (key === "tokens" ? undefined : value));
+}
+
+/**
+ * Return the conversations of such a text.
+ *
+ * Throws an Error with a sentence for the user if it is none.
+ */
+export function importAll(text) {
+  let body;
+  try {
+    body = JSON.parse(text);
+  } catch {
+    throw new Error("This file is no JSON.");
+  }
+  if (body?.format !== FORMAT || !Array.isArray(body.conversations)) {
+    throw new Error("This file holds no conversations of this page.");
+  }
+  return body.conversations.map(readConversation);
+}
+
+function readConversation(found) {
+  const conversation = newConversation();
+  if (typeof found?.id === "string") conversation.id = found.id;
+  if (Number.isFinite(found?.changed)) conversation.changed = found.changed;
+  conversation.isSplit = found?.isSplit === true;
+  conversation.settings = [0, 1].map((place) => readSettings(found?.settings?.[place]));
+  conversation.turns = list(found?.turns).map((turn) => ({
+    id: newId(),
+    prompt: text(turn?.prompt),
+    replies: list(turn?.replies).slice(0, 2).map(readReply),
+  }));
+  conversation.title = titleOf(conversation);
+  return conversation;
+}
+
+function readSettings(found) {
+  const settings = defaultSettings();
+  for (const { name } of FIELDS) {
+    if (typeof found?.[name] === typeof settings[name]) settings[name] = found[name];
+  }
+  return settings;
+}
+
+function readReply(found) {
+  const choices = list(found?.choices).map((choice) => ({
+    text: text(choice?.text),
+    reasoning: text(choice?.reasoning),
+    calls: list(choice?.calls).map((call) => ({
+      id: text(call?.id),
+      name: text(call?.name),
+      arguments: text(call?.arguments),
+    })),
+    finish: text(choice?.finish),
+    error: text(choice?.error),
+    isEdited: choice?.isEdited === true,
+    figures: choice?.figures && typeof choice.figures === "object" ? choice.figures : null,
+  }));
+  const shown = Number.isInteger(found?.shown) ? found.shown : 0;
+  return { choices, shown: Math.min(Math.max(shown, 0), Math.max(choices.length - 1, 0)) };
+}
+
+function titleOf(conversation) {
+  const first = conversation.turns[0]?.prompt.trim().split("\n")[0] ?? "";
+  return first.length > 80 ? `${first.slice(0, 79)}…` : first;
+}
+
+function tryToSet(value) {
+  try {
+    localStorage.setItem(KEY, value);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+function list(value) {
+  return Array.isArray(value) ? value : [];
+}
+
+function text(value) {
+  return typeof value === "string" ? value : "";
+}

@@ -1,0 +1,62 @@
+// What the page asks the server, besides answers: is it there, and which model does it run?
+
+const LOOK_EVERY_MS = 4000;
+
+/** Errors that are sentences for the user. */
+export class ServerError extends Error {
+  constructor(message, { status = 0, param = null } = {}) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+export const GONE = "The server cannot be reached. Is it running?";
+
+/** Return the response to a request, or throw a `ServerError` that says what is wrong. */
+export async function ask(path, options = {}) {
+  let response;
+  try {
+    response = await fetch(path, { cache: "no-store", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(GONE);
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+async function refusal(response) {
+  const { status } = response;
+  try {
+    const { error } = await response.json();
+    return new ServerError(error.message, { status, param: error.param });
+  } catch {
+    return new ServerError(`The server answered with status ${status}.`, { status });
+  }
+}
+
+/** Keeps looking whether the server answers; tells `onChange` of `{status, model}`. */
+export function watchServer(onChange) {
+  let last = "";
+  const look = async () => {
+    if (document.hidden) return;
+    const found = await state();
+    if (JSON.stringify(found) === last) return;
+    last = JSON.stringify(found);
+    onChange(found);
+  };
+  setInterval(look, LOOK_EVERY_MS);
+  document.addEventListener("visibilitychange", look);
+  look();
+}
+
+async function state() {
+  try {
+    const response = await fetch("health", { cache: "no-store" });
+    const { status, model } = await response.json();
+    return { status, model };
+  } catch {
+    return { status: "gone", model: null };
+  }
+}

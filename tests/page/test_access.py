@@ -1,0 +1,173 @@
+"""Everybody's page: keyboard, screen readers, phones, light and dark, servers that restart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Visiting = Callable[..., Any]
+
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+DESKTOP = {"viewport": {"width": 1440, "height": 900}}
+TOO_WIDE = """
+[...document.querySelectorAll("main *")]
+  .filter((element) => element.checkVisibility() && !element.closest(".wide, pre, .unseen"))
+  .filter((element) => element.getBoundingClientRect().right > 361)
+  .map((element) => element.outerHTML.slice(0, 80))
+"""
+LISTEN = """{
+  const news = document.querySelector(".middle > [role=status]");
+  window.said = [];
+  new MutationObserver(() => said.push(news.textContent)).observe(news, {childList: true});
+}"""
+ANIMATION = """
+getComputedStyle(document.querySelector(".busy .body > .markdown > :last-child"), "::after")
+  .animationName
+"""
+
+
+def _fill(visit: Any) -> None:
+    """Have something of everything on the page."""
+    visit.page.click("[title='The same messages to two settings']")
+    if visit.page.locator(".settings").is_hidden():
+        visit.page.click(".head [aria-label=Settings]")
+    visit.page.click(".panel details summary")
+    visit.set(max_tokens=12, logprobs=True, form="json_schema")
+    visit.page.click("#column-B")
+    visit.set(max_tokens=12)
+    visit.page.keyboard.press("Escape")
+    visit.send("Hello.")
+
+
+@pytest.mark.parametrize("view", ["playground"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_no_barrier_is_found(
+    visit: Visiting, server: Any, view: str, scheme: str, screen: dict[str, Any]
+) -> None:
+    axe = Path(os.environ.get("AXE", ""))
+    if not axe.is_file():
+        pytest.skip("needs axe-core: run by `make test-page`")
+    visit = visit(server, color_scheme=scheme, **screen)
+    if view == "playground":
+        _fill(visit)
+    else:
+        visit.page.click("#tab-dashboard")
+        visit.page.wait_for_timeout(1500)
+    visit.page.evaluate(axe.read_text())
+    found = visit.page.evaluate("axe.run()")["violations"]
+    faults = [(fault["id"], fault["impact"], fault["nodes"][0]["html"]) for fault in found]
+    assert not faults
+
+
+@pytest.mark.parametrize("view", ["playground"])
+def test_phone_does_not_scroll_sideways(visit: Visiting, server: Any, view: str) -> None:
+    visit = visit(server, **PHONE)
+    if view == "playground":
+        _fill(visit)
+    else:
+        visit.page.tap("#tab-dashboard")
+        visit.page.wait_for_timeout(1500)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert visit.page.evaluate(TOO_WIDE) == []
+
+
+def test_sides_open_and_close_on_a_phone(visit: Visiting, server: Any) -> None:
+    visit = visit(server, **PHONE)
+    settings = visit.page.locator("#settings")
+    assert settings.is_hidden()
+    visit.page.tap(".head [aria-label=Settings]")
+    assert settings.is_visible()
+    visit.page.keyboard.press("Escape")
+    assert settings.is_hidden()
+    assert visit.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Settings"
+
+
+def test_keyboard_alone_is_enough(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    keyboard = visit.page.keyboard
+    focused = "document.activeElement.id || document.activeElement.textContent"
+    keyboard.press("Tab")
+    assert visit.page.evaluate(focused) == "Skip to the content"
+    keyboard.press("Tab")
+    assert visit.page.evaluate(focused) == "tab-playground"
+    for _ in range(40):
+        keyboard.press("Tab")
+        if visit.page.evaluate(focused) == "message":
+            break
+    keyboard.type("One")
+    keyboard.press("Shift+Enter")
+    keyboard.type("two")
+    assert visit.page.input_value("#message") == "One\ntwo"
+    keyboard.press("Enter")
+    visit.page.wait_for_selector(".send.stop")
+    keyboard.press("Escape")
+    visit.wait_answered()
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    keyboard.press("Tab")
+    assert visit.page.evaluate(outline) != "none"
+
+
+def test_finished_answers_are_announced_once(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=20)
+    visit.page.evaluate(LISTEN)
+    visit.send("Hello.")
+    visit.wait_for("said.length > 0")
+    assert len(visit.page.evaluate("said")) == 1
+    assert visit.page.get_attribute(".transcript", "aria-live") == "off"
+
+
+def test_colours_follow_the_system_until_chosen(visit: Visiting, server: Any) -> None:
+    visit = visit(server, color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = visit.page.evaluate(ground)
+    visit.page.click("#theme")
+    light = visit.page.evaluate(ground)
+    assert dark != light
+    visit.page.reload()
+    assert visit.page.evaluate(ground) == light
+    visit.page.click("#theme")
+    assert visit.page.evaluate(ground) == dark
+
+
+def test_motion_is_left_out_where_it_is_unwanted(visit: Visiting, server: Any) -> None:
+    visit = visit(server, reduced_motion="reduce")
+    visit.set(max_tokens=300)
+    visit.send("Count to a hundred.", wait=False)
+    visit.page.wait_for_selector(".busy .body > .markdown > *")
+    assert visit.page.evaluate(ANIMATION) == "none"
+    visit.page.keyboard.press("Escape")
+    visit.wait_answered()
+
+
+def test_page_recovers_from_a_restart(visit: Visiting, own_server: Any) -> None:
+    allowed = (
+        "ERR_CONNECTION_REFUSED",
+        "ERR_INCOMPLETE_CHUNKED_ENCODING",
+        "ERR_CONNECTION_RESET",
+        "503",
+        "ERR_EMPTY_RESPONSE",
+    )
+    visit = visit(own_server, allowed=allowed)
+    visit.set(max_tokens=1000)
+    visit.send("Count to a thousand in words.", wait=False)
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 5")
+    own_server.stop()
+    visit.wait_answered()
+    assert visit.page.locator(".trouble").is_visible()
+    visit.page.wait_for_selector("#lamp[data-state=gone]", timeout=15_000)
+    visit.page.click("[aria-label='Answer again']")
+    visit.page.wait_for_selector(".trouble:has-text('cannot be reached')")
+    own_server.start()
+    visit.page.wait_for_selector("#lamp[data-state=ok]", timeout=15_000)
+    visit.set(max_tokens=5)
+    visit.page.click("[aria-label='Answer again']")
+    visit.page.wait_for_selector(".figures summary:has-text('TTFT')", timeout=30_000)
+    assert visit.page.locator(".trouble").is_hidden()

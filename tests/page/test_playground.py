@@ -1,0 +1,287 @@
+"""The playground in a browser, with a model that really answers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Visiting = Callable[..., Any]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "maximum": 99, "minimum": 1},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EVIL = """<img src=x onerror="window.hit=1"><script>window.hit=1</script>
+[a](javascript:window.hit=1) ![b](https://x.example/y.png) **bold** <https://ok.example>"""
+MARKDOWN = """# Title
+
+1. one
+2. two
+   - inner
+
+| a | b |
+|---|--:|
+| 1 | `x` |
+
+> quote
+
+```python
+x = 1  # y
+```
+end_of_line stays"""
+COUNT = "Count from one to five hundred in words."
+
+
+def test_answer_comes_in_pieces_with_its_figures(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=200)
+    visit.send(COUNT, wait=False)
+    text = "(document.querySelector('.body > .markdown')?.textContent.length ?? 0)"
+    visit.wait_for(f"{text} > 5")
+    early = visit.page.evaluate(text)
+    assert visit.page.locator(".send.stop").is_visible()
+    visit.wait_answered()
+    assert visit.page.evaluate(text) > early
+    figures = visit.page.inner_text(".figures summary")
+    assert "TTFT" in figures
+    assert "tokens/s" in figures
+    visit.page.click(".figures summary")
+    assert "of that in the queue" in visit.page.inner_text(".figures table")
+
+
+def test_escape_stops_and_the_answer_goes_on_from_there(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(temperature=0, max_tokens=900)
+    visit.send(COUNT, wait=False)
+    visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 20")
+    visit.page.keyboard.press("Escape")
+    visit.wait_answered()
+    assert "stopped by you" in visit.page.inner_text(".figures summary")
+    [begun] = visit.answers()
+    visit.set(max_tokens=8)
+    visit.page.click("[aria-label='Go on with the answer']")
+    visit.wait_answered()
+    [longer] = visit.answers()
+    assert "".join(longer.split()).startswith("".join(begun.split())[:20])
+    assert visit.page.inner_text(".reply .of") == "2 of 2"
+
+
+def test_answers_are_made_again_and_turned_through(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=12, seed=1)
+    visit.send("Invent a name for a boat.")
+    [first] = visit.answers()
+    visit.set(seed=2)
+    visit.page.click("[aria-label='Answer again']")
+    visit.wait_answered()
+    [second] = visit.answers()
+    assert first != second
+    visit.page.click("[aria-label='The answer before']")
+    assert visit.answers() == [first]
+    visit.page.click("[aria-label='Delete the answer']")
+    assert visit.answers() == [second]
+    visit.page.click("#toasts button")
+    assert visit.answers() == [first]
+
+
+def test_edited_message_goes_on_from_there(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=6)
+    for text in ("First message.", "Second message."):
+        visit.send(text)
+    visit.page.click("[aria-label='Edit the message and go on from there'] >> nth=0")
+    visit.page.fill(".editor textarea", "Another message.")
+    visit.page.press(".editor textarea", "Enter")
+    visit.wait_answered()
+    assert visit.page.locator(".prompt-text").all_inner_texts() == ["Another message."]
+    assert len(visit.answers()) == 1
+    visit.page.click("#toasts button")
+    assert visit.page.locator(".prompt-text").all_inner_texts() == [
+        "First message.",
+        "Second message.",
+    ]
+
+
+def test_edited_answer_is_what_the_model_reads(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=4, temperature=0)
+    visit.send("Hello.")
+    visit.page.click("[aria-label='Edit the answer']")
+    visit.page.fill(".editor textarea", "The word is fish.")
+    visit.page.press(".editor textarea", "Enter")
+    assert visit.answers() == ["The word is fish."]
+    with visit.page.expect_request("**/v1/chat/completions") as sent:
+        visit.send("Repeat it.")
+    body = json.loads(sent.value.post_data)
+    assert [message["content"] for message in body["messages"]] == [
+        "Hello.",
+        "The word is fish.",
+        "Repeat it.",
+    ]
+
+
+def test_two_settings_answer_side_by_side(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.page.click("text=Side by side")
+    visit.set(max_tokens=60, temperature=0, extra='{"ignore_eos": true}')
+    visit.page.click("#column-B")
+    visit.set(max_tokens=5, temperature=0)
+    visit.send(COUNT, wait=False)
+    visit.wait_for("document.querySelectorAll('.reply.busy').length === 2")
+    visit.wait_answered()
+    left, right = visit.answers()
+    assert left.startswith(right[:5])
+    assert len(left) > len(right)
+    figures = visit.page.locator(".figures summary").all_inner_texts()
+    assert "60\u202ftokens" in figures[0]
+    assert "5\u202ftokens" in figures[1]
+
+
+def test_answer_keeps_to_a_schema(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(
+        max_tokens=100, temperature=1, form="json_schema", form_json_schema=json.dumps(SCHEMA)
+    )
+    visit.page.click("button.small:has-text('Check')")
+    visit.page.wait_for_selector(".verdict[data-kind=right]")
+    visit.send("Describe Anna.")
+    [text] = visit.answers()
+    assert set(json.loads(text)) == {"name", "age"}
+    assert "valid JSON" in visit.page.inner_text(".figures summary")
+
+
+def test_refusals_are_sentences(visit: Visiting, server: Any) -> None:
+    visit = visit(server, allowed=("400 (Bad Request)",))
+    visit.set(form="json_schema", form_json_schema='{"not": {}}')
+    visit.page.click("button.small:has-text('Check')")
+    visit.page.wait_for_selector(".verdict[data-kind=wrong]:has-text('not')")
+    visit.set(form_json_schema='{\n  "type": }')
+    assert "line 2" in visit.page.inner_text(".verdict")
+    visit.set(form="", temperature=7)
+    visit.send("Hello.")
+    assert visit.page.inner_text(".trouble") == "Temperature must be at most 2."
+    visit.set(temperature=1, extra='{"temperatur": 1}')
+    visit.page.click("[aria-label='Answer again']")
+    visit.page.wait_for_selector(".trouble:has-text('temperature')")
+
+
+def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=20, logprobs=True)
+    visit.send("Why is the sky blue?")
+    assert visit.page.locator(".token").count() >= 10
+    visit.page.hover(".token >> nth=3")
+    assert visit.page.locator(".token-card li").count() >= 5
+    visit.page.mouse.move(0, 0)
+    assert visit.page.locator(".token-card").is_hidden()
+    visit.page.focus(".token >> nth=0")
+    visit.page.keyboard.press("ArrowRight")
+    assert visit.page.evaluate("document.activeElement.dataset.place") == "1"
+    assert visit.page.locator(".token-card").is_visible()
+
+
+def test_characters_of_several_tokens_are_put_together(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=20, logprobs=True, form="regex", form_regex="🎉🦄𐍈!")
+    visit.send("Celebrate.")
+    assert visit.page.inner_text(".token-text") == "🎉🦄𐍈!"
+    assert "�" not in visit.page.inner_text(".reply")
+
+
+def test_request_can_be_taken_along(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=5, min_p="0.1")
+    visit.page.fill("#message", 'It\'s "quoted" $HOME')
+    visit.page.click("text=Code")
+    assert "It'\\''s" in visit.page.inner_text("dialog pre >> nth=0")
+    visit.page.keyboard.press("ArrowRight")
+    visit.page.click("dialog [role=tab]:has-text('Python')")
+    program = visit.page.inner_text("dialog [role=tabpanel]:not([hidden]) pre")
+    compile(program, "program", "exec")
+    assert 'extra_body={"min_p": 0.1' in program
+    visit.page.keyboard.press("Escape")
+    visit.page.wait_for_selector("dialog", state="detached")
+
+
+def test_conversations_are_kept_and_travel(visit: Visiting, server: Any, tmp_path: Path) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=5, temperature="0.3")
+    visit.send("Remember me.")
+    before = visit.answers()
+    visit.page.reload()
+    visit.page.click(".conversations .open")
+    assert visit.answers() == before
+    assert visit.page.input_value("#setting-temperature") == "0.3"
+    with visit.page.expect_download() as download:
+        visit.page.click("text=Export")
+    file = tmp_path / "kept.json"
+    download.value.save_as(file)
+    visit.page.click("[aria-label^='Delete “Remember']")
+    assert visit.page.locator(".conversations .open").count() == 0
+    visit.page.set_input_files("input[type=file]", file)
+    visit.page.wait_for_selector(".conversations .open")
+    assert visit.answers() == before
+    visit.page.set_input_files(
+        "input[type=file]", {"name": "x.json", "mimeType": "application/json", "buffer": b"{}"}
+    )
+    visit.page.wait_for_selector("#toasts:has-text('no conversations')")
+
+
+def test_old_conversations_give_way(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    kept = [
+        {"id": str(i), "turns": [{"prompt": f"{i} " + "x" * 100_000, "replies": []}]}
+        for i in range(80)
+    ]
+    body = {"format": "twostroke-conversations-1", "conversations": kept}
+    file = {"name": "x.json", "mimeType": "application/json", "buffer": json.dumps(body).encode()}
+    visit.page.set_input_files("input[type=file]", file)
+    visit.page.wait_for_selector("#toasts:has-text('80 conversations')")
+    assert visit.page.locator(".conversations .open").count() == 60
+    assert visit.page.evaluate("localStorage.getItem('twostroke.conversations').length") < 3_000_001
+
+
+def test_what_a_model_writes_is_never_markup(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=5)
+    visit.send("Hello.")
+    visit.page.click("[aria-label='Edit the answer']")
+    visit.page.fill(".editor textarea", EVIL)
+    visit.page.press(".editor textarea", "Enter")
+    answer = visit.page.locator(".body > .markdown")
+    assert "<img src=x" in answer.inner_text()
+    assert answer.locator("img, script").count() == 0
+    assert answer.locator("strong").inner_text() == "bold"
+    hrefs = [link.get_attribute("href") for link in answer.locator("a").element_handles()]
+    assert hrefs == ["https://x.example/y.png", "https://ok.example"]
+    assert visit.page.evaluate("window.hit") is None
+
+
+def test_markdown_is_drawn(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=5)
+    visit.send("Hello.")
+    visit.page.click("[aria-label='Edit the answer']")
+    visit.page.fill(".editor textarea", MARKDOWN)
+    visit.page.press(".editor textarea", "Enter")
+    answer = visit.page.locator(".body > .markdown")
+    for part, count in {
+        "ol > li": 2,
+        "ol ul > li": 1,
+        "table tr": 2,
+        "td code": 1,
+        "blockquote": 1,
+        "pre": 1,
+        "em": 0,
+        ".hl-comment": 1,
+    }.items():
+        assert answer.locator(part).count() == count, part

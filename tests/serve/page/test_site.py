@@ -1,0 +1,178 @@
+"""The page's files: who gets them, with which headers, and that they are whole and our own."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from support.servers import post_bytes
+from twostroke.serve.page.site import MEDIA_TYPES, Site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+STATIC = Path(str(files("twostroke.serve.page"))) / "static"
+SOURCES = sorted(path for path in STATIC.rglob("*") if path.is_file())
+SCRIPTS = [path for path in SOURCES if path.suffix == ".js"]
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+IMPORT = re.compile(r'^import (?:\{([^}]*)\} from )?"([^"]+)";', re.MULTILINE)
+MAX_LINES = 400
+
+
+@pytest.fixture
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    """A client that knows nothing of the API's description, in which the page's files are not."""
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        yield client
+
+
+def test_browsers_get_the_page_and_programs_get_json(http: httpx.Client) -> None:
+    page = http.get("/", headers=BROWSER)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.text.startswith("<!doctype html>")
+    program = http.get("/")
+    assert program.json()["name"] == "twostroke"
+    assert page.headers["vary"] == program.headers["vary"] == "accept"
+
+
+def test_head_is_answered_without_a_body(http: httpx.Client) -> None:
+    head = http.head("/", headers=BROWSER)
+    assert head.status_code == 200
+    assert not head.content
+    assert int(head.headers["content-length"]) > 1000
+
+
+def test_every_file_is_served_with_its_type(http: httpx.Client) -> None:
+    assert {path.relative_to(STATIC).as_posix() for path in SOURCES} == set(Site())
+    for path in SOURCES:
+        answer = http.get(f"/page/{path.relative_to(STATIC).as_posix()}")
+        assert answer.content == path.read_bytes()
+        assert answer.headers["content-type"] == MEDIA_TYPES[path.suffix]
+
+
+def test_what_is_known_is_not_sent_again(http: httpx.Client) -> None:
+    first = http.get("/page/app.js")
+    tag = first.headers["etag"]
+    assert first.headers["cache-control"] == "no-cache"
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = http.get("/page/app.js", headers={"if-none-match": known})
+        assert again.status_code == 304
+        assert not again.content
+        assert again.headers["etag"] == tag
+    changed = http.get("/page/app.js", headers={"if-none-match": '"other"'})
+    assert changed.status_code == 200
+    known = {"if-none-match": http.get("/", headers=BROWSER).headers["etag"]}
+    assert http.get("/", headers=BROWSER | known).status_code == 304
+    assert http.get("/", headers=known).json()["name"] == "twostroke"
+
+
+@pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style/base.css", "/page/icon.svg"])
+def test_pages_are_held_to_their_own_server(http: httpx.Client, path: str) -> None:
+    headers = http.get(path, headers=BROWSER).headers
+    policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    sources = {value for name, value in policy.items() if name.endswith("-src")}
+    assert sources == {"'none'", "'self'"}
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["x-frame-options"] == "DENY"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/",
+        "/page/nope.js",
+        "/page/style",
+        "/page/../site.py",
+        "/page/..%2fsite.py",
+        "/page/%2e%2e/site.py",
+        "/page/..%5csite.py",
+        "/page//etc/passwd",
+        "/page/%2fetc%2fpasswd",
+        "/page/app.js%00",
+        "/page/app.js/",
+        "/page/./app.js",
+        "/page/style/../app.js",
+    ],
+)
+def test_only_names_of_files_lead_to_files(server: LiveServer, path: str) -> None:
+    with server.connect() as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b'"error"' in answer
+
+
+def test_files_are_only_read(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(post_bytes("/page/app.js", {}, headers="Connection: close\r\n"))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 405 ")
+
+
+def test_no_file_names_another_host() -> None:
+    known = {"http://www.w3.org/2000/svg"}  # a name, not an address
+    for path in SOURCES:
+        for address in re.findall(r"https?://[a-z0-9][^\s\"'`)<>]*", path.read_text()):
+            assert address in known, f"{path.name}: {address}"
+        assert not re.search(r"""["'(]//[a-z]""", path.read_text()), path.name
+
+
+def test_nothing_becomes_markup_or_code() -> None:
+    unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write\(|\beval\(|new Function"
+    for path in SCRIPTS:
+        assert not re.search(f"{unsafe}|DOMParser", path.read_text()), path.name
+    index = (STATIC / "index.html").read_text()
+    assert not re.search(r"<style|style=|\son\w+=|<script(?![^>]*src=)", index)
+
+
+def test_every_file_that_is_named_is_there_and_used() -> None:
+    index = (STATIC / "index.html").read_text()
+    used = {STATIC / name for name in re.findall(r'(?:href|src)="page/([^"]+)"', index)}
+    used.add(STATIC / "index.html")
+    for path in SCRIPTS:
+        used |= {(path.parent / name).resolve() for _, name in IMPORT.findall(path.read_text())}
+    assert used == {path.resolve() for path in SOURCES}
+
+
+def test_what_a_script_imports_is_exported_there() -> None:
+    for path in SCRIPTS:
+        for names, source in IMPORT.findall(path.read_text()):
+            exporting = (path.parent / source).read_text()
+            for name in filter(None, (name.strip() for name in names.split(","))):
+                exported = rf"^export (?:async )?(?:function\*? |class |const ){name}\b"
+                assert re.search(exported, exporting, re.MULTILINE), f"{path.name}: {name}"
+
+
+def test_every_script_parses() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, to parse JavaScript")
+    code = (
+        "const { readFileSync } = require('fs'); const { SourceTextModule } = require('vm');"
+        "for (const path of process.argv.slice(1))"
+        " new SourceTextModule(readFileSync(path, 'utf8'), { identifier: path });"
+    )
+    command = [node, "--no-warnings", "--experimental-vm-modules", "-e", code, *map(str, SCRIPTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_says_its_one_job_and_is_small() -> None:
+    for path in SOURCES:
+        text = path.read_text()
+        beginning = {".js": "// ", ".css": "/* "}.get(path.suffix, "<")
+        assert text.startswith(beginning), path.name
+        assert text.count("\n") <= MAX_LINES, path.name
