@@ -41,8 +41,8 @@ REASONS = {
     "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
     "models that know no text between two others": (r"suffix",),
     "scores of prompts": (r"max_tokens must be from 1",),
-    "integers written with a fraction, as 15.0": (r"must be an integer, not a number",),
-    "variables of a chat template": (r"chat template has no such variable",),
+    "integers written with a fraction, as 15.0": (r"must be an integer.*, not a number",),
+    "what a chat template knows": (r"chat template (has no such variable|knows no)",),
     "prompts times n": (r"A request may ask for \d+ answers",),
 }
 _REASON = re.compile("|".join(one for many in REASONS.values() for one in many))
@@ -151,6 +151,8 @@ def _reconcile(body: dict[str, Any]) -> None:
         body["best_of"] = body.get("n") or 1
     if _is_int(body.get("min_tokens")):
         body["min_tokens"] = min(body["min_tokens"], _limit(body))
+    if "return_token_strs" in body or {"prompt", "messages"} <= {*body}:  # /tokenize
+        _reconcile_prompt(body)
     _reconcile_tools(body)
     for message in body.get("messages") or ():
         _reconcile_message(message)
@@ -159,6 +161,16 @@ def _reconcile(body: dict[str, Any]) -> None:
 def _limit(body: dict[str, Any]) -> int:
     found = body.get("max_completion_tokens") or body.get("max_tokens")
     return int(found) if _is_int(found) else _MOST_TOKENS
+
+
+def _reconcile_prompt(body: dict[str, Any]) -> None:
+    if body.get("messages"):
+        gone: tuple[str, ...] = ("prompt", "add_special_tokens")
+    else:
+        body["prompt"] = body.get("prompt") or "hello"
+        gone = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+    for name in gone:
+        body.pop(name, None)
 
 
 def _reconcile_tools(body: dict[str, Any]) -> None:

@@ -265,6 +265,23 @@ def test_who_asks_for_what_is_known_does_not_wait_for_others(
     assert found[0].count_allowed((), tokenizer.encode("b")) == 1
 
 
+def test_matchers_of_new_requests_are_copied_when_they_are_first_asked(
+    tokenizer: Tokenizer,
+) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    constraint = Constraint("regex", "ab|cd")
+    first = grammars.compile(constraint)
+    one, other = first.another(constraint), first.another(constraint)
+    assert one._matcher is other._matcher is first._matcher
+    [a], [c] = tokenizer.encode("a"), tokenizer.encode("c")
+    masks = [allowed_after(one, [a], tokenizer.vocab_size)]
+    masks += [allowed_after(matcher, [], tokenizer.vocab_size) for matcher in (other, first)]
+    assert len({id(matcher._matcher) for matcher in (one, other, first)}) == 3
+    assert not masks[0][c]
+    assert masks[1][[a, c]].all()
+    assert (masks[1] == masks[2]).all()
+
+
 def test_limits_that_a_wrong_guess_exceeds_cost_no_answer(
     tokenizer: Tokenizer, grammars: Grammars
 ) -> None:

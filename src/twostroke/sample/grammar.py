@@ -193,6 +193,7 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, grammars: Grammars, constraint: Constraint) -> None:
         """Begin at the beginning of an answer."""
         self._matcher = matcher
+        self._is_shared = False  # with the one that copies are made of
         self._grammars = grammars
         self._constraint = constraint
         self._num_known = 0  # tokens of the output
@@ -200,9 +201,15 @@ class GrammarMatcher:
         self.num_words = grammars.num_words
 
     def another(self, constraint: Constraint) -> GrammarMatcher:
-        """Return one for a new request that asks for the same."""
+        """Return one for a new request that asks for the same.
+
+        It copies what it needs when it is first asked, by the engine: a large grammar takes half a
+        millisecond, and a request may want a thousand of them.
+        """
         assert not self._num_known
-        return GrammarMatcher(self._matcher.deep_copy(), self._grammars, constraint)
+        found = GrammarMatcher(self._matcher, self._grammars, constraint)
+        found._is_shared = True
+        return found
 
     def masks(
         self,
@@ -257,6 +264,8 @@ class GrammarMatcher:
 
     def _follow(self, output: Sequence[int]) -> None:
         """Take in the tokens that are new."""
+        if self._is_shared:
+            self._matcher, self._is_shared = self._matcher.deep_copy(), False
         if len(output) > self._num_known:
             self._matcher.consume_tokens(list(output[self._num_known :]))
             self._num_known = len(output)

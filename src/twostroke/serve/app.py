@@ -133,8 +133,8 @@ class Api:
 
     async def openapi(self, _request: Request) -> Response:
         """Describe every route, as OpenAPI has it."""
-        if self._description is None:
-            self._description = encode_json(self.description())
+        if self._description is None:  # which takes a while
+            self._description = encode_json(await asyncio.to_thread(self.description))
         return Response(self._description, media_type="application/json")
 
     def description(self) -> dict[str, Any]:
