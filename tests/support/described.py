@@ -80,7 +80,8 @@ class Description:
         exact = paths.get(path, {}).get(method.lower())
         if exact is not None:
             return dict(exact)
-        for name, pattern in self._patterns.items():
+        # The longer path is the more exact one.
+        for name, pattern in sorted(self._patterns.items(), key=lambda one: -len(one[0])):
             if "{" in name and pattern.fullmatch(path) and method.lower() in paths[name]:
                 return dict(paths[name][method.lower()])
         return None

@@ -45,6 +45,14 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
     default=None,
     help="Show /api/state and the page drawn from it [default: only on a loopback host].",
 )
+@click.option(
+    "--keep-responses",
+    "max_stored",
+    type=click.IntRange(0, 1_000_000),
+    default=10_000,
+    show_default=True,
+    help="Answers of /v1/responses that are kept for later requests, the newest; 0 keeps none.",
+)
 @compute_options
 @lasting_speculation_options
 @batch_options
@@ -65,6 +73,7 @@ def command(**given: Any) -> int:
         model_names=given.pop("names"),
         drain_s=given.pop("drain_s"),
         dashboard=given.pop("dashboard"),
+        max_stored=given.pop("max_stored"),
     )
     options = engine_options(given)
     _allow_connections()

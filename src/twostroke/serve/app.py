@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -32,8 +33,11 @@ from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.openai import chat, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
+from twostroke.serve.openai.responses import answer as responses
+from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
+from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +57,7 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": chat.DIALECT,
     "/v1/completions": completions.DIALECT,
     "/v1/messages": messages.DIALECT,
+    "/v1/responses": responses.DIALECT,
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/v1/messages/count_tokens": messages.COUNT,
@@ -84,6 +89,7 @@ class Api:
         self._open: set[Answers] = set()
         self._description: bytes | None = None
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
+        self._store = Store(options.max_stored, options.max_stored_bytes)
 
     def routes(self) -> list[Route]:
         """Return what is answered where."""
@@ -102,7 +108,7 @@ class Api:
             routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
         for path, inquiry in INQUIRIES.items():
             routes.append(Route(path, self._inquiry(inquiry), methods=["POST"], name=path))
-        return routes
+        return routes + kept_routes(self._tenant)
 
     @property
     def num_running(self) -> int:
@@ -196,15 +202,16 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes) -> tuple[Job, Encoded, str]:
-            job = dialect.read(decoder.decode(body))
+        def prepare(body: bytes, tenant: Tenant) -> tuple[Job, Encoded, str]:
+            job = dialect.read(decoder.decode(body), tenant)
             name = self._name(job.model)
             check_choices(job, limits.max_choices)
             split = self.options.splits_reasoning
             return job, job.encode(self.client.card, splits_reasoning=split), name
 
         async def generate(request: Request) -> Any:
-            job, encoded, name = await _read(request, limits, prepare)
+            work = partial(prepare, tenant=self._tenant(request))
+            job, encoded, name = await _read(request, limits, work, is_long=dialect.recalls)
             if (constraint := encoded.params.constraint) is not None:
                 compiling = self._compiler.grammar(encoded.calls or constraint)
                 encoded.grammar = await while_connected(request.receive, compiling)
@@ -242,6 +249,10 @@ class Api:
             return Response(found, media_type="application/json")
 
         return respond
+
+    def _tenant(self, request: Request) -> Tenant:
+        """Return who sends a request: whom the layers before this one have noted, else anybody."""
+        return Tenant(request.scope.get("state", {}).get("tenant", ""), self._store)
 
     def _name(self, asked: str | None) -> str:
         """Return the name that the response carries.
@@ -306,10 +317,16 @@ def build_app(api: Api) -> ASGIApp:
     return Boundary(app, api.metrics, api.options.limits)
 
 
-async def _read(request: Request, limits: BodyLimits, work: Callable[[bytes], T]) -> T:
-    """Return what `work` makes of the body, without keeping other streams waiting."""
+async def _read(
+    request: Request, limits: BodyLimits, work: Callable[[bytes], T], *, is_long: bool = False
+) -> T:
+    """Return what `work` makes of the body, without keeping other streams waiting.
+
+    It may take long if the body says so by its size, or the caller by `is_long`.
+    """
     body = await read_json(request, limits)
-    return await asyncio.to_thread(work, body) if len(body) > _LARGE_BODY_BYTES else work(body)
+    is_long = is_long or len(body) > _LARGE_BODY_BYTES
+    return await asyncio.to_thread(work, body) if is_long else work(body)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

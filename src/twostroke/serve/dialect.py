@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -12,10 +12,12 @@ from twostroke.serve.reading import PLAIN, Reading
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from twostroke.core.errors import TwostrokeError
     from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion, Output, Usage
     from twostroke.serve.job import Job
     from twostroke.serve.reading import AnswerReader
+    from twostroke.serve.store import Tenant
     from twostroke.tokenize import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -56,6 +58,14 @@ class Writer(Protocol):
         """Return the events after the last output."""
 
 
+@runtime_checkable
+class FailureWriter(Writer, Protocol):
+    """A writer whose protocol has an end of its own for streams that fail."""
+
+    def fail(self, error: TwostrokeError) -> bytes:
+        """Return the events after the last output, where an error is why it was the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[T]):
     """One protocol: its request, and how to read and answer it.
@@ -64,17 +74,19 @@ class Dialect(Generic[T]):
         name: the metrics' word for it.
         prefix: what response ids begin with.
         request: the struct that its bodies are.
-        read: a checked request to a job; raises RequestError.
+        read: a checked request, and who sends it, to a job; raises RequestError.
         write: a writer for a streamed response.
         whole: the response that is not streamed.
+        recalls: whether a prompt may be longer than its body, by what was said before.
     """
 
     name: str
     prefix: str
     request: type[T]
-    read: Callable[[T], Job]
+    read: Callable[[T, Tenant], Job]
     write: Callable[[Reply], Writer]
     whole: Callable[[Reply, list[Completion], Usage], Any]
+    recalls: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class ServeOptions:
         dashboard: whether to show the dashboard's page and state; None shows them where the host
             is this machine's own (loopback) address, and nowhere else.
         splits_reasoning: whether a model's reasoning is told from its answers, or left in them.
+        max_stored: answers of /v1/responses that are kept for later requests; 0 keeps none.
+        max_stored_bytes: what these may take together.
         limits: what one client may do.
     """
 
@@ -61,6 +63,8 @@ class ServeOptions:
     drain_s: float = 30.0
     dashboard: bool | None = None
     splits_reasoning: bool = True
+    max_stored: int = 10_000
+    max_stored_bytes: int = 64 * 1024 * 1024
     limits: Limits = field(default_factory=Limits)
 
     @property

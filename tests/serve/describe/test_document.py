@@ -71,7 +71,7 @@ def test_every_route_that_takes_a_body_says_which(
 ) -> None:
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
-            has_body = method in {"post", "put", "patch"}
+            has_body = method in {"post", "put", "patch"} and not path.endswith("/cancel")
             assert ("requestBody" in operation) == has_body, f"{method} {path}: see Api.description"
             if has_body:
                 assert operation["requestBody"]["content"]["application/json"]["examples"], (

@@ -35,6 +35,7 @@ from twostroke.serve.openai.structure import to_schema
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.store import Tenant
     from twostroke.serve.tools import Tools
 
 ROLES: Final = ("user", "assistant")
@@ -144,7 +145,7 @@ class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-def read(asked: MessagesRequest) -> Job:
+def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
@@ -172,7 +173,7 @@ def read(asked: MessagesRequest) -> Job:
         model=asked.model,
         prompts=(_conversation(asked, tools),),
         params=SamplingParams(**given),
-        caller=Caller(prompt_field="messages"),
+        caller=Caller(tenant=tenant.name, prompt_field="messages"),
         stream=bool(asked.stream),
         tools=tools,
     )

@@ -25,6 +25,8 @@ from twostroke.serve.anthropic import errors as anthropic_errors
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic import tools as anthropic_tools
 from twostroke.serve.openai import chat, completions, fields, tokens
+from twostroke.serve.openai.responses import items, request
+from twostroke.serve.openai.responses import tools as response_tools
 from twostroke.serve.tools import MAX_TOOLS, NAME_PATTERN
 from twostroke.tokenize.messages import ROLES
 
@@ -43,6 +45,10 @@ NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
     chat.ChatRequest: chat.NEUTRAL,
     completions.CompletionRequest: completions.NEUTRAL,
     tokens.TokenizeRequest: tokens.NEUTRAL,
+    request.ResponsesRequest: request.NEUTRAL,
+    request.ReasoningConfig: request.NEUTRAL_OF_REASONING,
+    request.TextConfig: request.NEUTRAL_OF_TEXT,
+    response_tools.FunctionTool: response_tools.NEUTRAL,
     messages.CountRequest: messages.NEUTRAL,
     messages.OutputConfig: messages.NEUTRAL_OF_OUTPUT,
     anthropic_tools.Tool: anthropic_tools.NEUTRAL,
@@ -56,6 +62,7 @@ _HARMLESS_FIELDS: Final = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "request_id", "spaces_between_special_tokens", "cache_control"),
 )
+_SENT_BACK: Final = {"description": "Comes back with the answer."}
 _GRAMMAR: Final = {"maxLength": MAX_CONSTRAINT}
 _CHOICE: Final = {
     "minItems": 1,
@@ -174,6 +181,7 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
             "echo": _text("Whether the answer begins with its prompt."),
             "logprobs": _text("How many likely tokens to tell of, besides each that is there."),
         },
+        "ResponsesRequest": _responses(),
         "MessagesRequest": {"temperature": {"maximum": 1.0}, "system": system},
         "CountRequest": {"system": system},
         "TokenizeRequest": {
@@ -183,6 +191,37 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
             "return_token_strs": _text("Whether to spell the tokens, too."),
         },
         "DetokenizeRequest": {"tokens": _text("Token ids.") | {"items": id_}},
+    }
+
+
+def _responses() -> dict[str, Schema]:
+    return {
+        "input": _text(
+            f"A text, or items, whose types are {', '.join(items.KINDS)}; left out only where "
+            "an earlier answer goes on."
+        ),
+        "instructions": _text("What stands before the conversation; not kept for later ones."),
+        "previous_response_id": _text("The answer, kept here, that this one goes on from."),
+        "max_output_tokens": _text("The most tokens to generate, reasoning included.")
+        | {"minimum": 1, "maximum": BOUNDS["max_tokens"].high},
+        "min_tokens": _text("No end before that many tokens; at most `max_output_tokens`."),
+        "text": _text("What the text of the answer has to look like."),
+        "reasoning": _text("Whether to reason, and how much where the template knows that."),
+        "include": _text("What else the answer has: log-probabilities; others never come.")
+        | {"items": {"enum": list(request.INCLUDABLE)}},
+        "top_logprobs": _text("How many other tokens to tell of, where `include` asks for it.")
+        | {"minimum": 0, "maximum": MAX_LOGPROBS},
+        "truncation": _text("`auto`: the oldest exchanges leave where not all fit."),
+        "store": _text("Whether the answer is kept for later requests; true if left out."),
+        "metadata": _text("Comes back with the answer.")
+        | {
+            "maxProperties": request.MAX_PAIRS,
+            "propertyNames": {"maxLength": request.MAX_KEY},
+            "additionalProperties": {"type": "string", "maxLength": request.MAX_VALUE},
+        },
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), _SENT_BACK),
+        "max_tool_calls": _text("Comes back; there are no tools of the server's to count."),
+        "prompt_cache_options": _HARMLESS,
     }
 
 
@@ -211,6 +250,13 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "parameters": _text("A JSON schema that the arguments keep to."),
             "strict": _text("Refuse a schema that cannot be kept to, instead of freeing it."),
         },
+        "FunctionTool": {
+            "name": {"pattern": NAME_PATTERN},
+            "parameters": _text("A JSON schema that the arguments keep to."),
+            "strict": _text("Refuse a schema that cannot be kept to, instead of freeing it."),
+            "async": {"enum": [None, False]},
+        },
+        "ReasoningConfig": {"effort": {"enum": [*EFFORTS, None]}},
         "Tool": {
             "name": {"pattern": NAME_PATTERN},
             "input_schema": _text("A JSON schema that the input keeps to."),
@@ -252,6 +298,15 @@ def _answered() -> dict[str, dict[str, Schema]]:
         "Delta": {"role": {"const": "assistant"}},
         "CallBody": {"type": {"const": "function"}},
         "MessageBody": {"role": {"const": "assistant"}, "stop_reason": {"enum": [*stops, None]}},
+        "ResponseBody": {
+            "object": {"const": "response"},
+            "incomplete_details": _text("Why the answer is not whole."),
+        },
+        "OutputMessage": {"role": {"const": "assistant"}},
+        "IncompleteDetails": {"reason": {"const": "max_output_tokens"}},
+        "ResponseError": {"code": {"enum": ["server_error", "invalid_prompt"]}},
+        "ItemList": {"object": {"const": "list"}},
+        "Deleted": {"object": {"const": "response"}, "deleted": {"const": True}},
         "End": {"stop_reason": {"enum": stops}},
         "OpenaiErrorDetail": {
             "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},

@@ -21,6 +21,16 @@ from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
 from twostroke.serve.openai import chat_reply, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
+from twostroke.serve.openai.responses import events as response_events
+from twostroke.serve.openai.responses.body import ResponseBody
+from twostroke.serve.openai.responses.request import INCLUDABLE
+from twostroke.serve.openai.responses.routes import (
+    LISTED,
+    MAX_LISTED,
+    Deleted,
+    ItemList,
+    ResponseNotFoundError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,6 +104,39 @@ _MODEL: Final = {
     "schema": {"type": "string", "minLength": 1},
     "description": "One of the names that `/v1/models` lists; it may contain slashes.",
 }
+_RESPONSE_ID: Final = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+    "description": "The `id` of an answer that is kept.",
+}
+_INCLUDE: Final = {
+    "name": "include[]",
+    "in": "query",
+    "schema": {"type": "array", "items": {"enum": list(INCLUDABLE)}},
+    "description": "Accepted; an answer is kept with what its request included.",
+}
+_PAGE: Final = (
+    {
+        "name": "after",
+        "in": "query",
+        "schema": _TEXT,
+        "description": "The id of the item before the page.",
+    },
+    {
+        "name": "limit",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+        "description": "How many items a page has.",
+    },
+    {
+        "name": "order",
+        "in": "query",
+        "schema": {"enum": ["asc", "desc"], "default": "desc"},
+        "description": "Whether the oldest item comes first, or the newest.",
+    },
+)
 _ANTHROPIC_VERSION: Final = {
     "name": "anthropic-version",
     "in": "header",
@@ -223,6 +266,63 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=_BODY,
         examples={"count": {"messages": _HELLO, "system": "Be brief."}},
         parameters=(_ANTHROPIC_VERSION,),
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "Answer a conversation, which may go on from an earlier answer",
+        "OpenAI",
+        "OpenAI's Responses API. With `stream` events have names, which are their `type`; the "
+        "last one has the whole answer.",
+        answer=ResponseBody,
+        events=response_events.EVENTS,
+        errors=_GENERATION,
+        examples={
+            "answer": {"input": "Why is the sky blue?", "max_output_tokens": 64},
+            "stream": {
+                "instructions": "Be brief.",
+                "input": _HELLO,
+                "max_output_tokens": 64,
+                "stream": True,
+            },
+            "form": {
+                "input": "Where is the Eiffel Tower?",
+                "max_output_tokens": 64,
+                "text": {"format": {"type": "json_schema", "name": "place", "schema": _CITY}},
+            },
+            "tools": {
+                "input": "What is the weather in Paris?",
+                "max_output_tokens": 64,
+                "tools": [{"type": "function", **_WEATHER}],
+            },
+        },
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        "An answer that is kept",
+        "OpenAI",
+        answer=ResponseBody,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID, _INCLUDE),
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(
+        "Forget an answer",
+        "OpenAI",
+        answer=Deleted,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID,),
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        "What an answer answered, page by page",
+        "OpenAI",
+        "Items of the earlier answers that it goes on from are among them.",
+        answer=ItemList,
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
+    ),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+        "Refused: only answers in the background could be cancelled",
+        "OpenAI",
+        "To stop an answer, close its connection.",
+        errors=(RequestError, ResponseNotFoundError),
+        parameters=(_RESPONSE_ID,),
     ),
     ("POST", "/tokenize"): Operation(
         "A text's or a conversation's token ids",

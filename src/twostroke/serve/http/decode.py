@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -11,7 +12,7 @@ from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.http.errors import BodySyntaxError, MissingFieldError, UnknownFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -41,7 +42,7 @@ class BodyDecoder(Generic[T]):
     def __init__(self, kind: type[T], max_depth: int) -> None:
         """Make a decoder of `kind`; bodies nested deeper than `max_depth` are refused."""
         self._decoder = msgspec.json.Decoder(kind)
-        self._known = sorted(_field_names(msgspec.inspect.type_info(kind)))
+        self._known = field_names(kind)
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> T:
@@ -58,31 +59,29 @@ class BodyDecoder(Generic[T]):
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise self._explain(str(error)) from None
+            raise _explain(str(error), self._known) from None
         except msgspec.DecodeError as error:
             raise BodySyntaxError(f"The body is not valid JSON: {error}.") from None
         except UnicodeDecodeError:
             raise BodySyntaxError("The body is not valid UTF-8.") from None
 
-    def _explain(self, text: str) -> RequestError:
-        what, path = _split(text)
-        if found := _UNKNOWN.fullmatch(what):
-            word = found[1][:MAX_NAME_LENGTH]
-            param = _join(path, word)
-            hint = nearest(word, self._known)
-            return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
-        if found := _MISSING.fullmatch(what):
-            param = _join(path, found[1])
-            return MissingFieldError(f"The field '{param}' is missing.", param=param)
-        name = path or "The body"
-        if found := _EXPECTED.fullmatch(what):
-            wanted = _in_words(found[1])
-            message = f"{name} must be {wanted}, not {_in_words(found[2])}."
-        elif found := _TAG.fullmatch(what):
-            message = f"{name} does not support '{found[1]}'."
-        else:
-            message = f"{name}: {what}."
-        return RequestError(message, param=path or None)
+
+def convert(value: object, kind: type[T], where: str) -> T:
+    """Return a part of a body, which was decoded before its kind was known, as a struct.
+
+    Raises:
+        RequestError: as of `BodyDecoder`; `where` is the part's place in the body.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), field_names(kind), where) from None
+
+
+@cache
+def field_names(kind: type[msgspec.Struct]) -> list[str]:
+    """Return the names of a struct's fields and of the structs' inside it."""
+    return sorted(_field_names(msgspec.inspect.type_info(kind)))
 
 
 def depth_exceeds(body: bytes, limit: int) -> bool:
@@ -102,6 +101,28 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
         elif first in b"]}":
             depth -= 1
     return False
+
+
+def _explain(text: str, known: Iterable[str], where: str = "") -> RequestError:
+    what, path = _split(text)
+    path = _join(where, path) if path else where
+    if found := _UNKNOWN.fullmatch(what):
+        word = found[1][:MAX_NAME_LENGTH]
+        param = _join(path, word)
+        hint = nearest(word, known)
+        return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
+    if found := _MISSING.fullmatch(what):
+        param = _join(path, found[1])
+        return MissingFieldError(f"The field '{param}' is missing.", param=param)
+    name = path or "The body"
+    if found := _EXPECTED.fullmatch(what):
+        wanted = _in_words(found[1])
+        message = f"{name} must be {wanted}, not {_in_words(found[2])}."
+    elif found := _TAG.fullmatch(what):
+        message = f"{name} does not support '{found[1]}'."
+    else:
+        message = f"{name}: {what}."
+    return RequestError(message, param=path or None)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
+from twostroke.serve.dialect import FailureWriter
 from twostroke.serve.http.errors import ClientGoneError, form_of
 
 if TYPE_CHECKING:
@@ -86,8 +87,11 @@ class EventStream:
         except TwostrokeError as error:
             if not self._has_begun:
                 raise
-            form, request_id = form_of(scope)
-            last = form.event(form.body(error, request_id))
+            if isinstance(writer, FailureWriter):
+                last = writer.fail(error)
+            else:
+                form, request_id = form_of(scope)
+                last = form.event(form.body(error, request_id))
             _logger.warning("A stream failed: %s", error.message)
         await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

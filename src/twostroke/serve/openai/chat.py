@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -22,6 +22,9 @@ from twostroke.serve.openai.fields import (
 )
 from twostroke.serve.openai.structure import to_constraint
 from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
+
+if TYPE_CHECKING:
+    from twostroke.serve.store import Tenant
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (False,),
@@ -105,7 +108,7 @@ class ChatRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
 
 
-def read(asked: ChatRequest) -> Job:
+def read(asked: ChatRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
@@ -131,7 +134,7 @@ def read(asked: ChatRequest) -> Job:
         model=asked.model,
         prompts=(conversation,),
         params=to_params(asked, **own),
-        caller=to_caller(asked, "messages"),
+        caller=to_caller(asked, "messages", tenant),
         speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
         stream=bool(asked.stream),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twostroke.engine.output import Completion, Output, Usage
+    from twostroke.serve.store import Tenant
 
     WriteLogprobs = Callable[[Output | Completion], CompletionLogprobs]
 
@@ -124,7 +125,7 @@ class CompletionWriter:
         return last
 
 
-def read(asked: CompletionRequest) -> Job:
+def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
@@ -148,7 +149,7 @@ def read(asked: CompletionRequest) -> Job:
             logprobs=asked.logprobs,
             prompt_logprobs=prompt_logprobs,
         ),
-        caller=to_caller(asked, "prompt"),
+        caller=to_caller(asked, "prompt", tenant),
         speculate="auto" if asked.speculate is None else asked.speculate,
         prediction=to_prediction(asked),
         stream=bool(asked.stream),

@@ -15,6 +15,8 @@ from twostroke.serve.openai.structure import ResponseFormat, StructuredOutputs, 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from twostroke.serve.store import Tenant
+
 MAX_PRIORITY = 1000
 
 _SAME_NAME: Final = (
@@ -194,13 +196,13 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def to_caller(asked: CommonFields, prompt_field: str) -> Caller:
+def to_caller(asked: CommonFields, prompt_field: str, tenant: Tenant) -> Caller:
     """Return on whose behalf the request runs; `prompt_field` is the one with the prompt."""
     priority = asked.priority or 0
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
         raise RequestError(message, param="priority")
-    return Caller(priority=priority, prompt_field=prompt_field)
+    return Caller(priority=priority, tenant=tenant.name, prompt_field=prompt_field)
 
 
 def to_prediction(asked: CommonFields) -> str:

@@ -1,0 +1,198 @@
+"""The response object of the Responses protocol, and the items of its output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.serve.openai.logprobs import TokenLogprob
+from twostroke.serve.openai.responses.exchange import Exchange
+from twostroke.serve.openai.usage import TimingsBody
+
+if TYPE_CHECKING:
+    from twostroke.engine.output import Usage
+    from twostroke.serve.dialect import Reply
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: Status
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A call that is to be made; arguments are JSON, and may be cut."""
+
+    id: str
+    call_id: str
+    name: str
+    status: Status
+    arguments: str = ""
+
+
+class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of what was thought."""
+
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thinks before it answers; there is no summary of it."""
+
+    id: str
+    status: Status
+    content: list[ThoughtText]
+    summary: list[Any] = []
+
+
+OutputPart = OutputText | ThoughtText
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the prompt the prefix cache had; what it is given costs nothing."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Thoughts, and tokens that were guessed ahead: right ones are part of the answer."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """The usage object of responses."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why an answer is not whole."""
+
+    reason: str
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    code: str
+    message: str
+
+
+class OutputTool(msgspec.Struct, tag_field="type", tag="function"):
+    """A function that might be called."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """A response, with what its request asked for."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: Status = "in_progress"
+    background: bool = False
+    completed_at: int | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[OutputTool]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+    timings: TimingsBody | UnsetType = UNSET
+
+
+def begun(reply: Reply) -> ResponseBody:
+    """Return a response that has said nothing yet."""
+    exchange, params = exchange_of(reply), reply.job.params
+    asked = exchange.asked
+    form = asked.text.format if asked.text is not None else None
+    return ResponseBody(
+        id=reply.id,
+        created_at=reply.created_s,
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        max_tool_calls=asked.max_tool_calls,
+        model=reply.model,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        previous_response_id=asked.previous_response_id,
+        prompt_cache_key=asked.prompt_cache_key,
+        reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
+        safety_identifier=asked.safety_identifier,
+        store=exchange.is_kept,
+        temperature=params.temperature,
+        text={"format": form or {"type": "text"}, "verbosity": "medium"},
+        tool_choice=asked.tool_choice or "auto",
+        tools=[
+            OutputTool(tool.name, tool.description, tool.parameters, tool.strict)
+            for tool in asked.tools or ()
+        ],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=asked.truncation or "disabled",
+        user=asked.user,
+        metadata=asked.metadata or {},
+    )
+
+
+def exchange_of(reply: Reply) -> Exchange:
+    """Return the conversation that a reply answers."""
+    (exchange,) = reply.job.prompts
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def usage_body(usage: Usage, num_reasoning: int) -> ResponseUsage:
+    """Return this protocol's form of a usage; `num_reasoning` of the tokens were reasoning."""
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(num_reasoning, usage.accepted_tokens, usage.rejected_tokens),
+        usage.prompt_tokens + usage.completion_tokens,
+    )

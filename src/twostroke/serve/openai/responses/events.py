@@ -1,0 +1,152 @@
+"""The events of a streamed response, each with its number in the stream."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from twostroke.serve.openai.logprobs import TokenLogprob
+from twostroke.serve.openai.responses.body import OutputItem, OutputPart, ResponseBody
+
+
+class Event(msgspec.Struct, kw_only=True, tag_field="type"):
+    """What all events have; `type` is the tag."""
+
+    sequence_number: int = 0
+
+
+class ResponseCreated(Event, tag="response.created"):
+    """The first event."""
+
+    response: ResponseBody
+
+
+class ResponseInProgress(Event, tag="response.in_progress"):
+    """The second event."""
+
+    response: ResponseBody
+
+
+class OutputItemAdded(Event, tag="response.output_item.added"):
+    """An item begins."""
+
+    output_index: int
+    item: OutputItem
+
+
+class ContentPartAdded(Event, tag="response.content_part.added"):
+    """A part of an item begins."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputPart
+
+
+class OutputTextDelta(Event, tag="response.output_text.delta"):
+    """A piece of text."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class OutputTextDone(Event, tag="response.output_text.done"):
+    """A text is whole."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningTextDelta(Event, tag="response.reasoning_text.delta"):
+    """A piece of what is thought."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningTextDone(Event, tag="response.reasoning_text.done"):
+    """What was thought is whole."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ContentPartDone(Event, tag="response.content_part.done"):
+    """A part of an item is over."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputPart
+
+
+class CallArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
+    """A piece of a call's arguments."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CallArgumentsDone(Event, tag="response.function_call_arguments.done"):
+    """A call's arguments are whole."""
+
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class OutputItemDone(Event, tag="response.output_item.done"):
+    """An item is over."""
+
+    output_index: int
+    item: OutputItem
+
+
+class ResponseCompleted(Event, tag="response.completed"):
+    """The last event."""
+
+    response: ResponseBody
+
+
+class ResponseIncomplete(Event, tag="response.incomplete"):
+    """The last event of an answer that was too long."""
+
+    response: ResponseBody
+
+
+class ResponseFailed(Event, tag="response.failed"):
+    """The last event of an answer that something went wrong with."""
+
+    response: ResponseBody
+
+
+EVENTS: Final = (
+    ResponseCreated,
+    ResponseInProgress,
+    OutputItemAdded,
+    ContentPartAdded,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    ContentPartDone,
+    OutputItemDone,
+    ResponseCompleted,
+    ResponseIncomplete,
+    ResponseFailed,
+)

@@ -1,0 +1,200 @@
+"""From a request of the Responses protocol to the job, with what was said before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.errors import RequestError
+from twostroke.engine.thinking import AS_IT_IS, Thinking
+from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.job import Conversation, Job
+from twostroke.serve.openai.fields import to_caller, to_params, to_prediction
+from twostroke.serve.openai.responses.items import RawItem, items_of, read_input, to_messages
+from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest, TextSchema, check
+from twostroke.serve.openai.responses.tools import read_tools
+from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from twostroke.core.constraint import Constraint
+    from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.client import ModelCard
+    from twostroke.serve.store import Kept, Tenant
+    from twostroke.serve.tools import Tools
+    from twostroke.tokenize import Prompt as Rendered
+
+# Of the context, for an answer of no given length, where the oldest messages make room for it.
+_ANSWER_SHARE: Final = 4
+
+
+class PreviousNotFoundError(RequestError):
+    """The response that is to be gone on from is not kept."""
+
+    code = "previous_response_not_found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange(Conversation):
+    """The conversation of one response, and what the answer will be kept with.
+
+    `items` are the request's own; those of `previous` and what led to it come before them.
+    """
+
+    asked: ResponsesRequest
+    items: list[RawItem]
+    tenant: Tenant
+    previous: Kept | None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later requests may build on the answer."""
+        return self.asked.store is not False and self.tenant.keeps
+
+    def render(self, card: ModelCard) -> Rendered:
+        """Return what the chat template makes of it, or of its newest messages.
+
+        Raises:
+            RequestError: the chat template is missing or refuses the messages.
+        """
+        try:
+            whole = Conversation.render(self, card)
+            return self._newest(card, whole) if self.asked.truncation == "auto" else whole
+        except RequestError as error:
+            if error.param != "messages":
+                raise
+            raise RequestError(error.message, param="input") from None
+
+    def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
+        """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
+
+        An exchange begins with a message of the user's, so that neither a call nor its result is
+        left alone. Instructions stay.
+        """
+        room = self.asked.max_output_tokens or card.context_length // _ANSWER_SHARE
+        starts = list(self._starts())
+        low, high = 0, len(starts) - 1
+
+        def fits(rendered: Rendered) -> bool:
+            return len(card.tokenizer.encode_prompt(rendered)) <= card.context_length - room
+
+        if high < 1 or fits(whole):
+            return whole
+        while low < high:
+            middle = (low + high) // 2
+            if fits(self._from(starts[middle], card)):
+                high = middle
+            else:
+                low = middle + 1
+        return self._from(starts[low], card)
+
+    def _starts(self) -> Iterator[int]:
+        for place, message in enumerate(self.messages):
+            if message["role"] == "user":
+                yield place
+
+    def _from(self, start: int, card: ModelCard) -> Rendered:
+        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
+        rest = (*instructions, *self.messages[start:])
+        return Conversation(rest, self.tools, thinking=self.thinking).render(card)
+
+
+def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
+    """Translate a request.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; `param` names the field.
+    """
+    check(asked)
+    tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+    return Job(
+        model=asked.model,
+        prompts=(_exchange(asked, tools, tenant),),
+        params=_params(asked, tools),
+        caller=to_caller(asked, "input", tenant),
+        speculate="auto" if asked.speculate is None else asked.speculate,
+        prediction=to_prediction(asked),
+        stream=bool(asked.stream),
+        timings=bool(asked.return_timings),
+        tools=tools,
+    )
+
+
+def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> Exchange:
+    previous = _previous(asked.previous_response_id, tenant)
+    own = read_input(asked.input, tenant)
+    if not own and previous is None:
+        raise MissingFieldError("The field 'input' is missing.", param="input")
+    earlier = [{"role": "developer", "content": asked.instructions}] if asked.instructions else []
+    for kept in previous.conversation() if previous else ():
+        earlier += items_of(kept)
+    messages = to_messages([*earlier, *own], len(earlier))
+    if not messages:
+        raise RequestError("input must have at least one message.", param="input")
+    return Exchange(
+        tuple(messages),
+        () if tools is None else tools.shown,
+        thinking=_thinking(asked),
+        asked=asked,
+        items=own,
+        tenant=tenant,
+        previous=previous,
+    )
+
+
+def _thinking(asked: ResponsesRequest) -> Thinking:
+    effort = asked.reasoning.effort if asked.reasoning is not None else None
+    if effort is None and not asked.chat_template_kwargs:
+        return AS_IT_IS
+    variables = asked.chat_template_kwargs or {}
+    return Thinking(effort=effort, param="reasoning.effort", variables=variables)
+
+
+def _previous(id_: str | None, tenant: Tenant) -> Kept | None:
+    if id_ is None:
+        return None
+    found = tenant.find(id_)
+    if found is None:
+        message = f"Previous response with id '{id_[:MAX_NAME_LENGTH]}' not found."
+        raise PreviousNotFoundError(message, param="previous_response_id")
+    return found
+
+
+def _params(asked: ResponsesRequest, tools: Tools | None) -> SamplingParams:
+    own: dict[str, Any] = {"max_tokens": asked.max_output_tokens}
+    if LOGPROBS in (asked.include or ()):
+        own["logprobs"] = asked.top_logprobs or 0
+    if form := _form(asked):
+        own["constraint"] = form
+    if tools is not None:
+        if form is not None:
+            message = "tools cannot be combined with a form of the answer: leave one of them out."
+            raise RequestError(message, param="tools")
+        if "logprobs" in own:
+            message = f"tools cannot be combined with '{LOGPROBS}': leave one of them out."
+            raise RequestError(message, param="include")
+    try:
+        return to_params(asked, **own)
+    except RequestError as error:  # whose names are those of the chat protocol
+        message, param = (
+            text.replace("max_tokens", "max_output_tokens")
+            for text in (error.message, error.param or "")
+        )
+        raise RequestError(message, param=param or None) from None
+
+
+def _form(asked: ResponsesRequest) -> Constraint | None:
+    other = to_constraint(asked)
+    form = asked.text.format if asked.text is not None else None
+    if isinstance(form, JsonObject):
+        found = to_schema({"type": "object"}, "text.format")
+    elif isinstance(form, TextSchema):
+        found = to_schema(form.schema, "text.format.schema")
+    else:
+        return other
+    if other is not None:
+        message = f"text.format and {other.param} exclude each other: leave one of them out."
+        raise RequestError(message, param=other.param)
+    return found

@@ -1,0 +1,182 @@
+"""What a request of the Responses protocol may say."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from twostroke.core.errors import RequestError, nearest
+from twostroke.core.sampling import MAX_LOGPROBS
+from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
+from twostroke.serve.openai.fields import CommonFields, check_neutral, refuse_all_but
+from twostroke.serve.openai.responses.tools import Choice, FunctionTool
+from twostroke.serve.openai.structure import JsonObject, NamedSchema, Text
+
+LOGPROBS: Final = "message.output_text.logprobs"
+
+# What asks for more of items that never come here asks for nothing.
+INCLUDABLE: Final = (
+    LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+
+_HERE: Final = {  # what the chat protocol names otherwise
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "access_programs": (),
+    "add_special_tokens": (False,),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "moderation": (),
+    "n": (1,),
+    "prompt": (),
+    **dict.fromkeys(_HERE, ()),
+}
+NEUTRAL_OF_REASONING: Final[dict[str, tuple[object, ...]]] = {
+    "context": ("auto",),
+    "generate_summary": ("auto",),
+    "mode": ("standard",),
+    "summary": ("auto",),
+}
+NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+NEUTRAL_OF_STREAMS: Final[dict[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
+MAX_PAIRS: Final = 16
+MAX_KEY: Final = 64
+MAX_VALUE: Final = 512
+
+
+class TextSchema(NamedSchema, kw_only=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema allows."""
+
+
+class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the text of an answer has to look like."""
+
+    format: Text | JsonObject | TextSchema | None = None
+    verbosity: Any = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How much is to be thought; the thoughts themselves are sent, not a summary."""
+
+    effort: str | None = None
+
+    # Refused unless neutral.
+    context: Any = None
+    generate_summary: Any = None
+    mode: Any = None
+    summary: Any = None
+
+
+class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request. Items are read one by one, as each may say what it is."""
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    tools: list[FunctionTool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # of hosted tools, which are not there
+
+    # Sent back, and otherwise harmless; `store` is heeded.
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+    # Refused unless neutral.
+    access_programs: Any = None
+    background: Any = None
+    background_options: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    moderation: Any = None
+    prompt: Any = None
+
+    # Of the chat protocol, to say what it is called here.
+    max_completion_tokens: Any = None
+    messages: Any = None
+    reasoning_effort: Any = None
+
+
+def check(asked: ResponsesRequest) -> None:
+    """Refuse what is not there and what is out of bounds.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    for name, here in _HERE.items():
+        if getattr(asked, name) is not None:
+            raise UnknownFieldError(f"Unknown field '{name}'. Did you mean '{here}'?", param=name)
+    check_neutral(asked, NEUTRAL)
+    if asked.reasoning is not None:
+        refuse_all_but(asked.reasoning, NEUTRAL_OF_REASONING, "reasoning.")
+    if asked.text is not None:
+        refuse_all_but(asked.text, NEUTRAL_OF_TEXT, "text.")
+    if asked.stream_options is not None:
+        refuse_all_but(asked.stream_options, NEUTRAL_OF_STREAMS, "stream_options.")
+    check_include(asked.include or ())
+    _check_top_logprobs(asked)
+    _check_metadata(asked.metadata or {})
+
+
+def check_include(include: list[str] | tuple[str, ...]) -> None:
+    """Refuse what is not known to be there for inclusion.
+
+    Raises:
+        UnsupportedFieldError: naming it.
+    """
+    for place, name in enumerate(include):
+        if name not in INCLUDABLE:
+            word, where = name[:MAX_NAME_LENGTH], f"include[{place}]"
+            message = f"{where} does not support '{word}'.{nearest(word, INCLUDABLE)}"
+            raise UnsupportedFieldError(message, param=where)
+
+
+def _check_top_logprobs(asked: ResponsesRequest) -> None:
+    top = asked.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {top}."
+        raise RequestError(message, param="top_logprobs")
+    if top and LOGPROBS not in (asked.include or ()):
+        message = f"top_logprobs may only be set when include has '{LOGPROBS}'."
+        raise RequestError(message, param="top_logprobs")
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    is_long = any(len(key) > MAX_KEY or len(text) > MAX_VALUE for key, text in metadata.items())
+    if len(metadata) > MAX_PAIRS or is_long:
+        message = (
+            f"metadata takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
+            f"to {MAX_VALUE} characters."
+        )
+        raise RequestError(message, param="metadata")

@@ -1,0 +1,146 @@
+"""GET, DELETE and the rest of /v1/responses/{id}: what was answered before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from starlette.responses import Response
+from starlette.routing import Route
+
+from twostroke.core.errors import RequestError, TwostrokeError, nearest
+from twostroke.serve.dialect import encode_json
+from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
+from twostroke.serve.openai.responses.items import items_of
+from twostroke.serve.openai.responses.request import check_include
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from twostroke.serve.store import Kept, Tenant
+
+PATH: Final = "/v1/responses/{response_id}"
+MAX_LISTED: Final = 100
+LISTED: Final = 20
+_INCLUDE: Final = ("include", "include[]")
+
+
+class ResponseNotFoundError(TwostrokeError):
+    """No such response is kept for this tenant."""
+
+    http_status = 404
+    code = "response_not_found"
+
+
+class ItemList(msgspec.Struct, kw_only=True, frozen=True):
+    """A page of what a response answered."""
+
+    object: str = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(msgspec.Struct, kw_only=True, frozen=True):
+    """A response is gone."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
+    """Return what is answered about kept responses; `tenant_of` says who asks."""
+
+    async def one(request: Request) -> Response:
+        tenant, id_ = tenant_of(request), request.path_params["response_id"]
+        kept = _find(tenant, id_)
+        if request.method == "DELETE":
+            _query(request, ())
+            tenant.remove(id_)
+            return _json(Deleted(id=id_))
+        asked = _query(request, ("include_obfuscation", "starting_after", "stream"))
+        if asked.get("stream", "false") != "false" or "starting_after" in asked:
+            message = "A kept response is not streamed again: leave stream and starting_after out."
+            raise UnsupportedFieldError(message, param="stream")
+        return Response(kept.answer, media_type="application/json")
+
+    async def items(request: Request) -> Response:
+        kept = _find(tenant_of(request), request.path_params["response_id"])
+        return _json(_page(_items(kept), _query(request, ("after", "limit", "order"))))
+
+    async def cancel(request: Request) -> Response:
+        _find(tenant_of(request), request.path_params["response_id"])
+        message = "Only responses of background mode, which is not there, can be cancelled: "
+        raise RequestError(f"{message}to stop another, close its connection.", param="response_id")
+
+    return [
+        Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
+        Route(f"{PATH}/input_items", items, methods=["GET"], name=f"{PATH}/input_items"),
+        Route(f"{PATH}/cancel", cancel, methods=["POST"], name=f"{PATH}/cancel"),
+    ]
+
+
+def _find(tenant: Tenant, id_: str) -> Kept:
+    kept = tenant.find(id_)
+    if kept is None:
+        raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
+    return kept
+
+
+def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
+    """Return the fields of a request's query.
+
+    Raises:
+        UnknownFieldError: there is another one.
+    """
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name in _INCLUDE:
+            check_include((value,))
+        elif name in known:
+            found[name] = value
+        else:
+            word = name[:MAX_NAME_LENGTH]
+            hint = nearest(word, (*known, _INCLUDE[0]))
+            raise UnknownFieldError(f"Unknown field '{word}'.{hint}", param=word)
+    return found
+
+
+def _items(kept: Kept) -> list[dict[str, Any]]:
+    """Return all that a response answered: what led to it, and what its request said."""
+    *earlier, last = kept.conversation()
+    items = [item for step in earlier for item in items_of(step)]
+    return [*items, *msgspec.json.decode(last.asked, type=list[dict[str, Any]])]
+
+
+def _page(items: list[dict[str, Any]], asked: dict[str, str]) -> ItemList:
+    order = asked.get("order", "desc")
+    if order not in {"asc", "desc"}:
+        raise RequestError("order must be asc or desc.", param="order")
+    limit = asked.get("limit", str(LISTED))
+    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
+        raise RequestError(f"limit must be from 1 to {MAX_LISTED}.", param="limit")
+    if order == "desc":
+        items.reverse()
+    if after := asked.get("after"):
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            message = f"after: there is no item '{after[:MAX_NAME_LENGTH]}' in this response."
+            raise RequestError(message, param="after")
+        items = items[places[0] + 1 :]
+    data = items[: int(limit)]
+    return ItemList(
+        data=data,
+        first_id=data[0]["id"] if data else None,
+        last_id=data[-1]["id"] if data else None,
+        has_more=len(items) > len(data),
+    )
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(encode_json(body), media_type="application/json")

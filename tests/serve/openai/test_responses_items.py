@@ -1,0 +1,333 @@
+"""The Responses protocol's items: conversations, calls of tools, and responses that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from support.engines import tiny_client
+from support.servers import live_server
+from support.tiny import Tiny
+from twostroke.serve.app import create_app
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+PATH = "/v1/responses"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "name": "weather", "description": "It.", "parameters": SCHEMA}
+CLOCK = {"type": "function", "name": "clock", "parameters": SCHEMA, "strict": True}
+CALL = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "weather",
+    "arguments": '{"city": "Oslo"}',
+}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model with more context, for tools are described at length."""
+    with live_server(tmp_path_factory.mktemp("items"), tiny=Tiny(context_length=2048)) as live:
+        yield live
+
+
+def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+    body = {"input": "hello", "max_output_tokens": 4, "temperature": 0, **fields}
+    return server.http.post(PATH, json=body)
+
+
+def answer(server: LiveServer, **fields: Any) -> Fields:
+    response = ask(server, **fields)
+    assert response.status_code == 200, response.text
+    found: Fields = response.json()
+    return found
+
+
+def stream(server: LiveServer, **fields: Any) -> list[Fields]:
+    lines = ask(server, stream=True, **fields).text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def text_of(body: Fields) -> str:
+    (item,) = body["output"]
+    text: str = item["content"][0]["text"]
+    return text
+
+
+def same_as_chat(server: LiveServer, messages: list[Fields], **fields: Any) -> Fields:
+    """Return the answer, which is that of the chat protocol to `messages`."""
+    tools = [
+        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        for tool in fields.get("tools", ())
+    ]
+    chat = server.chat(messages=messages, tools=tools, max_tokens=4, temperature=0).json()
+    body = answer(server, **fields)
+    assert body["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert text_of(body) == chat["choices"][0]["message"]["content"]
+    return body
+
+
+def test_instructions_and_items_reach_the_template(server: LiveServer) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "the "}, _text("world")]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+        },
+        {"type": "message", "role": "user", "content": "c"},
+    ]
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "the world"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    same_as_chat(server, messages, instructions="a", input=items)
+    same_as_chat(server, messages, input=[{"role": "developer", "content": "a"}, *items])
+    messages[0]["content"] = "a\n\nz"
+    more = [{"role": "system", "content": "z"}, *items]
+    same_as_chat(server, messages, instructions="a", input=more)
+
+
+def test_calls_results_and_thoughts_reach_the_template(server: LiveServer) -> None:
+    second = {"call_id": "call_2", "output": [_text("1"), _text("2")]}
+    items = [
+        HELLO,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"role": "assistant", "content": "so "},
+        CALL | {"id": "fc_1", "status": "completed"},
+        CALL | {"call_id": "call_2"},
+        RESULT,
+        RESULT | second,
+    ]
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in (1, 2)]
+    messages = [
+        HELLO,
+        {"role": "assistant", "content": "so ", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "12"},
+    ]
+    same_as_chat(server, messages, input=items, tools=[WEATHER])
+    items[2], items[3] = items[3], items[2]  # a text behind a call is of the same turn
+    same_as_chat(server, messages, input=items, tools=[WEATHER])
+
+
+def test_a_conversation_goes_on_from_a_response(server: LiveServer) -> None:
+    first = answer(server, instructions="a")
+    said = [HELLO, {"role": "assistant", "content": text_of(first)}]
+    again = [{"role": "user", "content": "again"}]
+    second = same_as_chat(
+        server, [*said, *again], input="again", previous_response_id=first["id"]
+    )  # instructions are each response's own
+    assert second["previous_response_id"] == first["id"]
+    said += [*again, {"role": "assistant", "content": text_of(second)}]
+    third = [{"role": "system", "content": "b"}, *said, {"role": "user", "content": "c"}]
+    events = stream(server, instructions="b", input="c", previous_response_id=second["id"])
+    chat = server.chat(messages=third, max_tokens=4, temperature=0).json()
+    assert text_of(events[-1]["response"]) == chat["choices"][0]["message"]["content"]
+    assert server.http.delete(f"{PATH}/{first['id']}").json()["deleted"]
+    same_as_chat(server, third, instructions="b", input="c", previous_response_id=second["id"])
+
+
+def test_what_is_streamed_is_kept_as_it_was_sent(server: LiveServer) -> None:
+    last = stream(server)[-1]["response"]
+    assert server.http.get(f"{PATH}/{last['id']}").json() == last
+    whole = answer(server)
+    kept = server.http.get(
+        f"{PATH}/{whole['id']}", params={"include[]": "reasoning.encrypted_content"}
+    )
+    assert kept.json() == whole
+
+
+def test_items_are_referred_to_by_their_ids(server: LiveServer) -> None:
+    first = answer(server)
+    ids = [_items(server, first["id"])[0]["id"], first["output"][0]["id"]]
+    references = [{"type": "item_reference", "id": ids[0]}, {"id": ids[1]}]
+    said = [HELLO, {"role": "assistant", "content": text_of(first)}, HELLO]
+    second = same_as_chat(server, said, input=[*references, HELLO])
+    listed = _items(server, second["id"], order="asc")
+    assert [item["id"] for item in listed[:2]] == ids
+    unknown = ask(server, input=[{"id": "msg_0"}])
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["param"] == "input[0].id"
+    assert "Item with id 'msg_0' not found" in unknown.json()["error"]["message"]
+
+
+def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
+    first = answer(server, input=[HELLO, {"role": "assistant", "content": "x"}, HELLO])
+    second = answer(server, input="more", previous_response_id=first["id"])
+    path = f"{PATH}/{second['id']}/input_items"
+    whole = server.http.get(path, params={"order": "asc"}).json()
+    said = [(item["role"], item["content"][0]["text"]) for item in whole["data"]]
+    expected = [("user", "hello"), ("assistant", "x"), ("user", "hello")]
+    assert said == [*expected, ("assistant", text_of(first)), ("user", "more")]
+    assert whole["object"] == "list"
+    assert not whole["has_more"]
+    ids = [item["id"] for item in whole["data"]]
+    assert (whole["first_id"], whole["last_id"]) == (ids[0], ids[-1])
+    found: list[str] = []
+    page = {"has_more": True}
+    while page["has_more"]:
+        asked = {"limit": 2} | ({"after": found[-1]} if found else {})
+        page = server.http.get(path, params=asked).json()
+        found += [item["id"] for item in page["data"]]
+    assert found == ids[::-1]
+    kinds = [item["content"][0]["type"] for item in whole["data"]]
+    assert kinds == ["input_text", "output_text", "input_text", "output_text", "input_text"]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/input_items?limit=0", "limit must be from 1 to 100."),
+        ("/input_items?limit=101", "limit must be from 1 to 100."),
+        ("/input_items?order=up", "order must be asc or desc."),
+        ("/input_items?after=msg_0", "there is no item 'msg_0' in this response."),
+        ("/input_items?ater=x", "Did you mean 'after'?"),
+        ("?stream=true", "A kept response is not streamed again"),
+        ("?starting_after=3", "A kept response is not streamed again"),
+        ("?include[]=all", "does not support 'all'"),
+    ],
+)
+def test_wrong_questions_about_a_response_are_refused(
+    server: LiveServer, path: str, said: str
+) -> None:
+    id_ = answer(server)["id"]
+    response = server.http.get(f"{PATH}/{id_}{path}")
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:
+    gone = answer(server)["id"]
+    deleted = server.http.delete(f"{PATH}/{gone}").json()
+    assert deleted == {"id": gone, "object": "response", "deleted": True}
+    for id_ in (gone, "resp_0", answer(server, store=False)["id"], stream(server, store=False)[0]):
+        name = id_ if isinstance(id_, str) else id_["response"]["id"]
+        asked = [server.http.get(f"{PATH}/{name}{more}") for more in ("", "/input_items")]
+        asked += [server.http.delete(f"{PATH}/{name}"), server.http.post(f"{PATH}/{name}/cancel")]
+        for response in asked:
+            assert response.status_code == 404
+            message = f"Response with id '{name}' not found."
+            assert response.json()["error"]["message"] == message
+        follower = ask(server, previous_response_id=name)
+        assert follower.status_code == 400
+        assert follower.json()["error"] == {
+            "message": f"Previous response with id '{name}' not found.",
+            "type": "invalid_request_error",
+            "param": "previous_response_id",
+            "code": "previous_response_not_found",
+        }
+
+
+def test_only_background_responses_could_be_cancelled(server: LiveServer) -> None:
+    response = server.http.post(f"{PATH}/{answer(server)['id']}/cancel")
+    assert response.status_code == 400
+    assert "Only responses of background mode" in response.json()["error"]["message"]
+
+
+def test_other_methods_are_told_which_there_are(server: LiveServer) -> None:
+    response = server.http.put(f"{PATH}/resp_1")
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_the_oldest_responses_leave(tmp_path: Path, is_small: bool) -> None:
+    size = {"max_stored_bytes": 7000} if is_small else {"max_stored": 2}
+    with live_server(tmp_path, ServeOptions(drain_s=1, **size)) as server:
+        ids = [answer(server)["id"] for _ in range(4)]
+        found = [server.http.get(f"{PATH}/{id_}").status_code for id_ in ids]
+        assert found == [404, 404, 200, 200]
+
+
+def test_a_server_that_keeps_nothing_says_so(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(drain_s=1, max_stored=0)) as server:
+        body = answer(server, store=True)
+        assert body["store"] is False
+        assert ask(server, previous_response_id=body["id"]).status_code == 400
+
+
+def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
+    """Who asks is noted by a layer before the application."""
+
+    def noted(app: ASGIApp) -> ASGIApp:
+        async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+            name = dict(scope["headers"])[b"authorization"].decode()
+            await app(scope | {"state": {"tenant": name}}, receive, send)
+
+        return pass_on
+
+    async def run() -> None:
+        with tiny_client(tmp_path) as (client, _):
+            transport = httpx.ASGITransport(noted(create_app(client)))
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+                mine, other = {"authorization": "me"}, {"authorization": "other"}
+                asked: Fields = {"input": "hello " * 20, "max_output_tokens": 2}
+                body = (await http.post(PATH, json=asked, headers=mine)).json()
+                path, more = f"{PATH}/{body['id']}", asked | {"previous_response_id": body["id"]}
+                item = asked | {"input": [{"id": body["output"][0]["id"]}, HELLO]}
+                assert (await http.get(path, headers=other)).status_code == 404
+                assert (await http.delete(path, headers=other)).status_code == 404
+                for field in (more, item):
+                    assert (await http.post(PATH, json=field, headers=other)).status_code == 400
+                    assert (await http.post(PATH, json=field, headers=mine)).status_code == 200
+                for who, is_cached in ((other, False), (mine, True)):
+                    usage = (await http.post(PATH, json=asked, headers=who)).json()["usage"]
+                    assert bool(usage["input_tokens_details"]["cached_tokens"]) is is_cached
+
+    asyncio.run(run())
+
+
+def test_the_oldest_exchanges_leave_a_prompt_that_is_too_long(server: LiveServer) -> None:
+    talk: list[Fields] = []
+    for number in range(12):
+        talk += [{"role": "user", "content": f"{number} the world" * 20}, CALL, RESULT]
+        talk += [{"role": "assistant", "content": "is in the world"}]
+    fields: Fields = {"instructions": "a", "input": [*talk, HELLO], "max_output_tokens": 40}
+    refused = ask(server, **fields)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    newest = answer(server, truncation="auto", **fields)["usage"]["input_tokens"]
+    assert newest <= 2048 - 40
+    cuts = [
+        ask(server, **fields | {"input": [*talk[start:], HELLO]}).json()
+        for start in range(0, len(talk) + 1, 4)
+    ]
+    assert newest == max(cut["usage"]["input_tokens"] for cut in cuts if "usage" in cut)
+    short = answer(server, truncation="auto", input="hello")["usage"]["input_tokens"]
+    assert short == answer(server, input="hello")["usage"]["input_tokens"]
+    too_long = ask(server, truncation="auto", input="the world" * 2000)
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+def _text(text: str) -> Fields:
+    return {"type": "input_text", "text": text}
+
+
+def _items(server: LiveServer, id_: str, **asked: str) -> list[Fields]:
+    listed: list[Fields] = server.http.get(f"{PATH}/{id_}/input_items", params=asked).json()["data"]
+    return listed
