@@ -76,6 +76,64 @@ const checks = {
     });
     assert(["stop", "length"].includes(answer.choices[0].finish_reason));
   },
+  async responses() {
+    const asked = { model: MODEL, max_output_tokens: 20, temperature: 0 };
+    const answer = await client.responses.create({ input: messages, ...asked });
+    assert(answer.output_text && answer.usage.output_tokens <= 20);
+    const more = await client.responses.create({
+      input: "And at night?", previous_response_id: answer.id, ...asked,
+    });
+    const said = [];
+    for await (const item of client.responses.inputItems.list(more.id, { order: "asc", limit: 2 })) {
+      said.push(item.role);
+    }
+    assert.deepEqual(said, ["user", "assistant", "user"]);
+    assert.deepEqual((await client.responses.retrieve(answer.id)).output, answer.output);
+    await client.responses.delete(answer.id);
+    await assert.rejects(client.responses.retrieve(answer.id), OpenAI.NotFoundError);
+  },
+  async streamedResponses() {
+    const asked = { model: MODEL, input: messages, max_output_tokens: 20, temperature: 0 };
+    let text = "", last = null, count = 0;
+    for await (const event of await client.responses.create({ stream: true, ...asked })) {
+      assert.equal(event.sequence_number, count++);
+      if (event.type === "response.output_text.delta") text += event.delta;
+      last = event;
+    }
+    assert.equal(last.response.output[0].content[0].text, text);
+    const stream = client.responses.stream(asked);
+    assert.equal((await stream.finalResponse()).output_text, text);
+  },
+  async toolsInResponses() {
+    const asked = {
+      model: MODEL, input: "What is the weather in Paris?", temperature: 0, max_output_tokens: 100,
+      tools: [{ type: "function", name: "get_weather", parameters: weather, strict: true }],
+      tool_choice: { type: "function", name: "get_weather" },
+    };
+    const [call] = (await client.responses.create(asked)).output;
+    assert.deepEqual(Object.keys(JSON.parse(call.arguments)), ["city", "unit"]);
+    const [streamed] = (await client.responses.stream(asked).finalResponse()).output;
+    assert.equal(streamed.arguments, call.arguments);
+  },
+  async formsInResponses() {
+    const answer = await client.responses.create({
+      model: MODEL, input: messages, max_output_tokens: 60, temperature: 0,
+      text: { format: { type: "json_schema", name: "w", schema: weather, strict: true } },
+    });
+    assert(answer.output_text.startsWith("{"));
+    if (answer.status === "completed") JSON.parse(answer.output_text);
+  },
+  async errorsOfResponses() {
+    await assert.rejects(
+      client.responses.create({ model: MODEL, input: "x", previous_response_id: "resp_0" }),
+      (error) => error instanceof OpenAI.BadRequestError
+        && error.code === "previous_response_not_found",
+    );
+    await assert.rejects(
+      client.responses.create({ model: MODEL, input: "x", tools: [{ type: "web_search" }] }),
+      (error) => error instanceof OpenAI.BadRequestError && error.param === "tools[0].type",
+    );
+  },
   async errors() {
     await assert.rejects(
       client.chat.completions.create({ model: MODEL, messages, temperature: -1 }),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 from checks import BASE_URL, MODEL, PERSON, QUESTION, TOOL, WEATHER_QUESTION, run
-from pydantic import BaseModel
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 client = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
 
@@ -113,21 +117,110 @@ def json_schema() -> None:
     assert isinstance(parsed.choices[0].message.parsed, Person)
 
 
+def responses() -> None:
+    asked = {"model": MODEL, "max_output_tokens": 20, "temperature": 0}
+    answer = client.responses.create(instructions="Be brief.", input=QUESTION, **asked)
+    Response.model_validate(answer.to_dict())  # which the SDK does not do by itself
+    assert answer.output_text
+    assert answer.status in {"completed", "incomplete"}
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    more = client.responses.create(input="And at night?", previous_response_id=answer.id, **asked)
+    assert more.previous_response_id == answer.id
+    assert more.usage.input_tokens > answer.usage.output_tokens
+    said = [item.role for item in client.responses.input_items.list(more.id, order="asc", limit=2)]
+    assert said == ["user", "assistant", "user"]
+    again = client.responses.create(input=[*QUESTION, *answer.output, *QUESTION], **asked)
+    assert again.output_text
+    assert client.responses.retrieve(answer.id).output_text == answer.output_text
+    client.responses.delete(answer.id)
+    for gone in (client.responses.retrieve, client.responses.cancel):
+        error = refusal(gone, response_id=answer.id)
+        assert isinstance(error, openai.NotFoundError)
+        assert answer.id in error.message
+
+
+def streamed_responses() -> None:
+    asked = {"model": MODEL, "input": QUESTION, "max_output_tokens": 20, "temperature": 0}
+    include = ["message.output_text.logprobs"]
+    events = list(client.responses.create(stream=True, include=include, top_logprobs=2, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    last = events[-1].response
+    assert "".join(event.delta for event in deltas) == last.output_text
+    tokens = [token for event in deltas for token in event.logprobs]
+    assert [t.logprob for t in tokens] == [t.logprob for t in last.output[0].content[0].logprobs]
+    question = "Answer with the word yes, and nothing else."
+    with client.responses.stream(
+        model=MODEL, input=question, max_output_tokens=30, temperature=0
+    ) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert stream.get_final_response().output_text == "".join(texts)
+
+
+def tools_in_responses() -> None:
+    function = {"type": "function", "strict": True, **TOOL["function"]}
+    asked = {"model": MODEL, "tools": [function], "temperature": 0, "max_output_tokens": 100}
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.responses.create(input=WEATHER_QUESTION, **forced, **asked)
+    [call] = answer.output
+    assert (answer.status, call.type, call.status) == ("completed", "function_call", "completed")
+    assert set(json.loads(call.arguments)) == {"city", "unit"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "17 degrees"}
+    kept = client.responses.create(input=[result], previous_response_id=answer.id, **asked)
+    resent = client.responses.create(input=[*WEATHER_QUESTION, call, result], **asked)
+    assert kept.usage.input_tokens == resent.usage.input_tokens
+    assert kept.output_text == resent.output_text
+    person = {"type": "function", "name": "tell", "parameters": PERSON, "strict": True}
+    with client.responses.stream(
+        input="Describe Anna, who is 30.", **forced, **asked | {"tools": [person]}
+    ) as stream:
+        kinds = {event.type for event in stream}
+        Response.model_validate(stream.get_final_response().to_dict())
+        [call] = stream.get_final_response().output
+    assert "response.function_call_arguments.delta" in kinds
+    assert set(call.parsed_arguments) == {"name", "age"}
+
+
+def forms_in_responses() -> None:
+    asked = {"model": MODEL, "input": "Describe Anna, who is 30, as JSON.", "temperature": 0}
+    form = {"type": "json_schema", "name": "p", "schema": PERSON, "strict": True}
+    answer = client.responses.create(text={"format": form}, max_output_tokens=60, **asked)
+    assert set(json.loads(answer.output_text)) == {"name", "age"}
+    parsed = client.responses.parse(text_format=Person, max_output_tokens=60, **asked)
+    assert isinstance(parsed.output_parsed, Person)
+
+
+def errors_of_responses() -> None:
+    for wrong, param in (
+        ({"temperature": -1}, "temperature"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"background": True}, "background"),
+    ):
+        error = refusal(client.responses.create, model=MODEL, input="hello", **wrong)
+        assert isinstance(error, openai.BadRequestError)
+        assert error.param == param
+
+
 def errors() -> None:
     for wrong, kind in (
         ({"temperature": -1}, openai.BadRequestError),
         ({"model": "nobody"}, openai.NotFoundError),
         ({"max_tokens": 10**6}, openai.BadRequestError),
     ):
-        error = error_of({"model": MODEL, "messages": QUESTION} | wrong)
+        asked = {"model": MODEL, "messages": QUESTION} | wrong
+        error = refusal(client.chat.completions.create, **asked)
         assert isinstance(error, kind)
         assert error.body["message"]
         assert error.request_id
 
 
-def error_of(asked: dict[str, Any]) -> openai.APIStatusError | None:
+def refusal(call: Callable[..., Any], **asked: Any) -> openai.APIStatusError | None:
     try:
-        client.chat.completions.create(**asked)
+        call(**asked)
     except openai.APIStatusError as error:
         return error
     return None
@@ -154,6 +247,11 @@ run(
     tools,
     streamed_tools,
     json_schema,
+    responses,
+    streamed_responses,
+    tools_in_responses,
+    forms_in_responses,
+    errors_of_responses,
     errors,
     cancel,
 )
