@@ -1,0 +1,140 @@
+"""Reasoning in the Responses protocol, of answers that are put together by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from twostroke.core.preface import Preface
+from twostroke.core.request import FinishReason
+from twostroke.core.step import TokenLogprobs
+from twostroke.engine.output import Output, Timings, Usage, join
+from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.openai.responses.answer import DIALECT
+from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest
+from twostroke.serve.reading import Reading
+from twostroke.serve.store import Store, Tenant
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+THOUGHT, TEXT = "the world is in", "hello world"
+READING = Reading(preface=Preface("<think>", "</think>"))
+
+
+def reply_to(server: LiveServer, **fields: Any) -> Reply:
+    tokenizer = server.client.card.tokenizer
+    tenant = Tenant("", Store(10, 10**6))
+    job = DIALECT.read(ResponsesRequest(input="hello", **fields), tenant)
+    return Reply("resp_1", 0, "tiny", job, [[1]], tokenizer, READING)
+
+
+def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
+    """Return an answer token by token."""
+    tokenizer = server.client.card.tokenizer
+    ids = tokenizer.encode(text)
+    usage, timings = Usage(3, 0, len(ids)), Timings(0.0, 0.0, 1.0, 2.0)
+    found = [
+        Output(0, tokenizer.decode([id_]), (id_,), (TokenLogprobs(-1.0, (), ()),)) for id_ in ids
+    ]
+    found[0].usage = usage
+    last = Output(0, "", (), (), finish_reason=reason, usage=usage, timings=timings)
+    assert "".join(one.text for one in found) == text
+    return [*found, last]
+
+
+def streamed(reply: Reply, answer: list[Output]) -> list[Fields]:
+    writer = DIALECT.write(reply)
+    usage = answer[-1].usage
+    assert usage is not None
+    text = b"".join(writer.feed(one) for one in answer) + writer.finish(usage)
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: ")]
+
+
+def whole(reply: Reply, answer: list[Output]) -> Fields:
+    usage = answer[-1].usage
+    assert usage is not None
+    found: Fields = json.loads(encode_json(DIALECT.whole(reply, [join(answer)], usage)))
+    return found
+
+
+def test_reasoning_is_an_item_before_the_message(shared_server: LiveServer) -> None:
+    text = f"<think>{THOUGHT}</think>{TEXT}"
+    answer = outputs(shared_server, text, FinishReason.STOP)
+    body = whole(reply_to(shared_server), answer)
+    thought, message = body["output"]
+    assert thought.pop("id").startswith("rs_")
+    assert thought == {
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": THOUGHT}],
+    }
+    assert message["content"][0]["text"] == TEXT
+    details = body["usage"]["output_tokens_details"]
+    tokenizer = shared_server.client.card.tokenizer
+    assert details["reasoning_tokens"] == len(tokenizer.encode(text)) - len(tokenizer.encode(TEXT))
+
+    events = streamed(reply_to(shared_server), answer)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    first = kinds.index("reasoning_text.done")
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:first]) == {"reasoning_text.delta"}
+    behind = ["content_part.done", "output_item.done", "output_item.added", "content_part.added"]
+    assert kinds[first + 1 : first + 5] == behind
+    for kind, place, said in (("reasoning_text", 0, THOUGHT), ("output_text", 1, TEXT)):
+        mine = [event for event in events if event["type"].startswith(f"response.{kind}.")]
+        assert "".join(event.get("delta", "") for event in mine) == mine[-1]["text"] == said
+        assert {event["output_index"] for event in mine} == {place}
+        assert len({event["item_id"] for event in mine}) == 1
+    last = events[-1]["response"]
+    assert [item["type"] for item in last["output"]] == ["reasoning", "message"]
+    assert last["usage"] == body["usage"]
+
+
+def test_reasoning_that_is_cut_is_all_there_is(shared_server: LiveServer) -> None:
+    answer = outputs(shared_server, f"<think>{THOUGHT}", FinishReason.LENGTH)
+    body = whole(reply_to(shared_server), answer)
+    (thought,) = body["output"]
+    assert (body["status"], thought["status"]) == ("incomplete", "incomplete")
+    assert thought["content"][0]["text"] == THOUGHT
+    (streamed_thought,) = streamed(reply_to(shared_server), answer)[-1]["response"]["output"]
+    assert streamed_thought["content"] == thought["content"]
+
+
+@pytest.mark.parametrize("thought", ["", f"<think>{THOUGHT}</think>"])
+def test_log_probabilities_are_those_of_the_text(shared_server: LiveServer, thought: str) -> None:
+    answer = outputs(shared_server, thought + TEXT, FinishReason.STOP)
+    fields: Fields = {"include": [LOGPROBS]}
+    expected = ["hello", " world"]
+    body = whole(reply_to(shared_server, **fields), answer)
+    tokens = body["output"][-1]["content"][0]["logprobs"]
+    assert "".join(token["token"] for token in tokens) == "".join(expected)
+    events = streamed(reply_to(shared_server, **fields), answer)
+    told = [token for event in events if "delta" in event for token in event.get("logprobs", ())]
+    assert told == tokens
+
+
+def test_reasoning_goes_back_to_the_template(shared_server: LiveServer) -> None:
+    reply = reply_to(shared_server)
+    text = f"<think>{THOUGHT}</think>{TEXT}"
+    first = whole(reply, outputs(shared_server, text, FinishReason.STOP))
+    tenant = reply.job.prompts[0].tenant  # type: ignore[union-attr]
+    for given in (
+        {"input": "and?", "previous_response_id": first["id"]},
+        {"input": [{"role": "user", "content": "hello"}, *first["output"], _user("and?")]},
+    ):
+        (exchange,) = DIALECT.read(ResponsesRequest(**given), tenant).prompts
+        assert exchange.messages == (  # type: ignore[union-attr]
+            _user("hello"),
+            {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT},
+            _user("and?"),
+        )
+
+
+def _user(text: str) -> Fields:
+    return {"role": "user", "content": text}
