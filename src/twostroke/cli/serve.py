@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.help import SectionedCommand
+from twostroke.cli.observe import observe_options, observing
 from twostroke.cli.options import (
     batch_options,
     compute_options,
@@ -19,6 +23,8 @@ from twostroke.cli.options import (
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
+
+_logger = logging.getLogger("twostroke.serve")
 
 _MOST_FILES = 65_536  # connections are files; the system may allow far more than are of use
 
@@ -41,11 +47,6 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
     help="Seconds that running answers get when the server is stopped.",
 )
 @click.option(
-    "--dashboard/--no-dashboard",
-    default=None,
-    help="Show /api/state and the page drawn from it [default: only on a loopback host].",
-)
-@click.option(
     "--keep-responses",
     "max_stored",
     type=click.IntRange(0, 1_000_000),
@@ -56,6 +57,7 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
 @compute_options
 @lasting_speculation_options
 @batch_options
+@observe_options
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
@@ -63,6 +65,7 @@ def command(**given: Any) -> int:
 
     Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
     """
+    from twostroke.serve.observe.logs import logging_to
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.run import bind, run_server
 
@@ -72,22 +75,23 @@ def command(**given: Any) -> int:
         port=given.pop("port"),
         model_names=given.pop("names"),
         drain_s=given.pop("drain_s"),
-        dashboard=given.pop("dashboard"),
         max_stored=given.pop("max_stored"),
+        **observing(given),
     )
+    log = given.pop("log_format"), given.pop("log_level")
     options = engine_options(given)
     _allow_connections()
     # Before the weights are loaded: a port in use is known at once.
     listener = bind(serving.host, serving.port)
-    with listener, open_engine(model, options) as engine:
+    with listener, logging_to(sys.stderr, *log), open_engine(model, options) as engine:
         name = serving.model_names[0] if serving.model_names else engine.card.name
         return run_server(
             engine.client,
             serving,
             listener=listener,
             limits=engine.limits,
-            on_ready=lambda url: _announce(url, name, engine),
-            on_stop=_say_stop,
+            on_ready=lambda url: _announce(url, name, engine, form=log[0]),
+            on_stop=partial(_say_stop, form=log[0]),
         )
 
 
@@ -99,8 +103,11 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _announce(url: str, name: str, engine: Engine) -> None:
-    """Say where the server is, and a request that this model can answer."""
+def _announce(url: str, name: str, engine: Engine, *, form: str) -> None:
+    """Say where the server is, and to people a request that this model can answer."""
+    if form == "json":
+        _logger.info("Serving %s at %s (%s).", name, url, engine.facts.detail)
+        return
     what: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
     if engine.card.chat_template is not None:
@@ -118,9 +125,12 @@ def _announce(url: str, name: str, engine: Engine) -> None:
     )
 
 
-def _say_stop(num_running: int) -> None:
+def _say_stop(num_running: int, *, form: str) -> None:
+    text = "Stopping."
     if num_running:
         answers = "1 running answer" if num_running == 1 else f"{num_running} running answers"
-        click.echo(f"Stopping after {answers}; Ctrl-C again cuts them off.", err=True)
+        text = f"Stopping after {answers}; Ctrl-C again cuts them off."
+    if form == "json":
+        _logger.info(text)
     else:
-        click.echo("Stopping.", err=True)
+        click.echo(text, err=True)

@@ -58,4 +58,7 @@ class Seconds(Generic[T]):
 
     def _at(self, second: int) -> T:
         """Return the sums at the beginning of a second; what was counted first is behind it."""
-        return next((sums for at, sums in self._marks if at >= second), None) or self._read()
+        for at, sums in self._marks:
+            if at >= second:
+                return sums
+        return self._read()

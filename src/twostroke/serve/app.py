@@ -29,8 +29,10 @@ from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import Answers, check_choices
+from twostroke.serve.observe.exchange import exchange_of
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
+from twostroke.serve.observe.watchers import build_watchers
 from twostroke.serve.openai import chat, completions, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.openai.responses import answer as responses
@@ -81,9 +83,11 @@ class Api:
         """Serve `client`'s model; `limits` are what utilization is measured against."""
         self.client = client
         self.options = options
-        self.metrics = Metrics(client, limits)
+        self.metrics = Metrics(client, limits, options.objectives, _version())
         self.names = options.model_names or (client.card.name,)
-        self._state = State(client, limits, self.names, _version())
+        goodput = self.metrics.goodput
+        self._state = State(client, limits, goodput, self.names, _version())
+        self.watchers = build_watchers(options, _version())
         self.site = Site()
         self.is_draining = False
         self._open: set[Answers] = set()
@@ -123,6 +127,8 @@ class Api:
     def close(self) -> None:
         """Give back what answering took; to be called when no request comes any more."""
         self._compiler.close()
+        for watcher in self.watchers:
+            watcher.close()
 
     async def root(self, request: Request) -> Response:
         """Say what this is: to a browser with the page, to a program as JSON."""
@@ -225,6 +231,8 @@ class Api:
                 reading=encoded.reading,
             )
             answers = Answers(self.client, job, encoded, self.metrics, self._open)
+            if (exchange := exchange_of(request.scope)) is not None:
+                exchange.generate(reply.id, name, job, answers)
             if job.stream:
                 return EventStream(answers, dialect.write(reply), self.options)
             try:
@@ -314,7 +322,7 @@ def build_app(api: Api) -> ASGIApp:
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Boundary(app, api.metrics, api.options.limits)
+    return Boundary(app, api.metrics, api.options.limits, api.watchers)
 
 
 async def _read(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
+from twostroke.core.errors import (
+    EngineStoppedError,
+    OverloadedError,
+    RequestError,
+    TwostrokeError,
+)
 from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Client, ModelCard
-    from twostroke.engine.output import Completion, Output
+    from twostroke.engine.output import Completion, Output, Timings
     from twostroke.engine.thinking import Thinking
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.serve.observe.metrics import Metrics
@@ -96,8 +102,9 @@ class Job:
 
     `model` is the name that the client used, None for whichever there is. `echo` repeats each
     prompt before its answer. With a `suffix`, for texts and ids alone, answers stand between each
-    prompt and that. `timings` wants to be told how long things took. `tools` may be called in the
-    answers to a conversation, and hold them to their form. `speculate` and the text of `prediction`
+    prompt and that. `timings` wants to be told how long things took, and `tier` is what
+    the response says of its class of service. `tools` may be called in the answers to a
+    conversation, and hold them to their form. `speculate` and the text of `prediction`
     are the engine's `Hints`.
     """
 
@@ -113,6 +120,7 @@ class Job:
     suffix: str = ""
     timings: bool = False
     tools: Tools | None = None
+    tier: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -166,7 +174,13 @@ class Job:
 
 
 class Answers:
-    """The outputs of a running job; leaving them unread does not stop it, `cancel` does."""
+    """The outputs of a running job; leaving them unread does not stop it, `cancel` does.
+
+    Attributes:
+        ended: of the choices that have ended, by index, why, what they took, and when.
+        error: the code of what cut them off, where something did.
+        num_tokens: how many tokens have come.
+    """
 
     def __init__(
         self,
@@ -183,14 +197,23 @@ class Answers:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine no longer runs.
         """
+        self.ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}
+        self.error: str | None = None
+        self.num_tokens = 0
         self._client = client
         self._metrics = metrics
         self._num_choices = job.num_choices
         self._n = job.params.n
-        self._usages: dict[int, Usage] = {}
-        self._generation = client.generate_many_async(
-            encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
-        )
+        self._service = job.caller.service
+        self._began_s = time.monotonic()
+        self._is_left = False
+        try:
+            self._generation = client.generate_many_async(
+                encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
+            )
+        except (OverloadedError, EngineStoppedError):
+            metrics.goodput.miss(self._service, self._num_choices)
+            raise
         self._running = running
         running.add(self)
 
@@ -204,16 +227,18 @@ class Answers:
         """
         try:
             async for output in self._generation:
+                self.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     self._end(output)
                 yield output
-        except EngineStoppedError:
-            self._metrics.failures.inc()
+        except EngineStoppedError as error:
+            self._fail(error)
             raise
-        except RequestError:  # the constraint's fault, not the engine's
+        except RequestError as error:  # the constraint's fault, not the engine's
+            self.error = error.code
             raise
         except TwostrokeError as error:
-            self._metrics.failures.inc()
+            self._fail(error)
             if self._client.loop.health is Health.STOPPED:
                 raise EngineStoppedError(error.message) from error
             raise
@@ -228,8 +253,13 @@ class Answers:
     def cancel(self) -> None:
         """Stop what still runs, at once; harmless when nothing does."""
         self._running.discard(self)
-        if len(self._usages) < self._num_choices:
+        num_left = self._num_choices - len(self.ended)
+        if num_left:
             self._generation.cancel()
+        if num_left and self.error is None and not self._is_left:
+            self._is_left = True
+            waited_s, has_begun = time.monotonic() - self._began_s, self.num_tokens > 0
+            self._metrics.goodput.leave(self._service, num_left, waited_s, has_begun=has_begun)
 
     @property
     def num_unread(self) -> int:
@@ -239,22 +269,29 @@ class Answers:
     @property
     def usage(self) -> Usage:
         """What the ended choices took; a prompt counts once, however many answers it has."""
-        firsts = [usage for index, usage in self._usages.items() if index % self._n == 0]
+        usages = [usage for _, usage, _ in self.ended.values()]
+        firsts = [usage for index, (_, usage, _) in self.ended.items() if index % self._n == 0]
         return Usage(
             sum(usage.prompt_tokens for usage in firsts),
             sum(usage.cached_tokens for usage in firsts),
-            sum(usage.completion_tokens for usage in self._usages.values()),
-            sum(usage.accepted_tokens for usage in self._usages.values()),
-            sum(usage.rejected_tokens for usage in self._usages.values()),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.accepted_tokens for usage in usages),
+            sum(usage.rejected_tokens for usage in usages),
         )
 
+    def _fail(self, error: TwostrokeError) -> None:
+        self.error = error.code or "server_error"
+        self._metrics.failures.inc()
+        self._metrics.goodput.miss(self._service, self._num_choices - len(self.ended))
+
     def _end(self, output: Output) -> None:
+        assert output.finish_reason is not None
         assert output.usage is not None
         assert output.timings is not None
         if output.finish_reason is FinishReason.CANCEL:  # by nobody who still reads
             raise EngineStoppedError("The server is shutting down.")
-        self._usages[output.index] = output.usage
-        self._metrics.observe(output.usage, output.timings)
+        self.ended[output.index] = (output.finish_reason, output.usage, output.timings)
+        self._metrics.goodput.judge(self._service, output.usage, output.timings)
 
 
 def check_choices(job: Job, limit: int) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.serve.observe.objectives import Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,10 @@ class ServeOptions:
         splits_reasoning: whether a model's reasoning is told from its answers, or left in them.
         max_stored: answers of /v1/responses that are kept for later requests; 0 keeps none.
         max_stored_bytes: what these may take together.
+        objectives: what answers are held against, in metrics and on the dashboard.
+        access_log: whether to log a line for each request, to the logger `twostroke.access`.
+        otlp_endpoint: where to send traces, by OTLP over HTTP; None for nowhere. Needs the extra
+            `[traces]`.
         limits: what one client may do.
     """
 
@@ -65,6 +73,9 @@ class ServeOptions:
     splits_reasoning: bool = True
     max_stored: int = 10_000
     max_stored_bytes: int = 64 * 1024 * 1024
+    objectives: tuple[Objective, ...] = ()
+    access_log: bool = False
+    otlp_endpoint: str | None = None
     limits: Limits = field(default_factory=Limits)
 
     @property

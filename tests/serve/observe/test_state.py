@@ -17,6 +17,7 @@ from twostroke.engine.client import Caller
 from twostroke.engine.hardware import Limits
 from twostroke.engine.view import RequestView, View
 from twostroke.schedule import SchedulerStats
+from twostroke.serve.observe.objectives import Goodput, Objective
 from twostroke.serve.observe.pages import MOST_CELLS, page_map
 from twostroke.serve.observe.state import State
 from twostroke.serve.options import ServeOptions
@@ -148,11 +149,32 @@ def test_utilization_stands_beside_the_machines_limits(server: LiveServer) -> No
     server.chat(max_tokens=5, ignore_eos=True)
     time.sleep(1.1)
     limits = Limits("portable", 1, 10**6)
-    state = json.loads(State(server.client, limits, ["tiny"], "1").body("ready"))
+    state = json.loads(State(server.client, limits, Goodput([]), ["tiny"], "1").body("ready"))
     hardware, decode = state["hardware"], state["window"]["60"]["strokes"]["decode"]
     assert hardware["cores"] == 1
     assert decode["mbu"] == pytest.approx(decode["bytes_per_s"] / hardware["bandwidth"])
     assert decode["mfu"] == pytest.approx(decode["flops_per_s"] / hardware["peak"])
+
+
+def test_kept_objectives_are_told(tmp_path: Path) -> None:
+    objectives = (Objective("ttft", 60), Objective("tpot", 1e-9, "flex"))
+    with live_server(tmp_path, ServeOptions(objectives=objectives, drain_s=1)) as server:
+        server.chat(max_tokens=3, ignore_eos=True)
+        server.chat(max_tokens=3, ignore_eos=True, service_tier="flex")
+        time.sleep(1.1)
+        state = server.http.get("/api/state").json()
+    window = state["window"]["60"]
+    assert {"class": "flex", "objective": "tpot", "limit_s": 1e-9} in state["objectives"]
+    assert len(state["objectives"]) == 4
+    met, missed = {"met": 1, "missed": 0}, {"met": 0, "missed": 1}
+    assert window["objectives"] == {
+        "default": {"ttft": met, "all": met},
+        "flex": {"ttft": met, "tpot": missed, "all": missed},
+    }
+    goodput = window["goodput"]
+    assert goodput["share"] == 0.5
+    assert goodput["tokens_per_s"] == pytest.approx(3 * goodput["requests_per_s"])
+    assert set(window["latency"]) == {"default", "flex"}
 
 
 def test_state_is_made_once_for_all_who_ask_at_once(server: LiveServer) -> None:

@@ -301,8 +301,11 @@ def test_timings_come_when_asked_for(server: LiveServer, hello: Fields, stream: 
     timed = server.chat(return_timings=True, **fields).text
     last = events(timed)[-2] if stream else json.loads(timed)
     timings = last["choices"][0]["timings"]
-    assert 0 <= timings["queue_s"] <= timings["ttft_s"] <= timings["total_s"]
-    assert timings["decode_tokens_per_s"] > 0
+    assert 0 <= timings["queue_s"] <= timings["ttft_s"] <= timings["e2e_s"]
+    assert timings["tpot_s"] == pytest.approx((timings["e2e_s"] - timings["ttft_s"]) / 3)
+    assert timings["decode_tokens_per_s"] == pytest.approx(1 / timings["tpot_s"])
+    assert timings["cached_tokens"] >= 0
+    assert timings["accepted_tokens"] == timings["rejected_tokens"] == 0
     assert "timings" not in server.chat(**fields).text
 
 

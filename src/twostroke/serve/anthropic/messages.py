@@ -133,6 +133,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    return_timings: bool | None = None
 
     # Harmless: they change nothing about the answer.
     metadata: Any = None
@@ -175,6 +176,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         params=SamplingParams(**given),
         caller=Caller(tenant=tenant.name, prompt_field="messages"),
         stream=bool(asked.stream),
+        timings=bool(asked.return_timings),
         tools=tools,
     )
 

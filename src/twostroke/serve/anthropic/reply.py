@@ -7,10 +7,12 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
 from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.serve.dialect import encode_json
+from twostroke.serve.openai.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output, Usage
@@ -66,6 +68,7 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
     stop_reason: str | None
     stop_sequence: str | None
     usage: UsageBody
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
@@ -134,6 +137,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
     delta: End
     usage: UsageBody
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
@@ -152,6 +156,7 @@ class MessageWriter:
         self._block: BlockBody | None = None  # that one
         self._thought = ""
         self._end = End("", None)
+        self._timings: TimingsBody | UnsetType = UNSET
 
     def feed(self, output: Output) -> bytes:
         """Return the events of an output."""
@@ -170,12 +175,17 @@ class MessageWriter:
                 events += self._open(TextBody(""))
             has_calls = self._reader.has_whole_calls
             self._end = _end(output.finish_reason, output.stop, has_calls=has_calls)
+            if self._reply.job.timings:
+                assert output.usage is not None
+                assert output.timings is not None
+                self._timings = timings_body(output.usage, output.timings)
             events += self._close()
         return events
 
     def finish(self, usage: Usage) -> bytes:
         """Return why it ended, the usage, and the end."""
-        return _event(MessageDelta(self._end, _usage_body(usage))) + _event(MessageStop())
+        last = MessageDelta(self._end, _usage_body(usage), self._timings)
+        return _event(last) + _event(MessageStop())
 
     def _piece(self, piece: Piece) -> bytes:
         match piece:
@@ -237,7 +247,10 @@ def whole(reply: Reply, answers: list[Completion], usage: Usage) -> MessageBody:
         for place, block in enumerate(content or [TextBody("")])
     ]
     end = _end(answer.finish_reason, answer.stop, has_calls=_has_calls(reader, blocks))
-    return _message(reply, blocks, end, usage)
+    message = _message(reply, blocks, end, usage)
+    if reply.job.timings:
+        message.timings = timings_body(answer.usage, answer.timings)
+    return message
 
 
 def _has_calls(reader: AnswerReader, blocks: list[BlockBody]) -> bool:

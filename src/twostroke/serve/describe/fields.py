@@ -59,7 +59,7 @@ _TEXT_SIZE: Final = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TEXTS: Final = {"maxItems": MAX_STOPS, "items": {"type": "string", **_TEXT_SIZE}}
 _HARMLESS: Final = {"description": "Accepted; changes nothing about the answer."}
 _HARMLESS_FIELDS: Final = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "request_id", "spaces_between_special_tokens", "cache_control"),
 )
 _SENT_BACK: Final = {"description": "Comes back with the answer."}
@@ -118,6 +118,8 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "priority": _text("Lower ones are served first.")
         | {"minimum": -fields.MAX_PRIORITY, "maximum": fields.MAX_PRIORITY},
         "return_timings": _text("Whether each answer says how long it took."),
+        "service_tier": _text("The class of service: `priority` goes first, `flex` last.")
+        | {"enum": [*fields.TIERS, None]},
         "prediction": _text("What the answer will be like: it comes the faster, never otherwise."),
         "speculate": _text("Who may guess tokens ahead; it never changes the answer.")
         | {"enum": [*facts.guessers, None]},
@@ -182,7 +184,11 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
             "logprobs": _text("How many likely tokens to tell of, besides each that is there."),
         },
         "ResponsesRequest": _responses(),
-        "MessagesRequest": {"temperature": {"maximum": 1.0}, "system": system},
+        "MessagesRequest": {
+            "temperature": {"maximum": 1.0},
+            "system": system,
+            "service_tier": _HARMLESS,
+        },
         "CountRequest": {"system": system},
         "TokenizeRequest": {
             "": {"description": "One of `prompt`, a text, and `messages`, a conversation."},

@@ -11,14 +11,19 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.serve.anthropic.errors import error_form
 from twostroke.serve.http.errors import HeaderSizeError, one_line, to_response
 from twostroke.serve.http.limits import check_headers
+from twostroke.serve.observe.exchange import Exchange, attach
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from twostroke.serve.observe.metrics import Metrics
+    from twostroke.serve.observe.watchers import Watcher
     from twostroke.serve.options import Limits
 
 _ID_HEADER: Final = b"x-request-id"
+_PARENT_HEADER: Final = b"traceparent"
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _logger = logging.getLogger("twostroke.serve")
 
@@ -30,9 +35,16 @@ class Boundary:
     people and logs; nothing is looked up by it, so two requests may carry the same.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, limits: Limits) -> None:
-        """Wrap `app` and count its responses."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        limits: Limits,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        """Wrap `app`, count its responses, and show each exchange to the watchers at its end."""
         self._app = app
+        self._watchers = watchers
         self._limits = limits
         self._metrics = metrics
 
@@ -45,14 +57,16 @@ class Boundary:
         form = error_form(scope)
         scope.setdefault("state", {}).update(request_id=request_id.decode(), error_form=form)
         ids = [(name, request_id) for name in (_ID_HEADER, form.id_header) if name is not None]
-        status = 0
+        exchange = Exchange(
+            request_id.decode(), scope["method"], scope["path"], _header(scope, _PARENT_HEADER)
+        )
+        attach(exchange, scope)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                exchange.status, exchange.endpoint = message["status"], _endpoint(scope)
                 message["headers"] = [*message["headers"], *ids]
-                self._metrics.responses.labels(_endpoint(scope), str(status)).inc()
+                self._metrics.responses.labels(exchange.endpoint, str(exchange.status)).inc()
             await send(message)
 
         try:
@@ -62,9 +76,20 @@ class Boundary:
             await to_response(error, scope)(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
             self._log(request_id, error)
-            if not status:
+            exchange.error = "server_error"
+            if not exchange.status:
                 fault = to_response(TwostrokeError("An unforeseen failure."), scope)
                 await fault(scope, receive, send_with_id)
+        finally:
+            self._show(exchange)
+
+    def _show(self, exchange: Exchange) -> None:
+        exchange.end()
+        for watcher in self._watchers:
+            try:
+                watcher.watch(exchange)
+            except Exception as error:  # noqa: BLE001 who watches must not be what fails
+                _logger.error("An exchange could not be told of: %s", type(error).__name__)  # noqa: TRY400
 
     def _log(self, request_id: bytes, error: Exception) -> None:
         """Say what failed; the trace only for those who debug the server itself."""
@@ -82,6 +107,10 @@ def _request_id(scope: Scope) -> bytes:
         if name == _ID_HEADER and _SAFE_ID.fullmatch(value):
             return bytes(value)
     return f"req-{secrets.token_hex(16)}".encode()
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def _endpoint(scope: Scope) -> str:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 from twostroke.serve.dialect import DONE
+from twostroke.serve.observe.exchange import exchange_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,8 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
     """Return the response that tells of an error, as the protocol of `scope`'s path has it."""
     form, request_id = form_of(scope)
     headers, status = {}, form.status(error)
+    if (exchange := exchange_of(scope)) is not None:
+        exchange.error = error.code or "server_error"
     if status in RETRY_STATUSES:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status in {408, 413, 431}:  # what may still come is not worth waiting for

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.serve.dialect import encode_json
+from twostroke.serve.observe.objectives import ALL
 from twostroke.serve.observe.pages import page_map, shared_pages
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from twostroke.engine.seconds import Span
     from twostroke.engine.tally import ServiceTotals
     from twostroke.engine.view import RequestView, View
+    from twostroke.serve.observe.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
 
@@ -36,10 +38,16 @@ class State:
     """Describes a server. A description stands for half a second, however many ask."""
 
     def __init__(
-        self, client: Client, limits: Limits | None, names: Sequence[str], version: str
+        self,
+        client: Client,
+        limits: Limits | None,
+        goodput: Goodput,
+        names: Sequence[str],
+        version: str,
     ) -> None:
         """Describe `client`'s engine, which clients call by `names`."""
         self._client = client
+        self._goodput = goodput
         self._limits = limits
         self._model = _model(client.card, names)
         self._version = version
@@ -59,7 +67,10 @@ class State:
         loop = self._client.loop
         view, totals = loop.view(), loop.totals()
         hardware = self._limits.seen(totals.strokes) if self._limits else None
-        windows = {str(seconds): _window(loop.span(seconds), hardware) for seconds in WINDOWS}
+        windows = {
+            str(seconds): _window(loop.span(seconds), hardware) | self._kept(seconds)
+            for seconds in WINDOWS
+        }
         return {
             "version": self._version,
             "uptime_s": loop.age_s,
@@ -67,6 +78,11 @@ class State:
             "model": self._model,
             "hardware": None if hardware is None else _hardware(hardware),
             "engine": self._engine(),
+            "objectives": [
+                {"class": service, "objective": measure, "limit_s": limit_s}
+                for service, limits in self._goodput.limits.items()
+                for measure, limit_s in limits.items()
+            ],
             "requests": _requests(view, now_s),
             "steps": list(loop.meter.recent),
             "pages": self._pages(view),
@@ -81,6 +97,30 @@ class State:
             "speculation": loop.methods,
             "max_running": loop.config.max_running,
             "token_budget": loop.config.token_budget,
+        }
+
+    def _kept(self, seconds: int) -> dict[str, Any]:
+        """Return how objectives were kept in the last seconds."""
+        goodput = self._goodput
+        if not goodput.is_asked:
+            return {"objectives": {}, "goodput": None}
+        kept, elapsed = goodput.recent(seconds)
+        objectives: dict[str, dict[str, Any]] = {}
+        for service, limits in goodput.limits.items():
+            for measure in (*limits, ALL):
+                met, missed = (c.get((service, measure), 0) for c in (kept.met, kept.missed))
+                if met + missed:
+                    counts = {"met": met, "missed": missed}
+                    objectives.setdefault(service, {})[measure] = counts
+        good = sum(of[ALL]["met"] for of in objectives.values())
+        bad = sum(of[ALL]["missed"] for of in objectives.values())
+        return {
+            "objectives": objectives,
+            "goodput": {
+                "requests_per_s": good / max(1, elapsed),
+                "tokens_per_s": sum(kept.good_tokens.values()) / max(1, elapsed),
+                "share": good / (good + bad) if good + bad else None,
+            },
         }
 
     def _pages(self, view: View) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from twostroke.serve.openai.fields import (
     to_caller,
     to_params,
     to_prediction,
+    told_tier,
 )
 from twostroke.serve.openai.structure import to_constraint
 from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
@@ -140,6 +141,7 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),
+        tier=told_tier(asked),
         tools=tools,
     )
 

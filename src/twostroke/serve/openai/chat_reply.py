@@ -15,6 +15,7 @@ from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
     finish_reason,
+    tier_of,
     timings_body,
     usage_body,
 )
@@ -45,6 +46,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[Choice]
     usage: UsageBody
+    service_tier: str | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -76,6 +78,7 @@ class Chunk(msgspec.Struct):
     model: str
     choices: list[ChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
 
 
 class ChatWriter:
@@ -93,6 +96,7 @@ class ChatWriter:
             reply.model,
             [self._choice],
             usage,
+            tier_of(reply.job),
         )
         self._has_logprobs = reply.job.params.logprobs is not None
         self._begun: set[int] = set()
@@ -178,5 +182,12 @@ def whole(reply: Reply, answers: list[Completion], usage: Usage) -> ChatCompleti
             timings_body(answer.usage, answer.timings) if reply.job.timings else UNSET,
         )
         choices.append(choice)
-    body = usage_body(usage, reasoning)
-    return ChatCompletion(reply.id, "chat.completion", reply.created_s, reply.model, choices, body)
+    return ChatCompletion(
+        reply.id,
+        "chat.completion",
+        reply.created_s,
+        reply.model,
+        choices,
+        usage_body(usage, reasoning),
+        tier_of(reply.job),
+    )

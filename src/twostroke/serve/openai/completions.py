@@ -18,12 +18,14 @@ from twostroke.serve.openai.fields import (
     to_caller,
     to_params,
     to_prediction,
+    told_tier,
 )
 from twostroke.serve.openai.logprobs import CompletionLogprobs, Echo, Offsets, completion_logprobs
 from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
     finish_reason,
+    tier_of,
     timings_body,
     usage_body,
 )
@@ -74,6 +76,7 @@ class CompletionBody(msgspec.Struct):
     model: str
     choices: list[Choice]
     usage: UsageBody | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
 
 
 class CompletionWriter:
@@ -157,6 +160,7 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
         echo=bool(asked.echo),
         suffix=asked.suffix or "",
         timings=bool(asked.return_timings),
+        tier=told_tier(asked),
     )
 
 
@@ -189,7 +193,10 @@ def _logprobs_of(reply: Reply, index: int) -> WriteLogprobs:
 def _body(
     reply: Reply, choices: list[Choice], usage: UsageBody | UnsetType | None
 ) -> CompletionBody:
-    return CompletionBody(reply.id, "text_completion", reply.created_s, reply.model, choices, usage)
+    tier = tier_of(reply.job)
+    return CompletionBody(
+        reply.id, "text_completion", reply.created_s, reply.model, choices, usage, tier
+    )
 
 
 def _prompt_text(reply: Reply, index: int) -> str:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import RequestError, nearest
 from twostroke.core.sampling import MAX_STOPS, SamplingParams
+from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.client import Caller
+from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import UnsupportedFieldError
 from twostroke.serve.openai.structure import ResponseFormat, StructuredOutputs, to_constraint
 
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
 
 MAX_PRIORITY = 1000
+
+# OpenAI's words for classes of service; without contracts for more, two of them are the default.
+TIERS: Final = {
+    "auto": DEFAULT_SERVICE,
+    "default": DEFAULT_SERVICE,
+    "flex": "flex",
+    "scale": DEFAULT_SERVICE,
+    "priority": "priority",
+}
 
 _SAME_NAME: Final = (
     "max_tokens",
@@ -100,6 +111,7 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
+    service_tier: str | None = None
     return_timings: bool | None = None
     prediction: Prediction | None = None
     speculate: str | None = None
@@ -115,7 +127,6 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: Any = None
     metadata: Any = None
     store: Any = None
-    service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
@@ -197,12 +208,29 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
 
 
 def to_caller(asked: CommonFields, prompt_field: str, tenant: Tenant) -> Caller:
-    """Return on whose behalf the request runs; `prompt_field` is the one with the prompt."""
-    priority = asked.priority or 0
+    """Return on whose behalf the request runs; `prompt_field` is the one with the prompt.
+
+    A `priority` of its own goes before what its class of service means.
+
+    Raises:
+        RequestError: there is no such class of service, or the priority is out of bounds.
+    """
+    asked_tier = "auto" if asked.service_tier is None else asked.service_tier
+    service = TIERS.get(asked_tier)
+    if service is None:
+        word = asked_tier[:MAX_NAME_LENGTH]
+        message = f"service_tier must be one of {', '.join(TIERS)}, not '{word}'."
+        raise RequestError(message + nearest(word, TIERS), param="service_tier")
+    priority = SERVICES[service] if asked.priority is None else asked.priority
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
         raise RequestError(message, param="priority")
-    return Caller(priority=priority, tenant=tenant.name, prompt_field=prompt_field)
+    return Caller(priority, tenant.name, prompt_field, service)
+
+
+def told_tier(asked: CommonFields) -> str | None:
+    """Return what the response says of its class of service: nothing where nothing was asked."""
+    return None if asked.service_tier is None else TIERS[asked.service_tier]
 
 
 def to_prediction(asked: CommonFields) -> str:

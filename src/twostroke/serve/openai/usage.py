@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
+    from twostroke.serve.job import Job
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -42,13 +44,19 @@ class UsageBody(msgspec.Struct, frozen=True):
 class TimingsBody(msgspec.Struct, frozen=True):
     """How long an answer took, in seconds; ours, sent when `return_timings` asks for it.
 
-    `ttft_s` includes `queue_s`; `decode_tokens_per_s` is null for an answer of one token.
+    `ttft_s` includes `queue_s`, and `e2e_s` everything up to the last token. `tpot_s`, the mean
+    time between tokens, and `decode_tokens_per_s` are null for an answer of one token. The tokens
+    are those of its prompt that the prefix cache had, and those of guesses.
     """
 
     queue_s: float
     ttft_s: float
-    total_s: float
+    tpot_s: float | None
+    e2e_s: float
     decode_tokens_per_s: float | None
+    cached_tokens: int
+    accepted_tokens: int
+    rejected_tokens: int
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
@@ -64,12 +72,22 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
 
 def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     """Return what happened when, as durations."""
+    tpot_s = timings.tpot_s(usage.completion_tokens)
     return TimingsBody(
-        timings.started_s - timings.arrival_s,
-        timings.ttft_s,
-        timings.last_token_s - timings.arrival_s,
-        decode_rate(usage, timings),
+        queue_s=timings.queue_s,
+        ttft_s=timings.ttft_s,
+        tpot_s=tpot_s,
+        e2e_s=timings.e2e_s,
+        decode_tokens_per_s=1 / tpot_s if tpot_s else None,
+        cached_tokens=usage.cached_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        rejected_tokens=usage.rejected_tokens,
     )
+
+
+def tier_of(job: Job) -> str | UnsetType:
+    """Return what the response says of its class of service, if anything."""
+    return UNSET if job.tier is None else job.tier
 
 
 def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
@@ -77,9 +95,3 @@ def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
     if reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if has_calls else "stop"
-
-
-def decode_rate(usage: Usage, timings: Timings) -> float | None:
-    """Return tokens per second after the first token, or None for a single token."""
-    elapsed_s = timings.last_token_s - timings.first_token_s
-    return (usage.completion_tokens - 1) / elapsed_s if elapsed_s > 0 else None

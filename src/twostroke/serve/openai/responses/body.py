@@ -164,6 +164,7 @@ def begun(reply: Reply) -> ResponseBody:
         prompt_cache_key=asked.prompt_cache_key,
         reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
         safety_identifier=asked.safety_identifier,
+        service_tier=reply.job.caller.service,
         store=exchange.is_kept,
         temperature=params.temperature,
         text={"format": form or {"type": "text"}, "verbosity": "medium"},

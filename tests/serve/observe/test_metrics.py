@@ -1,0 +1,210 @@
+"""What Prometheus is told, and what the documents and the dashboard say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.servers import live_server
+from twostroke.core.service import SERVICES
+from twostroke.engine.hardware import Limits
+from twostroke.serve.observe.metrics import Metrics
+from twostroke.serve.observe.objectives import Objective
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+
+_ROOT = Path(__file__).parents[3]
+_DOCUMENT = _ROOT / "docs/observability.md"
+_DASHBOARD = _ROOT / "docs/grafana/twostroke.json"
+
+_EVERYTHING = (Objective("ttft", 0.5), Objective("tpot", 0.05, "priority"))
+
+
+def test_metrics_count_what_happened(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        server.chat(max_tokens=5, n=2, ignore_eos=True)
+        server.chat(max_tokens=0)
+        server.http.get("/nope/1")
+        text = server.http.get("/metrics").text
+    found = _samples(text)
+    responses = "twostroke_http_responses_total"
+    assert found[responses, "/v1/chat/completions", "200"] == 1
+    assert found[responses, "/v1/chat/completions", "400"] == 1
+    assert found[responses, "unknown", "404"] == 1
+    assert found["twostroke_answers_total", "default", "length"] == 2
+    assert found["twostroke_answers_total", "flex", "length"] == 0
+    assert found["twostroke_completion_tokens_total", "default"] == 10
+    assert found["twostroke_prompt_tokens_total", "default"] > 0
+    for name, count in (
+        ("time_to_first_token", 2),
+        ("queue", 2),
+        ("request", 2),
+        ("time_per_output_token", 2),
+        ("inter_token_latency", 8),
+    ):
+        assert found[f"twostroke_{name}_seconds_count", "default"] == count
+    assert found["twostroke_prefix_cache_asked_tokens_total",] > 0
+    assert found["twostroke_rows_per_step_count", "decode"] >= 4
+    assert found["twostroke_pages",] == 256
+    assert found["twostroke_requests_running",] == 0
+    assert found["twostroke_requests_waiting",] == 0
+    assert found["twostroke_referenced_pages",] == 0
+    assert found["twostroke_ready",] == 1
+    assert found["twostroke_step_rows_total", "prefill"] >= 18
+    assert found["twostroke_step_time_seconds_total", "decode"] >= 0
+    assert found["process_resident_memory_bytes",] > 0
+
+
+def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    response = server.http.get("/metrics", headers=accept)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> None:
+    server.chat(max_tokens=2)
+    body, _ = Metrics(server.client, Limits("portable", 1, 10**6)).expose("")
+    assert 'twostroke_mbu{stroke="decode"}' in body.decode()
+    assert "twostroke_mbu" not in server.http.get("/metrics").text
+
+
+def test_sources_of_guesses_may_appear_while_metrics_are_read(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = server.client.loop.speculation
+    stats.add("context", 1, 2)
+    add_metric = CounterMetricFamily.add_metric
+
+    def add_while_engine_works(*args: Any, **given: Any) -> None:
+        stats.add(f"source {len(stats.proposed)}", len(stats.accepted_at) + 1, 24)
+        add_metric(*args, **given)
+
+    monkeypatch.setattr(CounterMetricFamily, "add_metric", add_while_engine_works)
+    body, _ = Metrics(server.client).expose("")
+    assert 'speculation_proposed_tokens_total{source="context"} 2.0' in body.decode()
+
+
+@pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
+def test_classes_of_service_are_told_apart(tmp_path: Path, tier: str) -> None:
+    service = "default" if tier == "auto" else tier
+    with live_server(tmp_path) as server:
+        server.chat(max_tokens=3, ignore_eos=True, service_tier=tier)
+        found = _samples(server.http.get("/metrics").text)
+    for one in SERVICES:
+        count = int(one == service)
+        assert found["twostroke_answers_total", one, "length"] == count
+        assert found["twostroke_completion_tokens_total", one] == 3 * count
+        assert found["twostroke_inter_token_latency_seconds_count", one] == 2 * count
+
+
+def test_histograms_are_whole(server: LiveServer) -> None:
+    server.chat(max_tokens=3, ignore_eos=True)
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    histograms = [family for family in families if family.type == "histogram"]
+    assert len(histograms) == 6
+    for family in histograms:
+        by_label: dict[str, list[Any]] = {}
+        for sample in family.samples:
+            label = sample.labels.get("class", sample.labels.get("stroke", ""))
+            by_label.setdefault(label, []).append(sample)
+        for samples in by_label.values():
+            counts = [s.value for s in samples if s.name.endswith("_bucket")]
+            total = next(s.value for s in samples if s.name.endswith("_count"))
+            assert counts == sorted(counts)
+            assert samples[len(counts) - 1].labels["le"] == "+Inf"
+            assert counts[-1] == total
+
+
+def test_objectives_are_counted_and_goodput_is_shown(tmp_path: Path) -> None:
+    objectives = (Objective("ttft", 60.0), Objective("tpot", 1e-9, "flex"))
+    with live_server(tmp_path, ServeOptions(objectives=objectives, drain_s=1)) as server:
+        server.chat(max_tokens=3, ignore_eos=True)
+        server.chat(max_tokens=3, ignore_eos=True, service_tier="flex")
+        found = _samples(server.http.get("/metrics").text)
+    answers = "twostroke_objective_answers_total"
+    assert found[answers, "default", "ttft", "met"] == 1
+    assert found[answers, "default", "all", "met"] == 1
+    assert found[answers, "flex", "ttft", "met"] == 1
+    assert found[answers, "flex", "tpot", "missed"] == 1
+    assert found[answers, "flex", "all", "missed"] == 1
+    assert (answers, "default", "tpot", "met") not in found
+    assert found["twostroke_good_tokens_total", "default"] == 3
+    assert found["twostroke_good_tokens_total", "flex"] == 0
+    assert found["twostroke_objective_limit_seconds", "flex", "tpot"] == 1e-9
+
+
+def test_document_has_every_metric_and_no_other(server: LiveServer) -> None:
+    ours = {(family.name, family.type) for family in _ours(server)}
+    rows = re.findall(r"^\| `(twostroke_\w+)` \| (\w+) \|", _DOCUMENT.read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == {
+        (f"{name}_total" if kind == "counter" else name, kind) for name, kind in ours
+    }
+
+
+def test_document_has_the_labels_of_every_metric(server: LiveServer) -> None:
+    text = _DOCUMENT.read_text()
+    for family in _ours(server):
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        row = re.search(rf"^\| `{name}` \| \w+ \| ([^|]*) \|", text, re.MULTILINE)
+        assert row is not None
+        assert set(re.findall(r"`(\w+)`", row[1])) == labels, name
+
+
+def test_dashboard_asks_for_metrics_that_exist(server: LiveServer) -> None:
+    known = {sample.name for family in _families(server) for sample in family.samples}
+    dashboard = json.loads(_DASHBOARD.read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len(panels) > 10
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in panels:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            names = re.findall(r"\b(?:twostroke|process)_\w+", target["expr"])
+            assert names, target["expr"]
+            assert set(names) <= known, set(names) - known
+            assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_scrape_example_names_the_right_path(server: LiveServer) -> None:
+    (path,) = re.findall(r"metrics_path: (\S+)", _DOCUMENT.read_text())
+    assert server.http.get(path).status_code == 200
+
+
+def _ours(server: LiveServer) -> list[Any]:
+    """Return our own families, without the library's times of creation."""
+    return [
+        family
+        for family in _families(server)
+        if family.name.startswith("twostroke_") and not family.name.endswith("_created")
+    ]
+
+
+def _families(server: LiveServer) -> list[Any]:
+    """Return every family that there can be."""
+    server.chat(max_tokens=2)
+    server.client.loop.speculation.add("ngram", 1, 2)
+    metrics = Metrics(server.client, Limits("portable", 1, 10**6), _EVERYTHING)
+    metrics.responses.labels("/v1/models", "200").inc()
+    return list(text_string_to_metric_families(metrics.expose("")[0].decode()))
+
+
+def _samples(text: str) -> dict[tuple[str, ...], float]:
+    """Return values by name and label values."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
