@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.embedding import Embedding
     from twostroke.engine.llm import LLM, AsyncLLM
     from twostroke.engine.output import Completion, Output
 
@@ -17,9 +18,18 @@ _HOMES = {
     "EngineOptions": "twostroke.core.config",
     "Completion": "twostroke.engine.output",
     "Output": "twostroke.engine.output",
+    "Embedding": "twostroke.engine.embedding",
 }
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "EngineOptions", "Output", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Embedding",
+    "EngineOptions",
+    "Output",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> object:

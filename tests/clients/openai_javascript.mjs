@@ -37,6 +37,19 @@ const checks = {
     });
     assert(answer.choices[0].text.includes("return"));
   },
+  async embeddings() {
+    const input = ["The cat sleeps.", "A kitten naps."];
+    const answer = await client.embeddings.create({ model: MODEL, input }); // in base64
+    const plain = await client.embeddings.create({ model: MODEL, input, encoding_format: "float" });
+    assert.deepEqual(
+      answer.data.map((one) => one.embedding),
+      plain.data.map((one) => one.embedding.map(Math.fround)),
+    );
+    const [{ embedding }] = (
+      await client.embeddings.create({ model: MODEL, input, dimensions: 32 })
+    ).data;
+    assert.equal(embedding.length, 32);
+  },
   async models() {
     const names = [];
     for await (const model of client.models.list()) names.push(model.id);

@@ -62,6 +62,17 @@ def suffix() -> None:
     assert "return" in answer.choices[0].text
 
 
+def embeddings() -> None:
+    texts = ["The cat sleeps.", "A kitten naps."]
+    answer = client.embeddings.create(model=MODEL, input=texts)  # in base64
+    plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert [one.embedding for one in answer.data] == [one.embedding for one in plain.data]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+    short = client.embeddings.create(model=MODEL, input=texts[0], dimensions=32).data[0].embedding
+    assert len(short) == 32
+    assert abs(sum(x * x for x in short) - 1) < 1e-5
+
+
 def models() -> None:
     assert MODEL in {model.id for model in client.models.list()}
     assert client.models.retrieve(MODEL).id == MODEL
@@ -242,6 +253,7 @@ run(
     stream,
     completions,
     suffix,
+    embeddings,
     models,
     logprobs,
     tools,

@@ -78,6 +78,8 @@ def cpu_backend(
     threads: int = 2,
     page_size: int = PAGE_SIZE,
     kv_format: str = "f16",
+    *,
+    embeds: bool = False,
 ) -> Iterator[CpuBackend]:
     """Run a model on one level, with `num_pages` for each cache group.
 
@@ -87,7 +89,9 @@ def cpu_backend(
     if level == "amx" and load_level(level).ts_linear_request_tiles() == 0:
         pytest.skip("the operating system refuses tiles")
     num_pages *= len(model[0].cache_groups)
-    backend = CpuBackend(*model, num_pages, page_size, threads, level=level, kv_format=kv_format)
+    backend = CpuBackend(
+        *model, num_pages, page_size, threads, level=level, kv_format=kv_format, embeds=embeds
+    )
     try:
         yield backend
     finally:

@@ -14,11 +14,15 @@ from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.core.step import StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan
@@ -56,7 +60,8 @@ class FakeModel:
             self._write(piece, written)
         tokens = [token for piece in plan.slices if piece.samples for token in self._draw(piece)]
         scores = [score for piece in plan.slices for score in self._score(piece)]
-        return StepResult(tokens, [None] * len(tokens), scores=scores)
+        states = [self._states(piece) for piece in plan.slices if piece.num_pooled]
+        return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
@@ -146,6 +151,12 @@ class FakeModel:
             scores.append(_likelihood(piece.request, at, seen))
         return scores
 
+    def _states(self, piece: Slice) -> NDArray[np.float32]:
+        """Return the states (rows, 1) of the last rows, which tell the rows from one another."""
+        end = piece.start + piece.count
+        slots = self._slots_of(piece.request.pages, 0, end - piece.num_pooled, end)
+        return np.array([[_state(self._slots[slot])] for slot in slots], np.float32)
+
     def _slots_of(
         self, pages: Sequence[Sequence[int]], group: int, first: int, end: int
     ) -> list[int]:
@@ -209,6 +220,22 @@ def expected_scores(request: Request, windows: Windows = (None,)) -> list[TokenL
         last = [n for known, first in zip(numbers, first_seen, strict=True) for n in known[first:]]
         scores.append(_likelihood(request, at + 1, last))
     return scores
+
+
+def expected_states(request: Request, windows: Windows = (None,)) -> list[float]:
+    """What the fake model must hand out of a new request's rows."""
+    numbers: list[list[int]] = [[] for _ in windows]
+    for at, token in enumerate(request.prompt):
+        first_read = _first_read(windows, at)
+        seen = [known[first:] for known, first in zip(numbers, first_read, strict=True)]
+        row = _numbers(request, token, False, seen)
+        for known, number in zip(numbers, row, strict=True):
+            known.append(number)
+    return [_state(number) for number in numbers[0]]
+
+
+def _state(number: int) -> float:
+    return float(number % 100_003)
 
 
 def _likelihood(request: Request, at: int, numbers: list[int]) -> TokenLogprobs:

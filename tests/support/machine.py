@@ -5,15 +5,23 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from support.fake_model import VOCAB_SIZE, FakeModel, expected_output, expected_scores
+from support.fake_model import (
+    VOCAB_SIZE,
+    FakeModel,
+    expected_output,
+    expected_scores,
+    expected_states,
+)
 from support.guesses import add_guesses
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
+from twostroke.core.embedding import Pooling
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
@@ -21,7 +29,7 @@ from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, TokenLogprobs
+    from twostroke.core.step import Delta, StepPlan, TokenLogprobs
 
 _SEEDS = st.integers(0, 2**32 - 1)
 
@@ -32,7 +40,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     `counts` adds up, over all runs of a class, how often each operation was done: one add, one
     cancel, one step are one operation each, however many of them a rule does.
     The classes of the parts can be replaced to plant faults, and `windows` be given; `is_strict`
-    says whether pages of generated rows, computed differently, are kept apart. Without `does_check`
+    says whether pages of generated rows, computed differently, are kept apart. If it `pools`, some
+    requests are read for their embeddings. Without `does_check`
     only the tokens and the parts' own assertions can find a fault.
     """
 
@@ -42,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     is_strict: ClassVar[bool | None] = None
     windows: ClassVar[tuple[int | None, ...] | None] = None
     does_check: ClassVar[bool] = True
+    pools: ClassVar[bool] = False
     counts: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
@@ -50,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.live: dict[str, tuple[Request, list[int], FinishReason]] = {}
         self.scores: dict[Request, list[TokenLogprobs | None]] = {}
+        self.num_read: dict[Request, int] = {}
         self.earlier: list[Request] = []
         self.ranks: dict[Request, tuple[int, int]] = {}
         self.flight: StepPlan | None = None
@@ -97,6 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.windows,
                 two_arithmetics=self.model.two_arithmetics,
             )
+            if self.pools and self.num_added % 3 == 0:
+                request.pooling = rng.choice((Pooling.MEAN, Pooling.LAST))
+                request.params = replace(
+                    request.params, prompt_logprobs=None, max_tokens=1, min_tokens=0
+                )
+                output, reason = [], FinishReason.LENGTH
             try:
                 self.scheduler.add(request)
             except OverloadedError:
@@ -166,6 +183,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for delta in deltas:
             self.counts["right drafts"] += max(0, len(delta.tokens) - 1)
             self.counts["scores"] += len(delta.scores)
+            if delta.request.pooling is not None:
+                self.check_states(delta)
             self.scores.setdefault(delta.request, []).extend(delta.scores)
             self.counts["moves"] += delta.request.num_moves - moves[delta.request]
             self.check_output(delta.request)
@@ -223,7 +242,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self.ranks[other] < self.ranks[victim] for other in running), "wrong victim"
         for piece in plan.slices:
             assert piece.request.id in self.live, "a step for a request that has ended"
-            assert piece.samples == (piece.start + piece.count == len(piece.request.tokens))
+            is_end = piece.start + piece.count == len(piece.request.tokens)
+            assert piece.samples == (is_end and piece.request.pooling is None)
             if piece.start + piece.count < piece.request.num_prompt:
                 self.counts["chunks"] += 1
 
@@ -241,6 +261,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.finish_reason == reason
             del self.live[request.id]
             self.earlier = [*self.earlier[-3:], request]
+
+    def check_states(self, delta: Delta) -> None:
+        """Rows come in order, from the beginning again after a preemption."""
+        request, right = delta.request, expected_states(delta.request, self.model.windows)
+        end = request.num_computed
+        states = [] if delta.states is None else delta.states[:, 0].tolist()
+        assert states == right[end - len(states) : end], "other states than expected"
+        if request.pooling is Pooling.LAST:
+            assert len(states) == (end == request.num_prompt)
+        else:
+            first = end - len(states)
+            assert first <= self.num_read.get(request, 0), "a row was passed over"
+            self.num_read[request] = max(end, self.num_read.get(request, 0))
+            assert not request.is_finished or self.num_read[request] == request.num_prompt
+        self.counts["vectors"] += request.is_finished
 
     def counted(self, operation: str) -> None:
         self.counts["operations"] += 1

@@ -11,6 +11,8 @@ from twostroke.core.sampling import SamplingParams
 if TYPE_CHECKING:
     import random
 
+    from twostroke.core.embedding import Pooling
+
 _STEMS = [[(7 * stem + 3 * i) % VOCAB_SIZE for i in range(40)] for stem in range(3)]
 
 
@@ -25,6 +27,7 @@ def make_request(
     max_tokens: int | None = 4,
     min_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
 ) -> Request:
     """A request with a given prompt, or one of a given length."""
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
@@ -41,6 +44,7 @@ def make_request(
         priority=priority,
         salt=salt,
         arrival_s=1.0,
+        pooling=pooling,
     )
 
 

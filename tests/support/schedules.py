@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from support.guesses import add_guesses
+from support.vectors import embedder_of
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
@@ -122,6 +123,7 @@ def fresh(request: Request) -> Request:
         request.params,
         request.seed,
         priority=request.priority,
+        pooling=request.pooling,
     )
 
 
@@ -131,12 +133,14 @@ def run_schedule(
     requests: Sequence[Request],
     context_length: int,
     known: Mapping[str, Answer] | None = None,
+    vectors: dict[str, bytes] | None = None,
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions.
 
     Those of a prompt stand before those of its answer.
 
-    Drafts, where the setting wants them, are made from the `known` answers.
+    Drafts, where the setting wants them, are made from the `known` answers. Embeddings, of those
+    that ask for one, are put into `vectors`.
     """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
     strict = not backend.facts.one_arithmetic
@@ -151,6 +155,9 @@ def run_schedule(
     chance = random.Random(setting.guesses)
     outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
+    embedders = {
+        request.id: embedder_of(request) for request in requests if request.pooling is not None
+    }
     for request in requests:
         scheduler.add(request)
     scheduler.flush()
@@ -163,6 +170,10 @@ def run_schedule(
             add_guesses(chance, plan, scheduler, outputs, vocab_size=200)
         for delta in scheduler.commit(plan, backend.run(plan)):
             logprobs[delta.request.id] += delta.scores + delta.logprobs
+            if vectors is not None and delta.request.id in embedders:
+                output = embedders[delta.request.id].take(delta, 0.0)
+                if output.embedding is not None:
+                    vectors[delta.request.id] = output.embedding.tobytes()
             if delta.request.finish_reason is not None:
                 backend.forget(delta.request)
     scheduler.check()

@@ -6,6 +6,7 @@ For readers that interpret a Program one operation after another.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,6 +80,13 @@ def _spans(part: Slice, first: int) -> Iterator[Span]:
             first + np.array(branch.above, np.int64),
             copies,
         )
+
+
+def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
+    """Return the rows of a step whose hidden states are wanted, for each slice with some."""
+    ends = accumulate(part.num_rows for part in slices)
+    pairs = zip(ends, slices, strict=True)
+    return [slice(end - part.num_pooled, end) for end, part in pairs if part.num_pooled]
 
 
 class PageMap:

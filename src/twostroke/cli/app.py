@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
+    "embed": "Turn texts into vectors.",
     "compare": "Measure how far readers, formats or models lie apart.",
     "profile": "Show where a step's time goes, and the least that it could take.",
     "train-heads": "Teach small layers to guess what a model will say next.",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from twostroke.core.embedding import Pooling
+
 if TYPE_CHECKING:
     from twostroke.core.constraint import Matcher
     from twostroke.core.sampling import SamplingParams
@@ -18,7 +20,7 @@ class FinishReason(Enum):
     """Why a request ended."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens or the context was reached
+    LENGTH = "length"  # max_tokens or the context was reached, or no token was wanted
     CANCEL = "cancel"  # the caller went away or asked
     ERROR = "error"  # the engine failed under it
 
@@ -56,6 +58,8 @@ class Request:
             `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
         hints: who may guess its next tokens, and from what.
         matcher: says which tokens keep its output within `params.constraint`, if there is one.
+        pooling: which of its last hidden states are wanted; then no token is drawn for it. None
+            for a request that is to be continued.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
         num_drafted: tokens that were guessed and computed before they were known.
@@ -81,6 +85,7 @@ class Request:
     prompt_field: str = "prompt"
     hints: Hints = NO_HINTS
     matcher: Matcher | None = None
+    pooling: Pooling | None = None
     arrival_s: float = 0.0
     started_s: float = 0.0
     num_computed: int = 0
@@ -119,6 +124,16 @@ class Request:
         if self.params.prompt_logprobs is None:
             return 0
         return self.num_prompt - 1 - self.num_scored
+
+    @property
+    def max_output(self) -> int | None:
+        """How many tokens may be drawn for it; None for as many as the context holds."""
+        return self.params.max_tokens if self.pooling is None else 0
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether something is wanted of its prompt's rows, so that cached ones are of no use."""
+        return self.pooling is Pooling.MEAN or self.num_unscored > 0
 
     @property
     def is_finished(self) -> bool:

@@ -31,7 +31,8 @@ class Slice:
     Drafts are a chain, each following the one before, or behind a slice of one row a tree: then
     `branches` say which of them begin other paths, in the order of their first drafts.
     `num_scored` rows, the last before those in which tokens are drawn, are of the prompt, and what
-    is reported of each is how likely the prompt's next token was.
+    is reported of each is how likely the prompt's next token was. Of `num_pooled` rows, the last
+    ones, the hidden states are wanted.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class Slice:
     drafts: tuple[int, ...] = ()
     branches: tuple[Branch, ...] = ()
     num_scored: int = 0
+    num_pooled: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +110,9 @@ class StepResult:
     asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
     where the backend does not measure. `hidden` has a row for each drawn token: the backend's
     `shown` value where the token was drawn, if there is one. `scores` has what was asked for of
-    each scored row, in the plan's order, and None where the logits are unusable.
+    each scored row, in the plan's order, and None where the logits are unusable. `states` has for
+    each slice with `num_pooled` rows what the logits of these would be computed from (rows, width):
+    their last hidden states, normed. They depend on nothing but the rows.
     """
 
     tokens: list[int]
@@ -117,6 +121,7 @@ class StepResult:
     kernel_s: float = 0.0
     hidden: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     scores: Sequence[TokenLogprobs | None] = ()
+    states: Sequence[NDArray[np.float32]] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(slots=True)  # as Slice
@@ -124,12 +129,14 @@ class Delta:
     """What one step brought one request: new tokens, and perhaps its end.
 
     `scores` are log-probabilities of the prompt's tokens, in their order, from the second on.
+    `states` are the hidden states (rows, width) that were wanted of the rows just computed.
     """
 
     request: Request
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     scores: tuple[TokenLogprobs | None, ...] = ()
+    states: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

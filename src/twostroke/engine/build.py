@@ -131,7 +131,7 @@ def build(
     limits = _limits(options.compute, size_of_weights)
     shown = None if watcher is None and heads is None else last_hidden(program)
     backend = make_backend(
-        tensors, program, options.compute, size, give_back, progress, shown=shown
+        tensors, program, options.compute, size, give_back, progress, shown=shown, embeds=True
     )
     helpers: list[Proposer] = []
     watchers: list[Watcher] = [] if watcher is None else [watcher]
@@ -238,4 +238,5 @@ def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
         tokenizer=tokenizer,
         chat_template=Chat(tokenizer) if has_chat else None,
         cost=CostModel(program, stored_bytes(loaded, program), FORMATS[size.kv_format]),
+        pooling=loaded.pooling,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.request import FinishReason
 from twostroke.core.service import DEFAULT_SERVICE
@@ -17,6 +17,24 @@ if TYPE_CHECKING:
     from twostroke.engine.mail import Mailbox
     from twostroke.engine.tally import Tally
     from twostroke.tokenize import Tokenizer
+
+
+class Listener(Protocol):
+    """Who is told what steps bring a request, until its last output."""
+
+    request: Request
+    mailbox: Mailbox
+    service: str
+    tally: Tally
+    num_output: int
+    first_token_s: float
+    last_token_s: float
+
+    def take(self, delta: Delta, now_s: float) -> Output:
+        """Return what a step means to the caller."""
+
+    def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
+        """Return the last output of a request that ends by itself no more."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.request import NO_HINTS, Hints, Request
+from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from twostroke.core.sampling import SamplingParams
+    from twostroke.core.embedding import Pooling
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.prompts import Chat
     from twostroke.program.cost import CostModel
@@ -32,7 +33,10 @@ _MOST_SHOWN = 40  # characters of a wrong word that an error repeats
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What callers may know of the model that an engine runs. Sizes are in bytes."""
+    """What callers may know of the model that an engine runs. Sizes are in bytes.
+
+    `pooling` is how its files say that embeddings are made, None where they say nothing.
+    """
 
     name: str
     architecture: str
@@ -44,6 +48,13 @@ class ModelCard:
     tokenizer: Tokenizer
     chat_template: Chat | None
     cost: CostModel
+    pooling: str | None = None
+
+    @property
+    def embedding_width(self) -> int:
+        """Values in an embedding."""
+        program = self.cost.program
+        return program.value_widths[program.last_states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +62,8 @@ class Caller:
     """On whose behalf a request runs: its urgency (lower first), and its tenant.
 
     Tenants do not share cached prefixes. `prompt_field` is what errors call the prompt: "prompt",
-    or "messages" for a conversation. `service` is the class of service that it is counted under,
-    one of `core.service.SERVICES`.
+    "messages" for a conversation, or "input" for what is to be embedded. `service` is the class of
+    service that it is counted under, one of `core.service.SERVICES`.
     """
 
     priority: int = 0
@@ -62,6 +73,7 @@ class Caller:
 
 
 _ANYONE = Caller()
+_UNDRAWN = SamplingParams()  # of requests that draw no token
 _serial = itertools.count(1)
 
 
@@ -92,12 +104,21 @@ class Generation:
             RequestError: its constraint could not be followed further.
             TwostrokeError: the engine failed under the request.
         """
-        while self._num_ended < len(self.request_ids):
-            output = self._queue.get()
-            self._num_ended += output.finish_reason is not None
-            if output.error is not None:
-                raise output.error
-            yield output
+        while self.num_open:
+            yield self.next()
+
+    def next(self) -> Output:
+        """Return the next output; raises as `outputs` does."""
+        output = self._queue.get()
+        self._num_ended += output.finish_reason is not None
+        if output.error is not None:
+            raise output.error
+        return output
+
+    @property
+    def num_open(self) -> int:
+        """How many choices have not had their last output."""
+        return len(self.request_ids) - self._num_ended
 
     def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""
@@ -131,12 +152,21 @@ class AsyncGeneration:
             RequestError: its constraint could not be followed further.
             TwostrokeError: the engine failed under the request.
         """
-        while self._num_ended < len(self.request_ids):
-            output = await self._queue.get()
-            self._num_ended += output.finish_reason is not None
-            if output.error is not None:
-                raise output.error
-            yield output
+        while self.num_open:
+            yield await self.next()
+
+    async def next(self) -> Output:
+        """Return the next output; raises as iterating does."""
+        output = await self._queue.get()
+        self._num_ended += output.finish_reason is not None
+        if output.error is not None:
+            raise output.error
+        return output
+
+    @property
+    def num_open(self) -> int:
+        """How many choices have not had their last output."""
+        return len(self.request_ids) - self._num_ended
 
     async def wait(self) -> list[Completion]:
         """Return the whole answers, in the order of their index."""
@@ -217,6 +247,33 @@ class Client:
         self._submit(generation, prompts, params, caller, hints, grammar)
         return generation
 
+    def to_embed(
+        self, texts: Sequence[Sequence[int]], pooling: Pooling, caller: Caller = _ANYONE
+    ) -> list[Request]:
+        """Return requests that read texts for their embeddings, for `loop.submit`.
+
+        Raises:
+            RequestError: a text is empty, has an unknown token, or can never fit.
+        """
+        requests = []
+        for tokens in texts:
+            self._check_tokens(tokens, caller.prompt_field)
+            request = Request(
+                id=f"r{next(_serial)}",
+                tokens=list(tokens),
+                num_prompt=len(tokens),
+                params=_UNDRAWN,
+                seed=0,
+                priority=caller.priority,
+                tenant=caller.tenant,
+                salt=caller.tenant.encode(),
+                prompt_field=caller.prompt_field,
+                pooling=pooling,
+            )
+            self.loop.check(request)
+            requests.append(request)
+        return requests
+
     def _submit(
         self,
         generation: Generation | AsyncGeneration,
@@ -278,15 +335,19 @@ class Client:
         if any(not 0 <= token < self.card.cost.program.vocab_size for token in hints.prediction):
             raise RequestError("prediction has unknown token ids.", param="prediction")
 
-    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+    def _check_tokens(self, tokens: Sequence[int], field: str) -> None:
         vocab_size = self.card.cost.program.vocab_size
         if not tokens:
             raise RequestError(
-                "The prompt is empty: it must have at least one token.", param="prompt"
+                f"The {field} is empty: it must have at least one token.", param=field
             )
         if min(tokens) < 0 or max(tokens) >= vocab_size:
-            message = f"The prompt has token ids outside 0 to {vocab_size - 1}."
-            raise RequestError(message, param="prompt")
+            message = f"The {field} has token ids outside 0 to {vocab_size - 1}."
+            raise RequestError(message, param=field)
+
+    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self.card.cost.program.vocab_size
+        self._check_tokens(tokens, "prompt")
         for param, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),

@@ -8,10 +8,12 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.config import PARTNER
+from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
+from twostroke.engine.embedding import Embeddings, embed
 from twostroke.engine.prompts import (
     encode_chat,
     encode_gap,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
     from twostroke.engine.client import AsyncGeneration, Client, Generation, ModelCard
+    from twostroke.engine.embedding import Embedding
     from twostroke.engine.output import Completion, Output
 
     Message = Mapping[str, object]
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     Model = str | PathLike[str]
 
 _WRITER, _SPEAKER = Caller(prompt_field="prompt"), Caller(prompt_field="messages")
+_READER = Caller(prompt_field="input")
 
 
 class LLM:
@@ -116,6 +120,22 @@ class LLM:
         generation = client.generate(tokens, params, _WRITER, hints)
         client.loop.flush()
         yield from generation
+
+    def embed(
+        self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
+    ) -> list[Embedding]:
+        """Return a vector of length 1 for each text (or token ids), in order.
+
+        Texts of one meaning point the same way, as far as the model was taught to. `pooling` is
+        "mean" or "last", or what suits the model; `dimensions` keeps only the first so many values.
+
+        Raises:
+            RequestError: a text is empty or can never fit, or the model does not embed so.
+        """
+        card = self.engine.card
+        tokens = [encode_text(card, text) for text in _as_prompts(texts)]
+        params = EmbeddingParams(pooling, dimensions)
+        return list(embed(self.engine.client, tokens, params, _READER))
 
     def close(self) -> None:
         """Stop the engine and give back its memory."""
@@ -213,6 +233,21 @@ class AsyncLLM:
         tokens, hints = encode_chat(card, messages), to_hints(card, speculate, prediction)
         async for output in self._outputs(tokens, params, _SPEAKER, hints):
             yield output
+
+    async def embed(
+        self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
+    ) -> list[Embedding]:
+        """Return a vector of length 1 for each text, in order, as `LLM.embed`."""
+        card, client = self.engine.card, self.engine.client
+        tokens = [encode_text(card, text) for text in _as_prompts(texts)]
+        params = EmbeddingParams(pooling, dimensions)
+        embeddings = Embeddings(client, tokens, params, _READER)
+        client.loop.flush()
+        try:
+            found = [one async for one in embeddings]
+        finally:
+            embeddings.cancel()
+        return sorted(found, key=lambda one: one.index)
 
     async def close(self) -> None:
         """Stop the engine and give back its memory."""

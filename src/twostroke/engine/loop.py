@@ -8,6 +8,8 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from twostroke.backends import BackendFacts, Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice
-    from twostroke.engine.choice import Choice
+    from twostroke.engine.choice import Listener
     from twostroke.engine.ledger import Totals
     from twostroke.engine.mail import Mailbox
     from twostroke.engine.meter import Meter
@@ -60,7 +62,7 @@ class EngineLoop:
         self._speculator = speculator
         self.meter = meter
         self._ledger = Ledger(meter, speculator.stats)
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[str, Listener] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
         self._stopping = False
@@ -69,7 +71,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, choices: Iterable[Choice]) -> None:
+    def submit(self, choices: Iterable[Listener]) -> None:
         """Queue choices; all of them or, when one is refused, none.
 
         Raises:
@@ -79,7 +81,7 @@ class EngineLoop:
         """
         with self._condition:
             self._check_running()
-            added: list[Choice] = []
+            added: list[Listener] = []
             try:
                 for choice in choices:
                     choice.request.arrival_s = time.monotonic()
@@ -92,6 +94,14 @@ class EngineLoop:
                     self._forget(choice, FinishReason.CANCEL)
                 raise
             self._condition.notify()
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could never run, however empty the queue is.
+
+        Raises:
+            RequestError, ContextLengthError: as `submit`.
+        """
+        self._scheduler.max_len(request)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """End requests at once, wherever they are; unknown or finished ones are left alone."""
@@ -186,12 +196,12 @@ class EngineLoop:
         if self._stopping:
             raise EngineStoppedError("The engine is shutting down.")
 
-    def _end(self, choice: Choice, reason: FinishReason, timings: Timings | None = None) -> None:
+    def _end(self, choice: Listener, reason: FinishReason, timings: Timings | None = None) -> None:
         """Forget a choice, end its request and count it; the lock is held."""
         self._forget(choice, reason)
         choice.tally.end(reason, timings, choice.num_output)
 
-    def _forget(self, choice: Choice, reason: FinishReason) -> None:
+    def _forget(self, choice: Listener, reason: FinishReason) -> None:
         """Have a request end; the lock is held.
 
         The backend may be computing it at this moment, so it hears of the end between steps.
@@ -275,7 +285,9 @@ class EngineLoop:
         parts = [self._compute(StepPlan((part,))) for part in plan.slices]
         tokens = [token for part in parts for token in part.tokens]
         logprobs = [p for part in parts for p in part.logprobs]
-        return StepResult(tokens, logprobs, scores=[s for part in parts for s in part.scores])
+        scores = [score for part in parts for score in part.scores]
+        states = [rows for part in parts for rows in part.states]
+        return StepResult(tokens, logprobs, scores=scores, states=states)
 
     def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
         part = plan.slices[0]
@@ -283,14 +295,21 @@ class EngineLoop:
             error = _failure(f"{type(error).__name__}: {error}")
         self._fail(part.request, error)
         tokens = [NO_TOKEN] * part.num_drawn
-        return StepResult(tokens, [None] * len(tokens), scores=[None] * part.num_scored)
+        states = [np.zeros((0, 0), np.float32)] if part.num_pooled else []
+        scores = [None] * part.num_scored
+        return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
         """End requests whose next token could not be drawn.
 
         Behind a wrong draft, or behind the request's end, it is no loss. Nor can log-probabilities
-        of the prompt be left out.
+        of the prompt be left out, or states of a text.
         """
+        if result.states:
+            pooled = [part.request for part in plan.slices if part.num_pooled]
+            for request, states in zip(pooled, result.states, strict=True):
+                if not np.isfinite(states).all():
+                    self._fail(request, _failure("its hidden states are not numbers."))
         if None in result.scores:
             asked = [part.request for part in plan.slices for _ in range(part.num_scored)]
             for request, score in zip(asked, result.scores, strict=True):

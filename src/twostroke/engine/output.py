@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import FinishReason
     from twostroke.core.step import TokenLogprobs
@@ -30,7 +33,8 @@ class Usage:
 class Timings:
     """When things happened to a choice, in seconds on the engine's clock.
 
-    `started_s` is when its first row was computed (the end of queueing).
+    `started_s` is when its first row was computed (the end of queueing). An embedding has no first
+    token, which stays 0, and was ready at `last_token_s`.
     """
 
     arrival_s: float
@@ -69,7 +73,7 @@ class Output:
     it, where the request asked for them: one for each prompt token but the first. The output with a
     choice's first token has its `usage` so far. The last has `finish_reason`, `usage` and
     `timings`; `stop` is then the stop string or token id that was met, if any, and `error` what
-    ended it where that was no good end.
+    ended it where that was no good end. `embedding` is the vector of a text that was read for it.
     """
 
     index: int
@@ -82,6 +86,7 @@ class Output:
     usage: Usage | None = None
     timings: Timings | None = None
     error: TwostrokeError | None = None
+    embedding: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,11 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
     *,
     beside: Backend | None = None,
     shown: str | None = None,
+    embeds: bool = False,
 ) -> Backend:
     """Return a backend that has read its weights; the last arguments are as in `CpuBackend`.
+
+    The other backends can always embed.
 
     It shares the threads of the one `beside` it, where that has any of its own.
     """
@@ -89,6 +92,7 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
         progress=progress,
         beside=beside if isinstance(beside, CpuBackend) else None,
         shown=shown,
+        embeds=embeds,
     )
 
 

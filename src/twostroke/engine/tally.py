@@ -22,7 +22,8 @@ WELL_ENDED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 class ServiceTotals:
     """Sums of one class since the engine started.
 
-    Prompts count when their first token has come, `completion_tokens` as they are made, `ends` by
+    Prompts count when their first token has come, or the vector of a text to embed,
+    `completion_tokens` as they are made, `ends` by
     why. `latencies` are by the names in `LATENCIES`, in seconds.
     """
 
@@ -57,10 +58,14 @@ class Tally:
 
     def begin(self, request: Request, now_s: float) -> None:
         """Count a request whose first token has come."""
+        self.begin_reading(request)
+        self.ttft.observe(now_s - request.arrival_s)
+
+    def begin_reading(self, request: Request) -> None:
+        """Count a request whose prompt has been computed, and that may have no token to come."""
         self._prompt += request.num_prompt
         self._cached += request.num_cached
         self.queue.observe(request.started_s - request.arrival_s)
-        self.ttft.observe(now_s - request.arrival_s)
 
     def settle(self, now_s: float) -> None:
         """Count the gaps before the tokens of a step."""

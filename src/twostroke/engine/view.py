@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.core.request import Request
-    from twostroke.engine.choice import Choice
+    from twostroke.engine.choice import Listener
     from twostroke.schedule import SchedulerStats, SchedulerView
 
 
@@ -48,7 +48,7 @@ class View:
     waiting_since_s: float | None
 
 
-def take_view(seen: SchedulerView, choices: Mapping[str, Choice]) -> View:
+def take_view(seen: SchedulerView, choices: Mapping[str, Listener]) -> View:
     """Add to what the scheduler shows what is known of each request's answer."""
     running = [
         _request(request, choices.get(request.id), pages)
@@ -58,7 +58,7 @@ def take_view(seen: SchedulerView, choices: Mapping[str, Choice]) -> View:
 
 
 def _request(
-    request: Request, choice: Choice | None, pages: tuple[tuple[int, ...], ...]
+    request: Request, choice: Listener | None, pages: tuple[tuple[int, ...], ...]
 ) -> RequestView:
     return RequestView(
         id=request.id,

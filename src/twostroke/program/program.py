@@ -85,6 +85,11 @@ class Program:
         return {op.output: op.width for op in self.ops}
 
     @property
+    def last_states(self) -> str:
+        """The value from which the logits are computed: the last hidden states, normed."""
+        return self.ops[-1].inputs[0]
+
+    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The weights that the operations read, by name, with the shapes they must have."""
         return dict(self._weights())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import ContextLengthError, OverloadedError
+from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
@@ -17,11 +17,14 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     `num_slots` is how many tokens the whole page pool holds.
 
     Raises:
+        RequestError: there is no prompt.
         ContextLengthError: the prompt, or prompt and `max_tokens`, exceed either. The wording for
             the context length is OpenAI's, which clients search for.
     """
-    answer, num_prompt = request.params.max_tokens, len(request.tokens)
+    answer, num_prompt = request.max_output, len(request.tokens)
     prompt = request.prompt_field
+    if not num_prompt:
+        raise RequestError(f"The {prompt} is empty; give at least one token.", param=prompt)
     sizes = (num_prompt, 1 if answer is None else answer, context_length)
     start = f"This model's maximum context length is {context_length} tokens. However, "
     if num_prompt + (answer != 0) > context_length:

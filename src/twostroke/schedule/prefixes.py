@@ -40,9 +40,9 @@ class Prefixes:
     def match(self, ticket: Ticket) -> PrefixHit | None:
         """Return the pages that are there for a waiting request, or None if it should wait.
 
-        One with log-probabilities to report computes every row that they need.
+        One of whose rows something is wanted computes all of them.
         """
-        if self._index is None or ticket.chain is None or ticket.request.num_unscored:
+        if self._index is None or ticket.chain is None or ticket.request.needs_all_rows:
             return PrefixHit([[] for _ in range(self._num_groups)])
         if self._is_claimed(ticket, ticket.awaited):
             return None

@@ -18,8 +18,9 @@ from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.line import WaitingLine
+from twostroke.schedule.pooling import end_pooled, with_rows
 from twostroke.schedule.prefixes import Prefixes
-from twostroke.schedule.scoring import most_rows, report
+from twostroke.schedule.scoring import most_rows
 from twostroke.schedule.sketch import Sketch
 from twostroke.schedule.ticket import Ticket, rank_of
 from twostroke.schedule.view import SchedulerView, look
@@ -94,19 +95,20 @@ class Scheduler:
             ContextLengthError: it could never fit.
             OverloadedError: the queue is full.
         """
-        if not request.tokens:
-            raise RequestError("The prompt is empty; give at least one token.", param="prompt")
+        limit = self.max_len(request)
         if request.id in self._tickets:
             raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
-        limit = max_len(request, self.config.context_length, self._most_tokens)
         check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
-        if not request.arrival_s:
-            request.arrival_s = self._clock()
+        request.arrival_s = request.arrival_s or self._clock()
         arrival = next(self._arrivals)
         rank = (arrival + request.priority * self.config.max_overtakes, arrival)
         ticket = Ticket(request, rank, limit, self._prefixes.chain(request.salt))
         self._tickets[request.id] = ticket
         self._waiting.add(ticket)
+
+    def max_len(self, request: Request) -> int:
+        """Return how many tokens would end a request; raises if it could never fit."""
+        return max_len(request, self.config.context_length, self._most_tokens)
 
     def flush(self) -> None:
         """Let those who wait now start without waiting for more: the source has run dry."""
@@ -153,7 +155,7 @@ class Scheduler:
         for ticket in self._running:
             request = ticket.request
             start = request.num_computed
-            if len(request.tokens) - start != 1:
+            if len(request.tokens) - start != 1 or request.pooling is not None:
                 behind.append(ticket)
             elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, sketch):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
@@ -188,8 +190,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
 
-        Returns a delta for each request that got a token or a score, in the plan's order; its
-        `finish_reason` says whether that was the last.
+        Returns a delta for each request that got something or ended, in the plan's order.
         """
         owners = self._flight
         assert owners is not None, "no plan is in flight"
@@ -221,6 +222,7 @@ class Scheduler:
             if computed >= ticket.due_at:
                 self._settle(ticket)
             if not piece.samples:
+                has_ended |= end_pooled(request, self._tickets)
                 continue
             if request.finish_reason is not None:
                 del self._tickets[request.id]
@@ -230,7 +232,7 @@ class Scheduler:
         self._drafting.forget()
         if has_ended or len(owners) < len(self._running):
             self._sweep()
-        return report(plan, result.scores, deltas) if result.scores else deltas
+        return with_rows(plan, result, deltas)
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.step import Slice
+from twostroke.schedule.pooling import num_pooled
 from twostroke.schedule.scoring import num_scored
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ class Sketch:
         """Let a request compute its next `count` tokens."""
         request = ticket.request
         start = request.num_computed
-        samples = start + count == len(request.tokens)
-        scored = num_scored(request, count)
-        self.slices.append(Slice(request, start, count, samples=samples, num_scored=scored))
+        samples = start + count == len(request.tokens) and request.pooling is None
+        scored, pooled = num_scored(request, count), num_pooled(request, count)
+        self.slices.append(
+            Slice(request, start, count, samples, num_scored=scored, num_pooled=pooled)
+        )
         self.owners.append(ticket)
         self.budget -= count
         self.most_scored -= scored

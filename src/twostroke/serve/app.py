@@ -23,6 +23,7 @@ from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import document
 from twostroke.serve.describe.facts import Facts
 from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.embed import Vectors, check_texts
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
@@ -33,7 +34,7 @@ from twostroke.serve.observe.exchange import exchange_of
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.watchers import build_watchers
-from twostroke.serve.openai import chat, completions, tokens
+from twostroke.serve.openai import chat, completions, embeddings, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.openai.responses import answer as responses
 from twostroke.serve.openai.responses.routes import kept_routes
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Client
     from twostroke.engine.hardware import Limits
     from twostroke.serve.dialect import Dialect, Inquiry
-    from twostroke.serve.job import Encoded, Job
+    from twostroke.serve.embed import EmbeddingDialect, EmbeddingJob
+    from twostroke.serve.job import Encoded, Job, Running
     from twostroke.serve.options import Limits as BodyLimits
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,
 }
+EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {"/v1/embeddings": embeddings.DIALECT}
 
 STATE_PATH: Final = "/api/state"
 
@@ -90,7 +93,7 @@ class Api:
         self.watchers = build_watchers(options, _version())
         self.site = Site()
         self.is_draining = False
-        self._open: set[Answers] = set()
+        self._open: set[Running] = set()
         self._description: bytes | None = None
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
         self._store = Store(options.max_stored, options.max_stored_bytes)
@@ -110,6 +113,8 @@ class Api:
         routes.append(Route("/page/{name:path}", self.site.file, include_in_schema=False))
         for path, dialect in DIALECTS.items():
             routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
+        for path, vectors in EMBEDDINGS.items():
+            routes.append(Route(path, self._embedding(vectors), methods=["POST"], name=path))
         for path, inquiry in INQUIRIES.items():
             routes.append(Route(path, self._inquiry(inquiry), methods=["POST"], name=path))
         return routes + kept_routes(self._tenant)
@@ -138,7 +143,7 @@ class Api:
             name="twostroke",
             version=_version(),
             model=self.names[0],
-            endpoints=["/v1/models", *DIALECTS, *INQUIRIES, "/health", "/metrics"],
+            endpoints=["/v1/models", *DIALECTS, *EMBEDDINGS, *INQUIRIES, "/health", "/metrics"],
             description="/openapi.json",
         )
         return _json(about, headers={"vary": "accept"})
@@ -151,7 +156,8 @@ class Api:
 
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
-        bodies = {path: one.request for path, one in (DIALECTS | INQUIRIES).items()}
+        all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
+        bodies = {path: one.request for path, one in all_kinds.items()}
         return document(self.routes(), bodies, self.facts())
 
     def facts(self) -> Facts:
@@ -161,6 +167,7 @@ class Api:
             names=self.names,
             context_length=self.client.card.context_length,
             vocab_size=self.client.card.cost.program.vocab_size,
+            embedding_width=self.client.card.embedding_width,
             guessers=("auto", "off", *self.client.loop.methods),
             limits=self.options.limits,
         )
@@ -242,6 +249,28 @@ class Api:
             return _json(dialect.whole(reply, whole, answers.usage))
 
         return generate
+
+    def _embedding(self, dialect: EmbeddingDialect[Any]) -> Callable[[Request], Any]:
+        limits = self.options.limits
+        decoder = BodyDecoder(dialect.request, limits.max_json_depth)
+
+        def prepare(body: bytes, tenant: Tenant) -> tuple[EmbeddingJob, list[list[int]], str]:
+            job = dialect.read(decoder.decode(body), tenant)
+            name = self._name(job.model)
+            check_texts(job, limits.max_inputs)
+            return job, job.encode(self.client.card), name
+
+        async def embed(request: Request) -> Response:
+            work = partial(prepare, tenant=self._tenant(request))
+            job, texts, name = await _read(request, limits, work)
+            vectors = Vectors(self.client, job, texts, self.metrics, self._open)
+            try:
+                parts = await while_connected(request.receive, vectors.whole())
+            finally:
+                vectors.cancel()
+            return _json(dialect.whole(name, parts, vectors.num_tokens))
+
+        return embed
 
     def _inquiry(self, inquiry: Inquiry[Any]) -> Callable[[Request], Any]:
         limits = self.options.limits

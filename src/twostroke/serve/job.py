@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twostroke.core.errors import (
     EngineStoppedError,
@@ -173,6 +173,13 @@ class Job:
         return Encoded(tokens, params, hints, reading, calls)
 
 
+class Running(Protocol):
+    """What still runs for a client."""
+
+    def cancel(self) -> None:
+        """Stop it, at once; harmless when it has ended."""
+
+
 class Answers:
     """The outputs of a running job; leaving them unread does not stop it, `cancel` does.
 
@@ -188,7 +195,7 @@ class Answers:
         job: Job,
         encoded: Encoded,
         metrics: Metrics,
-        running: set[Answers],
+        running: set[Running],
     ) -> None:
         """Queue the job in the engine, and stand in `running` until the last output.
 

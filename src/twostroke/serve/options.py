@@ -25,6 +25,7 @@ class Limits:
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
         max_unread: outputs that a stream may fall behind the engine.
         max_choices: prompts times n of one request.
+        max_inputs: texts to embed of one request.
         compile_timeout_s: for a schema or grammar that is new, from its turn on: one is compiled
             at a time (400).
     """
@@ -38,6 +39,7 @@ class Limits:
     reader_timeout_s: float = 30.0
     max_unread: int = 4096
     max_choices: int = 1024
+    max_inputs: int = 2048
     compile_timeout_s: float = 5.0
 
 

@@ -22,6 +22,7 @@ from twostroke.weights.hf_model import (
 )
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
 from twostroke.weights.names import canonical_name
+from twostroke.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.weights.safetensors import read_safetensors, read_sharded
 from twostroke.weights.stacks import cut_stacks
 
@@ -91,6 +92,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         eos_token_ids=gguf_eos_ids(fields, spec.vocab_size),
         licence=licence or fields.optional_text("general.license"),
         mappings=file.mappings,
+        pooling=gguf_pooling(fields),
     )
 
 
@@ -131,6 +133,7 @@ def _load_folder(
         eos_token_ids=_folder_eos_ids(folder, fields, spec.vocab_size),
         licence=licence,
         mappings=files.mappings,
+        pooling=folder_pooling(folder),
     )
 
 

@@ -35,7 +35,8 @@ class LoadedModel:
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and
     with the shapes it needs; they are views into `mappings`. `eos_token_ids` end an answer.
-    `file_bytes` is the size of the weight files together.
+    `file_bytes` is the size of the weight files together. `pooling` is how the files say that
+    embeddings are made, None where they say nothing.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     licence: str | None
     mappings: tuple[MappedFile, ...]
+    pooling: str | None = None
 
     @property
     def file_bytes(self) -> int:

@@ -43,6 +43,8 @@ _STACKS = {
     "down_proj": "ffn_down_exps.weight",
 }
 
+# A checkpoint without a head for tokens, such as one that makes embeddings, may lack the prefix.
+_BARE = re.compile(r"(embed_tokens|norm)\.weight|layers\.\d{1,4}\..+")
 # Tables that old checkpoints carry along and that follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # What a model that also sees has besides its text model, in transformers' old and new order.
@@ -64,6 +66,8 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     if text := _TEXT.fullmatch(name):
         name = f"model.{text[2]}"
     name = name.removeprefix("language_model.")
+    if _BARE.fullmatch(name):
+        name = f"model.{name}"
     stem, _, kind = name.rpartition(".")
     if stem in _WHOLE_MODEL:
         return f"{_WHOLE_MODEL[stem]}.{kind}"

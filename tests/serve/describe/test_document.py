@@ -17,7 +17,7 @@ from starlette.routing import Route
 from support.described import Description
 from support.servers import chat_body, live_server
 from support.tiny import Tiny
-from twostroke.serve.app import DIALECTS, INQUIRIES
+from twostroke.serve.app import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.describe import fields
 from twostroke.serve.describe.document import document, undescribed
 from twostroke.serve.describe.operations import OPERATIONS
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
     from support.servers import LiveServer
 
-BODIES = {path: one.request for path, one in (DIALECTS | INQUIRIES).items()}
+BODIES = {
+    path: one.request
+    for table in (DIALECTS, EMBEDDINGS, INQUIRIES)
+    for path, one in table.items()  # type: ignore[attr-defined]
+}
 EXAMPLES = [
     (method, path, name)
     for (method, path), operation in OPERATIONS.items()

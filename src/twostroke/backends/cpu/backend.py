@@ -12,6 +12,7 @@ from twostroke.backends.cpu.evaluate import evaluate
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanPages
+from twostroke.backends.cpu.states import LastNorm
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
@@ -52,6 +53,7 @@ class CpuBackend:
         progress: Callable[[int, int], None] | None = None,
         beside: CpuBackend | None = None,
         shown: str | None = None,
+        embeds: bool = False,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
@@ -60,7 +62,8 @@ class CpuBackend:
         a name in `cache.FORMATS`, `activation_bits` one of `core.config.ACTIVATION_BITS`.
         `release(tensors)` is called with tensors that will not be read again, `progress(done,
         total)` with bytes of weights as they are packed. Steps hand out the value `shown` of the
-        rows in which they draw.
+        rows in which they draw; with `embeds`, whose only `shown` value can be the last hidden
+        state, also the normed states of slices that want them.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -77,8 +80,11 @@ class CpuBackend:
         self._program, self._kv_format, self._activation_bits = program, kv_format, activation_bits
         self._scored = lower(program, activation_bits=activation_bits)
         self._lowered = self._scored
-        if shown is not None:
-            self._lowered = lower(program, (shown,), activation_bits=activation_bits)
+        self._norm = LastNorm(program, tensors) if embeds else None
+        tapped = shown if self._norm is None else self._norm.hidden
+        assert shown in (None, tapped), "one value can leave a step"
+        if tapped is not None:
+            self._lowered = lower(program, (tapped,), activation_bits=activation_bits)
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
@@ -103,7 +109,8 @@ class CpuBackend:
             len(facts.windows),
             -(-longest // page_size),
             one_arithmetic=facts.one_arithmetic,
-            shown_width=0 if shown is None else program.value_widths[shown],
+            tapped_width=0 if tapped is None else program.value_widths[tapped],
+            is_shown=shown is not None,
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -113,8 +120,9 @@ class CpuBackend:
         step = self._steps.record
         self._loaded[2].run(step)
         tokens, logprobs, hidden, scores = self._steps.results(plan, sampled)
+        states = [self._normed(rows) for rows in self._steps.states(plan)]
         elapsed_s = time.perf_counter() - started
-        return StepResult(tokens, logprobs, elapsed_s, step.kernel_s, hidden, scores)
+        return StepResult(tokens, logprobs, elapsed_s, step.kernel_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
@@ -193,6 +201,11 @@ class CpuBackend:
         if self._pool is None or self._weights is None or self._plan is None:
             raise BackendError("The cpu backend was closed.")
         return self._pool, self._weights, self._plan
+
+    def _normed(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self._norm is None:
+            raise BackendError("This backend was built to draw tokens, not to embed texts.")
+        return self._norm(rows)
 
     def _prepare(
         self,

@@ -37,11 +37,18 @@ class StepArrays:
     """Flattens plans; what does not change from one step to the next is not touched again."""
 
     def __init__(
-        self, num_groups: int, max_pages: int, *, one_arithmetic: bool, shown_width: int = 0
+        self,
+        num_groups: int,
+        max_pages: int,
+        *,
+        one_arithmetic: bool,
+        tapped_width: int = 0,
+        is_shown: bool = False,
     ) -> None:
         """`max_pages` is the most that one request's list in one of the cache groups can hold.
 
-        With a `shown_width` steps have one tap, of values of that width.
+        With a `tapped_width` steps have one tap, of values of that width, which are handed out of
+        rows that draw if it `is_shown`.
         """
         self.tables = PageTables(num_groups, max_pages)
         self._sampling = RowTable()
@@ -52,9 +59,11 @@ class StepArrays:
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = np.zeros(0, np.int32)
-        self._shown = np.zeros((0, shown_width), np.float32)
+        self._tapped = np.zeros((0, tapped_width), np.float32)
+        self._is_shown = is_shown
         self._taps = (c_void_p * 1)()
         self._has_scores = False
+        self._pooled: dict[Request, int] = {}  # one behind the last of the rows that are wanted
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> list[Slice]:
@@ -87,6 +96,7 @@ class StepArrays:
         slices[:, 3] = self.tables.places(requests)
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
+        self._pooled = {} if all(samples) else _ends_of_pooled(parts, ends)
         if has_scores:
             samples = [part.num_with_logits > 0 for part in parts]
         sampling = parts
@@ -185,8 +195,15 @@ class StepArrays:
             requests = [part.request for part in wanted]
         else:
             requests = [part.request for part in wanted for _ in range(part.num_drawn)]
-        hidden = self._shown[drawn] if self._shown.shape[1] else None
+        hidden = self._tapped[drawn] if self._is_shown else None
         return Drawn(*read_results(results, requests), hidden, scores)
+
+    def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
+        """Return the tapped rows of each slice that wants some, until the next step."""
+        if not self._pooled:
+            return []
+        ends = [(self._pooled[p.request], p.num_pooled) for p in plan.slices if p.num_pooled]
+        return [self._tapped[end - count : end] for end, count in ends]
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request."""
@@ -230,10 +247,15 @@ class StepArrays:
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
         record.results = self._results.ctypes.data
-        if width := self._shown.shape[1]:
-            self._shown = np.zeros((2 * num_tokens, width), np.float32)
-            self._taps[0] = self._shown.ctypes.data
+        if width := self._tapped.shape[1]:
+            self._tapped = np.zeros((2 * num_tokens, width), np.float32)
+            self._taps[0] = self._tapped.ctypes.data
             record.taps = self._taps
+
+
+def _ends_of_pooled(parts: Sequence[Slice], ends: NDArray[np.int32]) -> dict[Request, int]:
+    pairs = zip(parts, ends.tolist(), strict=True)
+    return {part.request: end for part, end in pairs if part.num_pooled}
 
 
 def _tokens(part: Slice) -> list[int]:

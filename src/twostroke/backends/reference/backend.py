@@ -9,7 +9,7 @@ import numpy as np
 
 from twostroke.backends import BackendFacts, check_values
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
-from twostroke.backends.spans import Span, flatten
+from twostroke.backends.spans import Span, flatten, pooled_rows
 from twostroke.cache import FORMATS
 from twostroke.core.machine import num_cores
 from twostroke.core.step import StepResult
@@ -65,13 +65,14 @@ class ReferenceBackend:
         started = time.perf_counter()
         state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.given)
         self._cache.copy_pages(state.spans)
-        shown = self._shown
-        values = self._forward(state, frozenset() if shown is None else frozenset([shown]))
+        shown, last = self._shown, self._program.last_states
+        values = self._forward(state, frozenset([last] if shown is None else [last, shown]))
         drawn, scores = draw_all(plan, values[self._logits])
         hidden = None if shown is None else values[shown][state.sampled[plan.draws]]
         elapsed = time.perf_counter() - started
         tokens, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
-        return StepResult(tokens, logprobs, elapsed, elapsed, hidden, scores)
+        states = [values[last][rows] for rows in pooled_rows(plan.slices)]
+        return StepResult(tokens, logprobs, elapsed, elapsed, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from twostroke.backends import BackendFacts, check_values
-from twostroke.backends.spans import flatten
+from twostroke.backends.spans import flatten, pooled_rows
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
 from twostroke.backends.torch.pages import PagedStep, Pages
@@ -76,18 +76,19 @@ class TorchBackend:
             PagedStep(self._pages, spans),
             None if plan.given is None else torch.from_numpy(plan.given).to(device),
         )
-        shown = self._shown
+        shown, last = self._shown, self._program.last_states
         with torch.inference_mode():
-            values = self._model.run(state, () if shown is None else (shown,))
+            values = self._model.run(state, (last,) if shown is None else (last, shown))
             rows = values[self._program.ops[-1].output].cpu().numpy()
             hidden = None
             if shown is not None:
                 hidden = values[shown][state.sampled[plan.draws]].cpu().numpy()
+            states = [values[last][part].cpu().numpy() for part in pooled_rows(plan.slices)]
         kernel_s = time.perf_counter() - started
         drawn, scores = draw_all(plan, rows)
         elapsed_s = time.perf_counter() - started
         tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
-        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores)
+        return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
         """Return the logits (len(tokens), vocab_size) of a sequence."""

@@ -21,5 +21,6 @@ class Facts:
     names: tuple[str, ...]
     context_length: int
     vocab_size: int
+    embedding_width: int
     guessers: tuple[str, ...]
     limits: Limits

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.constraint import MAX_CONSTRAINT
+from twostroke.core.embedding import POOLINGS
 from twostroke.core.sampling import (
     BOUNDS,
     MAX_BIAS,
@@ -24,7 +25,7 @@ from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.serve.anthropic import errors as anthropic_errors
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic import tools as anthropic_tools
-from twostroke.serve.openai import chat, completions, fields, tokens
+from twostroke.serve.openai import chat, completions, embeddings, fields, tokens
 from twostroke.serve.openai.responses import items, request
 from twostroke.serve.openai.responses import tools as response_tools
 from twostroke.serve.tools import MAX_TOOLS, NAME_PATTERN
@@ -44,6 +45,7 @@ NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
     fields.CommonFields: fields.NEUTRAL,
     chat.ChatRequest: chat.NEUTRAL,
     completions.CompletionRequest: completions.NEUTRAL,
+    embeddings.EmbeddingRequest: embeddings.NEUTRAL,
     tokens.TokenizeRequest: tokens.NEUTRAL,
     request.ResponsesRequest: request.NEUTRAL,
     request.ReasoningConfig: request.NEUTRAL_OF_REASONING,
@@ -152,7 +154,6 @@ def in_structs(facts: Facts) -> dict[str, dict[str, Schema]]:
 
 def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
     id_ = {"type": "integer", "minimum": 0, "maximum": facts.vocab_size - 1}
-    ids = {"type": "array", "items": id_}
     system = _text("What stands before the conversation.")
     return {
         "ChatRequest": {
@@ -164,19 +165,7 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
         },
         "CompletionRequest": {
             "": {"required": ["prompt"]},
-            "prompt": {
-                "description": "A text, token ids, or a list of either.",
-                "anyOf": [
-                    {"type": "string"},
-                    {**ids, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {"anyOf": [{"type": "string"}, {**ids, "minItems": 1}]},
-                        "minItems": 1,
-                        "maxItems": facts.limits.max_choices,
-                    },
-                ],
-            },
+            "prompt": _texts_or_ids(facts, facts.limits.max_choices),
             "max_tokens": _text("The most tokens to generate; 0 goes with `echo`.")
             | {"minimum": 0, "default": completions.DEFAULT_MAX_TOKENS},
             "suffix": _text("What stands behind the answer, for models that know how."),
@@ -184,6 +173,15 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
             "logprobs": _text("How many likely tokens to tell of, besides each that is there."),
         },
         "ResponsesRequest": _responses(),
+        "EmbeddingRequest": {
+            "": {"required": ["input"]},
+            "input": _texts_or_ids(facts, facts.limits.max_inputs, minLength=1),
+            "encoding_format": _text("Numbers, or their float32 bytes (lowest first) in base64."),
+            "dimensions": _text("Only so many values of each vector, made length 1 again.")
+            | {"minimum": 1, "maximum": facts.embedding_width},
+            "pooling": _text("Of which tokens' last hidden states a vector is made.")
+            | {"enum": [*POOLINGS, None]},
+        },
         "MessagesRequest": {
             "temperature": {"maximum": 1.0},
             "system": system,
@@ -292,6 +290,8 @@ def _answered() -> dict[str, dict[str, Schema]]:
     return {
         "AboutBody": {"description": _text("Where the description of the API is.")},
         "HealthBody": {"status": {"enum": ["ok", "draining", *unwell]}},
+        "EmbeddingBody": {"object": {"const": "embedding"}},
+        "EmbeddingList": {"object": {"const": "list"}},
         "ModelBody": {"object": {"const": "model"}},
         "ModelList": {"object": {"const": "list"}},
         "ChatCompletion": {"object": {"const": "chat.completion"}},
@@ -322,6 +322,13 @@ def _answered() -> dict[str, dict[str, Schema]]:
         },
         "AnthropicErrorDetail": {"type": {"enum": sorted(kinds)}},
     }
+
+
+def _texts_or_ids(facts: Facts, most: int, **of_texts: int) -> Schema:
+    id_ = {"type": "integer", "minimum": 0, "maximum": facts.vocab_size - 1}
+    text, ids = {"type": "string", **of_texts}, {"type": "array", "items": id_, "minItems": 1}
+    several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1, "maxItems": most}
+    return {"description": "A text, token ids, or a list of either.", "anyOf": [text, ids, several]}
 
 
 def _text(description: str) -> Schema:

@@ -19,7 +19,7 @@ from twostroke.serve.about import AboutBody, HealthBody
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
-from twostroke.serve.openai import chat_reply, completions, tokens
+from twostroke.serve.openai import chat_reply, completions, embeddings, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.openai.responses import events as response_events
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -230,6 +230,19 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             "text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
             "several": {"prompt": ["2 + 2 =", "3 + 3 ="], "max_tokens": 4, "n": 2, "seed": 7},
             "score": {"prompt": "The sky is blue", "max_tokens": 0, "echo": True, "logprobs": 1},
+        },
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "Turn texts into vectors",
+        "OpenAI",
+        "Vectors have length 1; texts of one meaning point the same way, as far as the model was "
+        "taught to.",
+        answer=embeddings.EmbeddingList,
+        errors=_GENERATION,
+        examples={
+            "text": {"input": "The sky is blue."},
+            "several": {"input": ["The sky is blue.", "Grass is green."], "dimensions": 16},
+            "ids": {"input": [[5, 6, 7]], "encoding_format": "base64", "pooling": "last"},
         },
     ),
     ("POST", "/v1/messages"): Operation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -207,7 +207,14 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-def to_caller(asked: CommonFields, prompt_field: str, tenant: Tenant) -> Caller:
+class Urgent(Protocol):
+    """A request that may say how urgent it is."""
+
+    priority: int | None
+    service_tier: str | None
+
+
+def to_caller(asked: Urgent, prompt_field: str, tenant: Tenant) -> Caller:
     """Return on whose behalf the request runs; `prompt_field` is the one with the prompt.
 
     A `priority` of its own goes before what its class of service means.

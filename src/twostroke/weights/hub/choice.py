@@ -27,6 +27,7 @@ PREFERENCE: Final = (
 _SMALL = (
     *(CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("modules.json", "1_Pooling/config.json"),
 )
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _TAG = re.compile(

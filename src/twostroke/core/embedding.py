@@ -1,0 +1,49 @@
+"""What is wanted of a text that is read for its embedding, checked once when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from twostroke.core.errors import RequestError, nearest
+
+_MOST_SHOWN: Final = 40  # characters of a wrong word that an error repeats
+
+
+class Pooling(Enum):
+    """Which of a text's last hidden states, behind the last norm, make up its embedding."""
+
+    MEAN = "mean"  # of all tokens
+    LAST = "last"  # of the last token, which has seen all
+
+
+AUTO: Final = "auto"
+POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """How a text becomes a vector, whose length is always 1.
+
+    `pooling` is one of `POOLINGS`; auto is what the model's files say, and the mean where they say
+    nothing. With `dimensions` the vector has only its first so many values, and length 1 again.
+
+    Raises:
+        RequestError: a value is outside its bounds; `param` names the field.
+    """
+
+    pooling: str = AUTO
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that no request may carry."""
+        if self.pooling not in POOLINGS:
+            word = str(self.pooling)[:_MOST_SHOWN]
+            message = f"pooling can be {', '.join(POOLINGS)}, not {word!r}."
+            raise RequestError(message + nearest(word, POOLINGS), param="pooling")
+        count = self.dimensions
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+            raise RequestError(f"dimensions must be an integer, not {count!r}.", param="dimensions")
+        if count is not None and count < 1:
+            raise RequestError(f"dimensions must be at least 1, not {count}.", param="dimensions")

@@ -1,0 +1,272 @@
+"""Embeddings as callers see them: many texts in order, choices, errors, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.engines import tiny_client
+from support.native import native_dir
+from support.servers import wait_for
+from support.tiny import write_tiny_folder, write_tiny_gguf
+from support.vectors import twin
+from twostroke import LLM, AsyncLLM, EngineOptions
+from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
+from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    OverloadedError,
+    RequestError,
+    TwostrokeError,
+)
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.service import DEFAULT_SERVICE
+from twostroke.engine.client import Caller
+from twostroke.engine.embedding import Embeddings, embed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from support.engines import Backend as GatedBackend
+    from twostroke.engine.client import Client
+
+TEXT = [9, 2, 30, 4, 101, 17, 2, 2, 8, 9, 2, 30, 77, 5, 6, 60, 61, 62, 63, 64, 9, 8]
+CALLER = Caller(prompt_field="input")
+SMALL = CacheOptions(memory_bytes=4_000_000)
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[tuple[Client, GatedBackend]]:
+    with tiny_client(tmp_path, token_budget=8, max_running=8) as both:
+        yield both
+
+
+def texts_of(count: int) -> list[list[int]]:
+    return [[5 + (place * 7 + i) % 200 for i in range(1 + place % 9)] for place in range(count)]
+
+
+def test_many_texts_come_in_order_however_few_the_queue_takes(tmp_path: Path) -> None:
+    texts = texts_of(300)
+    with tiny_client(tmp_path, max_waiting_requests=5) as (client, backend):
+        found = list(embed(client, texts, EmbeddingParams(), CALLER))
+        assert [one.index for one in found] == [*range(300)]
+        assert [one.usage.prompt_tokens for one in found] == [len(text) for text in texts]
+        for place in (0, 7, 299):
+            name = backend._program.last_states
+            right = twin(backend.trace(texts[place], [name])[name], "mean")
+            np.testing.assert_allclose(found[place].vector, right, atol=1e-4)
+        totals = client.loop.totals().services[DEFAULT_SERVICE]
+        assert (totals.answers, totals.completion_tokens) == (300, 0)
+        assert totals.prompt_tokens == sum(map(len, texts))
+        assert sum(totals.latencies["ttft"].counts) == 0
+        assert sum(totals.latencies["e2e"].counts) == sum(totals.latencies["queue"].counts) == 300
+
+
+def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBackend]) -> None:
+    client, backend = gated
+    backend.gate.clear()
+    scheduler = client.loop._scheduler
+    scheduler.config = replace(scheduler.config, max_waiting_requests=1)
+    first = client.generate([5, 6], SamplingParams(max_tokens=1))
+    wait_for(lambda: client.loop.stats().num_running == 1)
+    second = client.generate([5, 6], SamplingParams(max_tokens=1))
+    with pytest.raises(OverloadedError):
+        next(embed(client, texts_of(2), EmbeddingParams(), CALLER))
+    backend.gate.set()
+    assert first.wait()
+    assert second.wait()
+    assert len(list(embed(client, texts_of(5), EmbeddingParams(), CALLER))) == 5
+
+
+def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBackend]) -> None:
+    client, _ = gated
+    stream = embed(client, texts_of(600), EmbeddingParams(), CALLER)
+    assert next(stream).index == 0
+    stream.close()
+    wait_for(lambda: client.loop.stats().num_running + client.loop.stats().num_waiting == 0)
+    assert client.loop.stats().num_referenced_pages == 0
+    assert client.loop.totals().services[DEFAULT_SERVICE].answers < 600
+
+
+def test_one_text_that_fails_is_told_and_takes_no_other_request_along(
+    gated: tuple[Client, GatedBackend],
+) -> None:
+    client, backend = gated
+    backend.poison = 99
+    other = client.generate(TEXT, SamplingParams(max_tokens=2, ignore_eos=True))
+    with pytest.raises(TwostrokeError, match="failed on this request"):
+        list(embed(client, [[7, 8], [5, 99, 6], [9]], EmbeddingParams(), CALLER))
+    assert len(other.wait()[0].token_ids) == 2
+    backend.poison = None
+    assert len(list(embed(client, [[7, 8]], EmbeddingParams(), CALLER))) == 1
+
+
+def test_states_that_are_no_numbers_are_an_error(
+    gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, backend = gated
+    compute = backend.run
+
+    def run(plan: Any) -> Any:
+        result = compute(plan)
+        for part, rows in zip(plan.slices, result.states, strict=True):
+            if part.request.tokens[0] == 66:
+                rows[-1, 0] = np.nan
+        return result
+
+    monkeypatch.setattr(backend, "run", run)
+    assert len(list(embed(client, [[7, 8]], EmbeddingParams(), CALLER))) == 1
+    with pytest.raises(TwostrokeError, match="are not numbers"):
+        list(embed(client, [[7, 8], [66]], EmbeddingParams(), CALLER))
+
+
+def test_an_engine_that_stops_tells_who_waits(gated: tuple[Client, GatedBackend]) -> None:
+    client, backend = gated
+    backend.gate.clear()
+    stream = embed(client, texts_of(3), EmbeddingParams(), CALLER)
+    threading.Timer(0.2, lambda: (backend.gate.set(), client.loop.close())).start()
+    with pytest.raises((EngineStoppedError, TwostrokeError)):
+        [*stream, *embed(client, texts_of(30), EmbeddingParams(), CALLER)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "params", "error", "param", "said"),
+    [
+        ([[]], {}, RequestError, "input", "empty"),
+        ([[5], [10**6]], {}, RequestError, "input", "outside 0 to"),
+        ([[5], [-1]], {}, RequestError, "input", "outside 0 to"),
+        ([[5], [5] * 513], {}, ContextLengthError, "input", "your input resulted in 513 tokens"),
+        ([[5]], {"dimensions": 65}, RequestError, "dimensions", "from 1 to 64"),
+        ([[5]], {"dimensions": 0}, RequestError, "dimensions", "at least 1"),
+        ([[5]], {"dimensions": True}, RequestError, "dimensions", "an integer"),
+        ([[5]], {"pooling": "maen"}, RequestError, "pooling", "Did you mean 'mean'?"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    gated: tuple[Client, GatedBackend],
+    texts: list[list[int]],
+    params: dict[str, Any],
+    error: type[RequestError],
+    param: str,
+    said: str,
+) -> None:
+    client, backend = gated
+    with pytest.raises(error, match=said) as caught:
+        list(embed(client, texts, EmbeddingParams(**params), CALLER))
+    assert caught.value.param == param
+    assert backend.num_steps == 0
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    if request.param == "cpu":
+        native_dir()
+    path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    compute = ComputeOptions(request.param, num_threads=2)
+    with LLM(path, EngineOptions(compute, SMALL, BatchOptions(token_budget=16))) as llm:
+        yield llm
+
+
+def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
+    ids = llm.engine.card.tokenizer.encode("hello world")
+    alone = llm.embed("hello world")[0]
+    found = llm.embed(["the world is in", "hello world", ids])
+    assert [one.vector.shape for one in found] == [(64,)] * 3
+    assert {one.vector.dtype for one in found} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(found[1].vector, alone.vector, atol=1e-6)
+    np.testing.assert_array_equal(found[1].vector, found[2].vector)
+    assert found[1].usage.prompt_tokens == len(ids)
+    for one in found:
+        assert np.linalg.norm(one.vector) == pytest.approx(1, abs=1e-6)
+        assert one.timings.last_token_s >= one.timings.started_s >= one.timings.arrival_s > 0
+    assert llm.embed([]) == []
+
+
+def test_fewer_dimensions_are_the_first_ones(llm: LLM) -> None:
+    whole = llm.embed("hello world")[0].vector
+    for count in (1, 10, 64):
+        found = llm.embed("hello world", dimensions=count)[0].vector
+        part = whole[:count].astype(np.float64)
+        np.testing.assert_allclose(found, part / np.linalg.norm(part), atol=1e-5)
+
+
+def test_the_mean_is_the_default_and_never_takes_cached_pages(llm: LLM) -> None:
+    text = "hello world " * 20
+    llm.generate(text, SamplingParams(max_tokens=1))
+    found = {pooling: llm.embed(text, pooling=pooling)[0] for pooling in ("auto", "mean", "last")}
+    np.testing.assert_array_equal(found["auto"].vector, found["mean"].vector)
+    assert np.abs(found["mean"].vector - found["last"].vector).max() > 1e-3
+    assert found["mean"].usage.cached_tokens == 0
+    assert found["last"].usage.cached_tokens > 0
+
+
+def test_asynchronous_callers_get_the_same(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    options = EngineOptions(ComputeOptions("reference"), SMALL)
+
+    async def ask() -> tuple[list[Any], list[Any]]:
+        async with await AsyncLLM.load(path, options) as llm:
+            both = await asyncio.gather(llm.embed(["hello", "the world"]), llm.embed("hello"))
+            with pytest.raises(RequestError):
+                await llm.embed("")
+            return both
+
+    with LLM(path, options) as llm:
+        right = llm.embed(["hello", "the world"])
+    found, alone = asyncio.run(ask())
+    assert [one.index for one in found] == [0, 1]
+    for one, known in zip([*found, *alone], [*right, right[0]], strict=True):
+        np.testing.assert_allclose(one.vector, known.vector, atol=1e-6)
+
+
+def test_cancelled_readings_stop(gated: tuple[Client, GatedBackend]) -> None:
+    client, _ = gated
+
+    async def leave() -> None:
+        embeddings = Embeddings(client, texts_of(600), EmbeddingParams(), CALLER)
+        async for _ in embeddings:
+            break
+        embeddings.cancel()
+
+    asyncio.run(leave())
+    wait_for(lambda: not client.loop._choices)
+    wait_for(lambda: client.loop.stats().num_referenced_pages == 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(None, "mean"), (0, "mean"), (1, "mean"), (3, "last"), (2, None)]
+)
+def test_the_file_says_what_is_pooled(
+    tmp_path: Path, number: int | None, expected: str | None
+) -> None:
+    metadata = {} if number is None else {"llama.pooling_type": number}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata)
+    with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
+        if expected is None:
+            with pytest.raises(RequestError, match="'cls', which is not supported") as caught:
+                llm.embed("hello world")
+            assert caught.value.param == "pooling"
+            expected = "last"
+        else:
+            named = llm.embed("hello world", pooling=expected)[0].vector
+            np.testing.assert_array_equal(llm.embed("hello world")[0].vector, named)
+        assert len(llm.embed("hello", pooling=expected)) == 1
+
+
+def test_a_folder_of_sentence_transformers_says_it_too(tmp_path: Path) -> None:
+    import json
+
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / "1_Pooling").mkdir()
+    flags = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    with LLM(folder, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
+        found = [llm.embed("hello world", pooling=word)[0].vector for word in ("auto", "last")]
+    np.testing.assert_array_equal(*found)

@@ -1,0 +1,163 @@
+"""Embeddings are what the reference says, and bit for bit the same in any company."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.cpu import cpu_backend, tiny_model
+from support.native import NEEDS, load_level
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
+from support.vectors import embedder_of, twin
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.cache import PagePool
+from twostroke.core.embedding import Pooling
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.models import build_program
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from twostroke.backends import Backend
+
+NUM_PAGES = 512
+CONTEXT = 300
+TEXT = [9, 2, 30, 4, 101, 17, 2, 2, 8, 9, 2, 30, 77, 5, 6, 60, 61, 62, 63, 64, 9, 8]
+
+
+def vectors_of(backend: Backend, setting: Setting, requests: list[Request]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    run_schedule(backend, setting, requests, CONTEXT, vectors=found)
+    return found
+
+
+def text_request(tokens: list[int], pooling: str, name: str = "t") -> Request:
+    return Request(name, tokens, len(tokens), SamplingParams(), 0, pooling=Pooling(pooling))
+
+
+PLAIN = Setting(NUM_PAGES, 1000, 4, prefix_cache=False, policy=Continuous())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vectors_of_every_family_are_as_the_reference_says(
+    tmp_path: Path, family: str, pooling: str
+) -> None:
+    sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
+    loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))
+    program = build_program(loaded.spec)
+    tokens = np.random.default_rng(4).integers(0, 285, 90).tolist()
+    reference = ReferenceBackend(program, loaded.tensors, NUM_PAGES, 16)
+    states = reference.trace(tokens, [program.last_states])[program.last_states]
+    right = twin(states, pooling)
+    own = vectors_of(reference, PLAIN, [text_request(tokens, pooling)])["t"]
+    np.testing.assert_allclose(np.frombuffer(own, np.float32), right, atol=1e-5)
+    with cpu_backend((program, loaded.tensors), "portable", 16, embeds=True) as backend:
+        found = np.frombuffer(
+            vectors_of(backend, PLAIN, [text_request(tokens, pooling)])["t"], np.float32
+        )
+    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
+    # A router may choose another of two experts that it likes all but equally.
+    assert found @ right > (0.98 if loaded.spec.experts else 0.9999)
+
+
+def test_torch_says_what_the_reference_says() -> None:
+    pytest.importorskip("torch", reason="no PyTorch here")
+    from twostroke.backends.torch import TorchBackend
+
+    model = tiny_model()
+    for pooling in ("mean", "last"):
+        both = [
+            vectors_of(kind(*model, NUM_PAGES, 16), PLAIN, [text_request(TEXT, pooling)])["t"]
+            for kind in (ReferenceBackend, TorchBackend)
+        ]
+        vectors = [np.frombuffer(found, np.float32) for found in both]
+        np.testing.assert_allclose(*vectors, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model twice: on one thread, for the expected vectors, and on two."""
+
+    plain: CpuBackend
+    shared: CpuBackend
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(level, "llama") for level in NEEDS] + [(None, "gemma3"), (None, "qwen3-moe")],
+    ids=lambda param: "-".join(filter(None, param)),
+)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    level, family = request.param
+    load_level(level or "portable")
+    sizes = replace(tiny_of(family), fmt="Q4_0", embedding_fmt="Q8_0")
+    loaded = load_path(write_tiny_gguf(tmp_path_factory.mktemp(family) / "tiny.gguf", sizes))
+    program = build_program(loaded.spec)
+    plain, shared = (
+        CpuBackend(program, loaded.tensors, NUM_PAGES, 16, threads, level=level, embeds=True)
+        for threads in (1, 2)
+    )
+    yield Pair(plain, shared)
+    plain.close()
+    shared.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
+    chance = random.Random(seed)
+    requests = random_requests(chance, 20, vocab_size=280, longest=80, most_output=60)
+    for number, request in enumerate(requests):
+        if number % 3:
+            request.pooling = (Pooling.MEAN, Pooling.LAST)[number % 2]
+            request.params, request.priority = SamplingParams(), 1
+    fewest = 9 * len(pair.plain.facts.windows)
+    settings = [Setting.chosen_by(chance, fewest, 5 * fewest) for _ in range(2)]
+    settings = [replace(setting, guesses=None) for setting in settings]
+    # So few pages that somebody has to give way.
+    settings.append(Setting(fewest, 9, 8, prefix_cache=True, policy=Continuous()))
+    alone = settings[0].alone(NUM_PAGES)
+    right = vectors_of(pair.plain, alone, [fresh(r) for r in requests])
+    assert len(right) == sum(r.pooling is not None for r in requests)
+    for setting in settings:
+        shuffled = [fresh(r) for r in chance.sample(requests, len(requests))]
+        assert vectors_of(pair.shared, setting, shuffled) == right, setting
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_preempted_text_has_the_vector_that_it_would_have_had(pair: Pair, pooling: str) -> None:
+    tokens = [5 + (7 * i) % 200 for i in range(150)]
+    right = vectors_of(pair.plain, PLAIN, [text_request(tokens, pooling)])["t"]
+    num_pages = 12 * len(pair.plain.facts.windows)
+    pool = PagePool(num_pages, 16, pair.plain.facts.windows)
+    scheduler = Scheduler(SchedulerConfig(CONTEXT, 4, 40), pool, None, Continuous())
+    victim = text_request(tokens, pooling)
+    victim.priority = 1
+    embedder = embedder_of(victim)
+    scheduler.add(victim)
+    found = []
+    for step in range(30):
+        if step == 2:
+            urgent = Request("u", [9] * 120, 120, SamplingParams(max_tokens=1), 0, priority=-1)
+            scheduler.add(urgent)
+        plan = scheduler.plan()
+        if plan is None:
+            break
+        deltas = scheduler.commit(plan, pair.shared.run(plan))
+        found += [embedder.take(d, 0.0).embedding for d in deltas if d.request is victim]
+    assert victim.num_preemptions == 1
+    assert victim.is_finished
+    assert [vector.tobytes() for vector in found if vector is not None] == [right]

@@ -1,0 +1,207 @@
+"""POST /v1/embeddings, as clients see it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from support.servers import live_server, post_bytes, wait_for
+from twostroke.serve.options import Limits, ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+    from numpy.typing import NDArray
+
+    from support.servers import LiveServer
+
+PATH = "/v1/embeddings"
+
+
+def embed(server: LiveServer, **fields: Any) -> httpx.Response:
+    return server.http.post(PATH, json={"input": "hello world", **fields})
+
+
+def vectors(response: httpx.Response) -> NDArray[np.float32]:
+    assert response.status_code == 200, response.text
+    data = response.json()["data"]
+    assert [one["index"] for one in data] == [*range(len(data))]
+    return np.array([one["embedding"] for one in data], np.float32)
+
+
+def test_answer_has_openais_shape(server: LiveServer) -> None:
+    body = embed(server).json()
+    num_tokens = len(server.client.card.tokenizer.encode("hello world"))
+    vector = body["data"][0].pop("embedding")
+    assert body == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0}],
+        "model": "tiny",
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    assert len(vector) == 64
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+
+
+def test_every_form_of_input_is_read(server: LiveServer) -> None:
+    encode = server.client.card.tokenizer.encode
+    one, two = encode("hello world"), encode("the")
+    right = vectors(embed(server, input=["hello world", "the"]))
+    for given, rows in (
+        ("hello world", [0]),
+        (["hello world"], [0]),
+        (one, [0]),
+        ([one], [0]),
+        ([one, two], [0, 1]),
+        (["the", one], [1, 0]),
+    ):
+        np.testing.assert_allclose(vectors(embed(server, input=given)), right[rows], atol=1e-5)
+
+
+def test_base64_has_the_same_numbers_lowest_byte_first(server: LiveServer) -> None:
+    plain = vectors(embed(server, encoding_format="float"))[0]
+    for _ in range(2):
+        text = embed(server, encoding_format="base64").json()["data"][0]["embedding"]
+        assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == plain.tolist()
+
+
+def test_fewer_dimensions_have_length_one_again(server: LiveServer) -> None:
+    whole = vectors(embed(server))[0].astype(np.float64)
+    found = vectors(embed(server, dimensions=10, user="me", model="tiny"))[0]
+    np.testing.assert_allclose(found, whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
+
+
+def test_the_client_may_choose_the_pooling(server: LiveServer) -> None:
+    words = (None, "auto", "mean", "last")
+    auto, named, mean, last = (vectors(embed(server, pooling=word)) for word in words)
+    np.testing.assert_array_equal(auto, named)
+    np.testing.assert_array_equal(auto, mean)
+    assert np.abs(mean - last).max() > 1e-3
+
+
+def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
+    texts = ["the " * (1 + place % 5) for place in range(400)]
+    body = embed(server, input=texts, dimensions=4)
+    found = vectors(body)
+    assert len(found) == 400
+    np.testing.assert_allclose(found[:5], found[-5:], atol=1e-4)
+    assert len({tuple(row.round(2).tolist()) for row in found[:5]}) == 5
+    encode = server.client.card.tokenizer.encode
+    assert body.json()["usage"]["prompt_tokens"] == sum(len(encode(text)) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "said"),
+    [
+        ({"input": None}, "input", "missing_required_parameter", "missing"),
+        ({"input": []}, "input", "invalid_value", "at least one text"),
+        ({"input": ""}, "input", "invalid_value", "empty"),
+        ({"input": ["a", ""]}, "input[1]", "invalid_value", "empty"),
+        ({"input": [[5], []]}, "input[1]", "invalid_value", "empty"),
+        ({"input": [5, "a"]}, "input", "invalid_value", "mixes"),
+        ({"input": [-1]}, "input", "invalid_value", "outside 0 to"),
+        ({"input": [[5], [10**6]]}, "input", "invalid_value", "outside 0 to"),
+        ({"input": [2**63]}, "input", "invalid_value", "outside 0 to"),
+        ({"input": [True]}, "input[0]", "invalid_value", ""),
+        ({"input": 5}, "input", "invalid_value", ""),
+        ({"input": ["a"] * 2049}, "input", "invalid_value", "may have 2048 inputs, not 2049"),
+        ({"dimensions": 0}, "dimensions", "invalid_value", "at least 1"),
+        ({"dimensions": 65}, "dimensions", "invalid_value", "from 1 to 64"),
+        ({"dimensions": 2**63}, "dimensions", "invalid_value", "from 1 to 64"),
+        ({"dimensions": 1.5}, "dimensions", "invalid_value", ""),
+        ({"encoding_format": "hex"}, "encoding_format", "invalid_value", ""),
+        ({"pooling": "cls"}, "pooling", "invalid_value", "auto, mean, last"),
+        ({"priority": 1001}, "priority", "invalid_value", "1000"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "unsupported_parameter", ""),
+        ({"dimension": 5}, "dimension", "unknown_parameter", "Did you mean 'dimensions'?"),
+        ({"stream": True}, "stream", "unknown_parameter", ""),
+        ({"model": "nobody"}, "model", "model_not_found", "does not exist"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(
+    server: LiveServer, fields: dict[str, Any], param: str, code: str, said: str
+) -> None:
+    response = embed(server, **fields)
+    error = response.json()["error"]
+    assert response.status_code == (404 if code == "model_not_found" else 400)
+    assert (error["param"], error["code"]) == (param, code)
+    assert said in error["message"]
+
+
+def test_a_text_that_is_too_long_is_refused_as_chats_are(server: LiveServer) -> None:
+    error = embed(server, input=["hello", "x" * 600]).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert error["message"].startswith(
+        "This model's maximum context length is 512 tokens. "
+        "However, your input resulted in 600 tokens. Please reduce the length of the input"
+    )
+    assert len(vectors(embed(server, input="x" * 512))) == 1
+
+
+def test_a_client_that_leaves_stops_its_texts(tmp_path: Path) -> None:
+    with live_server(tmp_path, token_budget=8, max_running=8) as server:
+        server.backend.gate.clear()
+        with server.connect() as client:
+            client.sendall(post_bytes(PATH, {"input": ["x" * 400] * 500}))
+            wait_for(lambda: server.api.num_running == 1)
+            wait_for(lambda: server.num_busy > 100)
+            assert server.num_busy <= 256
+        server.backend.gate.set()
+        server.wait_idle()
+        assert server.backend.num_steps < 100
+        assert len(vectors(embed(server))) == 1
+
+
+def test_a_full_queue_is_a_429(tmp_path: Path) -> None:
+    with live_server(tmp_path, max_waiting_requests=1, max_running=1) as server:
+        server.backend.gate.clear()
+        threads = [threading.Thread(target=server.complete) for _ in range(2)]
+        threads[0].start()
+        wait_for(lambda: server.client.loop.stats().num_running == 1)
+        threads[1].start()
+        wait_for(lambda: server.client.loop.stats().num_waiting == 1)
+        response = embed(server)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+        assert response.headers["retry-after"]
+        server.backend.gate.set()
+        for thread in threads:
+            thread.join()
+        assert len(vectors(embed(server, input=["a"] * 20))) == 20
+
+
+def test_a_stopping_server_says_so(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        server.backend.gate.clear()
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(embed(server)))
+        thread.start()
+        wait_for(lambda: server.api.num_running == 1)
+        server.api.abort()
+        thread.join()
+        assert answers[0].status_code == 503
+        server.backend.gate.set()
+        server.wait_idle()
+
+
+def test_a_text_that_poisons_its_step_fails_alone(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        server.backend.poison = 99
+        assert embed(server, input=[[5, 99], [6]]).status_code == 500
+        server.backend.poison = None
+        assert len(vectors(embed(server))) == 1
+        assert "twostroke_failed_requests_total 1.0" in server.http.get("/metrics").text
+
+
+def test_the_number_of_inputs_is_a_limit_of_the_server(tmp_path: Path) -> None:
+    options = ServeOptions(limits=Limits(max_inputs=3), drain_s=1)
+    with live_server(tmp_path, options) as server:
+        assert len(vectors(embed(server, input=["a"] * 3))) == 3
+        assert "may have 3 inputs" in embed(server, input=["a"] * 4).json()["error"]["message"]
+        text = json.dumps(server.http.get("/openapi.json").json()["components"]["schemas"])
+        assert '"maxItems": 3' in text
