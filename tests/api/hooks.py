@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import jsonschema
@@ -16,7 +17,11 @@ from schemathesis.specs.openapi.checks import negative_data_rejection
 _ROOT = "urn:described"
 _MOST_TOKENS = 8
 _MOST_CHOICES = 3
-_UNBOUNDED = ("/v1/chat/completions", "/v1/completions")  # without max_tokens
+_UNBOUNDED = {  # the limit of an answer that need not be there
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 _FORMS += ("guided_grammar", "output_config")
 
@@ -34,21 +39,24 @@ REASONS = {
     ),
     "prompts in which nothing stands": (r"The prompt is empty",),
     "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
-    "ids between those of the vocabulary": (r" is no token of this model",),
+    "ids of no token": (r" is no token of this model", r"has token ids outside"),
+    "items that are not there": (r"there is no item",),
+    "what responses refuse and others do not": (r"include_obfuscation is not supported",),
+    "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
     "ways to say how an answer has to look": (r" exclude each other", r"ignore_eos cannot be comb"),
     "results of tools without their calls": (r"tool_use_id is the id of no call before it",),
     "roles of messages": (r"belongs to a message of (the other )?role",),
     "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
     "models that know no text between two others": (r"suffix",),
     "scores of prompts": (r"max_tokens must be from 1",),
-    "integers written with a fraction, as 15.0": (r"must be an integer.*, not a number",),
     "what a chat template knows": (r"chat template (has no such variable|knows no)",),
     "prompts times n": (r"A request may ask for \d+ answers",),
 }
-_REASON = re.compile("|".join(one for many in REASONS.values() for one in many))
 
-counts = {"answered": 0, "refused": 0, "streams": 0}
-atexit.register(lambda: print(f"right requests and streams: {counts}"))
+counts: Counter[str] = Counter()  # of right requests
+atexit.register(
+    lambda: print("right requests:", *(f"\n  {c:5} {w}" for w, c in counts.most_common()))
+)
 _registry: Any = None
 
 
@@ -70,10 +78,15 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     body = case.body
     if not isinstance(body, dict):
         return
+    is_right = case.meta is not None and case.meta.generation.mode.is_positive
+    if is_right:
+        body = case.body = _whole(body)
     _shorten(body, case.operation.path)
-    if case.meta is not None and case.meta.generation.mode.is_positive:
+    if is_right:
         _reconcile(body)
-        if "max_tokens" in body and "stream" not in body:
+        if case.operation.path == "/v1/responses":
+            _reconcile_response(body)
+        if {"max_tokens", "max_output_tokens"} & {*body} and "stream" not in body:
             body["stream"] = len(repr(body)) % 2 == 0  # which is rarely drawn
 
 
@@ -85,9 +98,10 @@ def refusals_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code != 400:
         counts["answered"] += response.status_code == 200
         return
-    counts["refused"] += 1
     message = json.loads(response.text)["error"]["message"]
-    assert _REASON.search(message), f"A right request was refused: {message}"
+    found = [why for why, forms in REASONS.items() if any(re.search(f, message) for f in forms)]
+    assert found, f"A right request was refused: {message}"
+    counts[f"refused for {found[0]}"] += 1
 
 
 @schemathesis.check
@@ -103,7 +117,7 @@ def events_are_as_described(ctx: Any, response: Any, case: Any) -> None:
     """The data of each event is JSON that its `contentSchema` allows, up to the last."""
     if "text/event-stream" not in response.headers.get("content-type", [""])[0]:
         return
-    counts["streams"] += 1
+    counts["streamed"] += 1
     described = case.operation.definition.raw["responses"]["200"]["content"]["text/event-stream"]
     data_schema = described["schema"]["properties"]["data"]
     schema = data_schema.get("anyOf", [data_schema])[-1]["contentSchema"]
@@ -120,11 +134,12 @@ def _shorten(body: dict[str, Any], path: str) -> None:
     """Bound what an answer costs; wrong values stay as they are."""
     if _is_int(body.get("n")):
         body["n"] = min(body["n"], _MOST_CHOICES)
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if _is_int(body.get(name)):
             body[name] = min(body[name], _MOST_TOKENS)
-    if path in _UNBOUNDED and body.get("max_tokens") is None:
-        body["max_tokens"] = _MOST_TOKENS
+    name = _UNBOUNDED.get(path)
+    if name is not None and body.get(name) is None:
+        body[name] = _MOST_TOKENS
 
 
 def _has_plain_blocks(body: object) -> bool:
@@ -137,6 +152,15 @@ def _has_plain_blocks(body: object) -> bool:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> Any:
+    """Return a value with integers written as the server wants them: JSON Schema has 15.0, too."""
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _reconcile(body: dict[str, Any]) -> None:
@@ -158,8 +182,19 @@ def _reconcile(body: dict[str, Any]) -> None:
         _reconcile_message(message)
 
 
+def _reconcile_response(body: dict[str, Any]) -> None:
+    body["store"] = True  # links lead to it
+    body.pop("previous_response_id", None)
+    items = body.get("input")
+    if isinstance(items, list):
+        items = [item for item in items if item.get("type") not in ("item_reference", None)]
+    body["input"] = items or "hello"
+
+
 def _limit(body: dict[str, Any]) -> int:
-    found = body.get("max_completion_tokens") or body.get("max_tokens")
+    found = (
+        body.get("max_output_tokens") or body.get("max_completion_tokens") or body.get("max_tokens")
+    )
     return int(found) if _is_int(found) else _MOST_TOKENS
 
 
@@ -195,3 +230,6 @@ def _reconcile_message(message: dict[str, Any]) -> None:
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if message.get(name) and message["role"] != role:
             del message[name]
+    wrong = {"user": "tool_use", "assistant": "tool_result"}.get(message.get("role", ""))
+    if wrong is not None and isinstance(message.get("content"), list):
+        message["content"] = [part for part in message["content"] if part["type"] != wrong]

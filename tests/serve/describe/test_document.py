@@ -125,6 +125,29 @@ def test_no_text_speaks_of_fields_that_are_not_there(server: LiveServer, schemas
         assert set(neutral) <= set(kind.__struct_fields__), kind
 
 
+def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]) -> None:
+    description = Description(described)
+    schema = {"$ref": "#/components/schemas/ResponsesRequest"}
+    message = {"role": "user", "content": "hello"}
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    assert description.is_valid(schema, {"input": [message, call]})
+    for wrong in ({"role": "wizard", "content": "x"}, {**call, "type": "call"}, {"name": "f"}):
+        assert not description.is_valid(schema, {"input": [message, wrong]})
+
+
+def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
+    operations = {
+        operation["operationId"]: operation
+        for path in described["paths"].values()
+        for operation in path.values()
+    }
+    links = operations["post_v1_responses"]["responses"]["200"]["links"]
+    assert links
+    for link in links.values():
+        parameters = operations[link["operationId"]]["parameters"]
+        assert set(link["parameters"]) <= {one["name"] for one in parameters if one["in"] == "path"}
+
+
 def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str, Any]) -> None:
     text = json.dumps(described)
     for kind in ("schemas", "headers"):

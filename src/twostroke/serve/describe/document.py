@@ -108,9 +108,8 @@ def _answers(operation: Operation) -> Iterator[type[msgspec.Struct]]:
 
 def _operation(method: str, path: str, operation: Operation, schemas: Schemas) -> Parts:
     form = error_form({"path": path, "headers": []})
-    words = path.replace("{", "").replace("}", "").replace(".", "/").strip("/").split("/")
     described: Parts = {
-        "operationId": "_".join((method.lower(), *filter(None, words))),
+        "operationId": _id(method, path),
         "summary": operation.summary,
         "tags": [operation.tag],
         "parameters": [_REQUEST_ID, *operation.parameters],
@@ -119,6 +118,11 @@ def _operation(method: str, path: str, operation: Operation, schemas: Schemas) -
     if operation.description:
         described["description"] = operation.description
     return described
+
+
+def _id(method: str, path: str) -> str:
+    words = path.replace("{", "").replace("}", "").replace(".", "/").strip("/").split("/")
+    return "_".join((method.lower(), *filter(None, words)))
 
 
 def _body(operation: Operation, schema: Parts, facts: Facts) -> Parts:
@@ -137,6 +141,8 @@ def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts
     if operation.events:
         content[EVENTS] = {"schema": _stream(operation, form, schemas)}
     responses: Parts = {"200": _response("The answer.", content, ids)}
+    if operation.leads_to:
+        responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
     if operation.unwell:
         responses["503"] = _response("Not now.", content, [*ids, "retry-after"])
     failure = {JSON: {"schema": schemas.ref(form.struct)}}
@@ -150,6 +156,11 @@ def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts
         headers = [*ids, "retry-after"] if status in RETRY_STATUSES else ids
         responses.setdefault(str(status), _response(said[status], failure, headers))
     return responses
+
+
+def _link(method: str, path: str) -> Parts:
+    name = path.partition("{")[2].partition("}")[0]
+    return {"operationId": _id(method, path), "parameters": {name: "$response.body#/id"}}
 
 
 def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from twostroke.core.constraint import MAX_CONSTRAINT
 from twostroke.core.embedding import POOLINGS
 from twostroke.core.sampling import (
@@ -34,8 +36,6 @@ from twostroke.tokenize.messages import ROLES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import msgspec
-
     from twostroke.serve.describe.facts import Facts
 
     Schema = dict[str, Any]
@@ -51,10 +51,18 @@ NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
     request.ReasoningConfig: request.NEUTRAL_OF_REASONING,
     request.TextConfig: request.NEUTRAL_OF_TEXT,
     response_tools.FunctionTool: response_tools.NEUTRAL,
+    items.FunctionCall: items.NEUTRAL_OF_CALLS,
+    items.FunctionCallOutput: items.NEUTRAL_OF_CALLS,
+    items.OutputText: items.NEUTRAL_OF_TEXT,
     messages.CountRequest: messages.NEUTRAL,
     messages.OutputConfig: messages.NEUTRAL_OF_OUTPUT,
     anthropic_tools.Tool: anthropic_tools.NEUTRAL,
     anthropic_tools.TextBlock: anthropic_tools.NEUTRAL_OF_TEXT,
+}
+
+# What the objects in a field are, where its own type leaves that open.
+PARTS: Final[dict[tuple[type[msgspec.Struct], str], tuple[type[msgspec.Struct], ...]]] = {
+    (request.ResponsesRequest, "input"): tuple(items.KINDS.values()),
 }
 
 _TEXT_SIZE: Final = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
@@ -112,7 +120,9 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "frequency_penalty": _text("The same, for each time that the answer has them."),
         "logit_bias": _text("What is added to the logits of tokens, by id.")
         | {
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "propertyNames": {
+                "pattern": f"^(0|[1-9][0-9]{{0,{len(str(facts.vocab_size - 1)) - 1}}})$"
+            },
             "maxProperties": MAX_LOGIT_BIAS,
             "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         },
@@ -229,12 +239,34 @@ def _responses() -> dict[str, Schema]:
     }
 
 
+def _items() -> dict[str, dict[str, Schema]]:
+    """Return what is true of the items of a request for a response, each of a type of its own."""
+    optional = {"message": "ResponsesMessage", "item_reference": "ItemReference"}
+    found: dict[str, dict[str, Schema]] = {
+        kind.__name__: {
+            "": {"required": ["type", *_required(kind)]},
+            "type": {"type": "string", "const": word},
+        }
+        for word, kind in items.KINDS.items()
+        if word not in optional
+    }
+    for word, name in optional.items():
+        found[name] = {"type": {"enum": [word, None]}}
+    found["ResponsesMessage"]["role"] = {"enum": list(items.ROLES)}
+    return found
+
+
+def _required(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(kind) if field.required]
+
+
 def _inner() -> dict[str, dict[str, Schema]]:
     return {
+        **_items(),
         "StreamOptions": {
             "include_usage": _text("Whether the last event has the usage."),
             "continuous_usage_stats": {"enum": [None, False]},
-            "include_obfuscation": _HARMLESS,
+            "include_obfuscation": _text("Never done: `/v1/responses` refuses it, others do not."),
         },
         "OpenaiMessage": {
             "role": {"enum": list(ROLES)},

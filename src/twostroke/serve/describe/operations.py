@@ -82,6 +82,7 @@ class Operation:
         errors: what can go wrong besides `ANYWHERE`.
         examples: request bodies by name; the model's name is put into each.
         parameters: of the path, the query or the headers, as OpenAPI has them.
+        leads_to: operations whose path has the id of what this one answers.
     """
 
     summary: str
@@ -94,6 +95,7 @@ class Operation:
     errors: tuple[type[TwostrokeError], ...] = ()
     examples: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     parameters: tuple[dict[str, Any], ...] = ()
+    leads_to: tuple[tuple[str, str], ...] = ()
 
 
 _TEXT: Final = {"type": "string"}
@@ -307,6 +309,11 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
                 "tools": [{"type": "function", **_WEATHER}],
             },
         },
+        leads_to=(
+            ("GET", "/v1/responses/{response_id}"),
+            ("DELETE", "/v1/responses/{response_id}"),
+            ("GET", "/v1/responses/{response_id}/input_items"),
+        ),
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         "An answer that is kept",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.sampling import BOUNDS
-from twostroke.serve.describe.fields import in_bodies, in_structs, neutral_fields
+from twostroke.serve.describe.fields import PARTS, in_bodies, in_structs, neutral_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,7 +27,8 @@ class Schemas:
 
     def __init__(self, requests: Iterable[Struct], answers: Iterable[Struct], facts: Facts) -> None:
         """Describe request bodies and answers (events of streams and errors among these)."""
-        asked, said = tuple(requests), tuple(answers)
+        bodies, said = tuple(requests), tuple(answers)
+        asked = (*bodies, *(part for parts in PARTS.values() for part in parts))
         self._sent = frozenset(structs_in(said))
         self._told_apart = frozenset(_told_apart(asked))
         kinds = [*dict.fromkeys((*structs_in(asked), *structs_in(said)))]
@@ -39,7 +40,7 @@ class Schemas:
         for kind, name in self.names.items():
             key = _full_name(kind) if _full_name(kind) in found else kind.__name__
             schema: Schema = _merged(_renamed(found[key], renamed))
-            self._complete(kind, schema, is_body=kind in asked)
+            self._complete(kind, schema, is_body=kind in bodies)
             self.components[name] = schema
         self.components = dict(sorted(self.components.items()))
 
@@ -70,6 +71,9 @@ class Schemas:
                 more |= self._in_bodies.get(name, {})
             more |= _neutral(neutral[name]) if name in neutral else {}
             more |= own.get(name, {})
+            if (kind, name) in PARTS:
+                parts = {"anyOf": [self.ref(part) for part in PARTS[kind, name]]}
+                more["anyOf"] = [_of_parts(way, parts) for way in _ways(field)]
             if "anyOf" in more:  # which says all
                 field.clear()
             field.update(more)
@@ -174,6 +178,15 @@ def _merged(value: Any) -> Any:
     del schema["anyOf"]
     merged = {key: inner for way in ways for key, inner in way.items()}
     return {"type": kinds} | {key: merged[key] for key in merged if key != "type"} | schema
+
+
+def _ways(field: Schema) -> list[Schema]:
+    kinds = field["type"]
+    return [{"type": kind} for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+
+
+def _of_parts(way: Schema, parts: Schema) -> Schema:
+    return way | {"items": parts} if way["type"] == "array" else way
 
 
 def _is_number(field: Schema) -> bool:
