@@ -95,7 +95,10 @@ def neutral_fields(kind: type[msgspec.Struct]) -> Neutral:
 
 def in_bodies(facts: Facts) -> dict[str, Schema]:
     """Return what is true of a field of that name in every request body that has one."""
-    ids = {"minimum": 0, "maximum": facts.vocab_size - 1}
+    ids, num_digits = (
+        {"minimum": 0, "maximum": facts.vocab_size - 1},
+        len(str(facts.vocab_size - 1)),
+    )
     return {
         "model": _text("A name of the model, as `/v1/models` lists them; left out: the first.")
         | {"examples": [facts.names[0]]},
@@ -120,9 +123,7 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "frequency_penalty": _text("The same, for each time that the answer has them."),
         "logit_bias": _text("What is added to the logits of tokens, by id.")
         | {
-            "propertyNames": {
-                "pattern": f"^(0|[1-9][0-9]{{0,{len(str(facts.vocab_size - 1)) - 1}}})$"
-            },
+            "propertyNames": {"pattern": f"^(0|[1-9][0-9]{{0,{num_digits - 1}}})$"},
             "maxProperties": MAX_LOGIT_BIAS,
             "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         },
@@ -136,6 +137,13 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "speculate": _text("Who may guess tokens ahead; it never changes the answer.")
         | {"enum": [*facts.guessers, None]},
         "best_of": _text("Accepted where it equals `n`."),
+        **_forms_and_tools(),
+        **dict.fromkeys(_HARMLESS_FIELDS, _HARMLESS),
+    }
+
+
+def _forms_and_tools() -> dict[str, Schema]:
+    return {
         "response_format": _text("What the answer has to look like."),
         "structured_outputs": _text("What the answer has to look like, in one of these ways."),
         "guided_json": _text("A JSON schema, or its text, that the answer keeps to.") | _GRAMMAR,
@@ -153,7 +161,6 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         "reasoning_effort": _text("Whether to reason, and how much where the template knows that.")
         | {"enum": [*EFFORTS, None]},
         "thinking": _text("Whether to reason before the answer."),
-        **dict.fromkeys(_HARMLESS_FIELDS, _HARMLESS),
     }
 
 

@@ -36,7 +36,7 @@ function table(figures) {
   const rows = [
     ["Time to first token", duration(figures.ttft_s), duration(server.ttft_s)],
     ["of that in the queue", "", duration(server.queue_s)],
-    ["Time to last token", duration(figures.total_s), duration(server.total_s)],
+    ["Time to last token", duration(figures.total_s), duration(server.e2e_s)],
     ["Tokens per second after the first", rate(figures.tokens_per_s), rate(server.decode_tokens_per_s)],
     ["Prompt tokens", "", count(figures.prompt_tokens)],
     ["of these from the cache", "", shareOf(figures.cached_tokens, figures.prompt_tokens)],
