@@ -1,0 +1,43 @@
+"""What real models make of gaps and of texts to embed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from twostroke import LLM, EngineOptions, SamplingParams
+from twostroke.core.config import CacheOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+OPTIONS = EngineOptions(cache=CacheOptions(context_length=512))
+
+
+@pytest.mark.models
+def test_a_code_model_fills_a_gap_and_stops_where_the_suffix_goes_on(
+    real_model: Callable[[str], Path],
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48)
+    with LLM(real_model("qwen2.5-coder-1.5b"), OPTIONS) as llm:
+        before = "function average(numbers) {\n  let sum = 0;\n"
+        found = llm.generate(before, params, suffix="\n  return sum / numbers.length;\n}\n")[0][0]
+    assert "sum += numbers[i];" in found.text
+    assert "return" not in found.text
+    assert found.finish_reason.value == "stop"
+
+
+@pytest.mark.model
+def test_sentences_of_one_meaning_lie_near_each_other(smollm2_path: Path) -> None:
+    pairs = [
+        ("How do I sort a list in Python?", "Ways to order the elements of a Python list"),
+        ("The doctor prescribed antibiotics.", "A physician gave me medicine against it."),
+        ("It will rain tomorrow in the north.", "Showers are expected in the north next day."),
+    ]
+    with LLM(smollm2_path, OPTIONS) as llm:
+        vectors = np.array([one.vector for one in llm.embed([t for pair in pairs for t in pair])])
+    alike = vectors @ vectors.T - 2 * np.eye(len(vectors))
+    assert alike.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]
