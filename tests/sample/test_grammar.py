@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ import regex
 from support.byte_tokenizer import END, byte_tokenizer
 from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint
 from twostroke.core.errors import RequestError
+from twostroke.core.preface import Preface
 from twostroke.core.tree import ROOT, path_to
 from twostroke.sample.grammar import Grammars
 from twostroke.sample.masks import allows_only, as_flags
@@ -313,3 +315,52 @@ def test_ends_alone_are_told_from_other_tokens(tokenizer: Tokenizer, grammars: G
         matcher.masks(tokenizer.encode(text), (), (), mask)
         assert allows_only(mask[0], tokenizer.eos_ids) is only_ends
     assert tokenizer.find(END) in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize(
+    ("constraint", "good"),
+    [
+        (Constraint("json_schema", '{"const": [1, "a"]}'), '[1, "a"]'),
+        (Constraint("regex", "[0-9]{3}"), "123"),
+        (Constraint("choice", '["yes", "no"]'), "yes"),
+        (Constraint("grammar", 'root ::= "a" | "b" root'), "bba"),
+        (Constraint("lark", 'start: TEXT "q"\nTEXT: /a*/'), "aaq"),
+    ],
+)
+@pytest.mark.parametrize("mark", ["think", "special"])
+def test_a_constraint_may_stand_behind_a_preface(
+    constraint: Constraint, good: str, mark: str
+) -> None:
+    begin, end = f"<{mark}>", f"</{mark}>"
+    tokenizer = byte_tokenizer(odd=(("<special>", 3), ("</special>", 3)))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+
+    def is_whole(text: str, preface: Preface) -> bool:
+        matcher = grammars.matcher(replace(constraint, preface=preface))
+        tokens = [*tokenizer.encode(text, parse_special=True), tokenizer.find(END)]
+        return matcher.count_allowed((), tokens) == len(tokens)
+
+    for thought in ("", "hm", f"hm\n<{end[:-1]} ", good, f"{begin[:-1]}-"):
+        assert is_whole(f"{thought}{end}{good}", Preface("", end))
+        assert is_whole(f"{thought}{end}\n\n{good}", Preface("", end))
+        assert is_whole(f"{begin}{thought}{end}{good}", Preface(begin, end))
+        assert not is_whole(f"{thought}{end}{good}?", Preface("", end))
+        assert not is_whole(f"{thought}{end}\n\n\n{good}", Preface("", end))
+        assert not is_whole(f"{thought}{end}", Preface("", end))
+    assert is_whole(good, Preface(begin, end))
+    assert not is_whole(good, Preface("", end))
+    assert not is_whole(f"{begin}hm", Preface(begin, end))
+    assert grammars.known(constraint) is None
+
+
+def test_why_a_schema_is_refused_is_remembered(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    good = Constraint("json_schema", '{"type": "string"}')
+    bad = Constraint("json_schema", '{"type": "string", "pattern": "(?!a)b"}')
+    assert grammars.refusal(bad, only_known=True) is None
+    why = grammars.refusal(bad)
+    assert why is not None
+    assert "look-around" in why
+    assert grammars.refusal(bad, only_known=True) == why
+    assert grammars.refusal(good) is None
+    assert grammars.known(good) is None

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from twostroke.engine.call_forms import FORMS, HERMES, CallForm
 from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
 
 ARGUMENTS = '{"city": "Par\\"is}", "deep": [{"x": ["}", "\\\\"]}], "n": 1.5}'
@@ -16,9 +17,9 @@ OTHER = '<tool_call>\n{"name": "g-2", "arguments": {}}\n</tool_call>'
 BARE = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 
 
-def read(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+def read(text: str, cuts: list[int], form: CallForm = HERMES) -> tuple[str, list[tuple[str, str]]]:
     """The text and the calls of an answer that comes in pieces."""
-    reader, said, calls = CallReader(("f", "g-2")), "", list[tuple[str, str]]()
+    reader, said, calls = CallReader(("f", "g-2"), form), "", list[tuple[str, str]]()
     pieces = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += reader.feed(text[start:end])
@@ -63,6 +64,13 @@ def read(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
         ('{"name": "f", "argumen', '{"name": "f", "argumen', []),
         ('```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
         (f"So: {BARE}", f"So: {BARE}", []),
+        (f"```json\n{BARE}\nAnd so on.", "And so on.", [("f", ARGUMENTS)]),
+        (f"```json\n{BARE}", "", [("f", ARGUMENTS)]),
+        (f"```json\n{BARE}\n``", "", [("f", ARGUMENTS)]),
+        (f"{BARE}\n{BARE}", "", [("f", ARGUMENTS), ("f", ARGUMENTS)]),
+        (f"{OTHER}<tool_call> nope", "<tool_call> nope", [("g-2", "{}")]),
+        (CALL.replace("arguments", "parameters"), "", [("f", ARGUMENTS)]),
+        (CALL.replace("</tool_call>", "") + "More.", "More.", [("f", ARGUMENTS)]),
     ],
 )
 def test_pieces_do_not_depend_on_the_cuts(
@@ -79,6 +87,71 @@ def test_pieces_do_not_depend_on_the_cuts(
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
         assert read(text, cuts) == found
     assert read(text, list(range(len(text)))) == found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_read_however_it_is_cut(name: str) -> None:
+    form = FORMS[name]
+    two = [("f", ARGUMENTS), ("g-2", "{}")]
+    texts = {
+        form.write(two): ("", two),
+        form.write(two[:1]) + "\nDone.": ("Done.", two[:1]),
+        form.mark[:-1]: (form.mark[:-1], []),
+        f"a {form.mark} b": (f"a {form.mark} b", []),
+        form.write(two).replace(": ", ":").replace(", ", " , "): ("", None),
+    }
+    if not form.is_bare:
+        texts |= {
+            f"Well. {form.write(two)} ": ("Well.", two),
+            form.write(two[1:]) + form.write(two[:1]): ("", [two[1], two[0]]),
+        }
+    else:
+        texts[form.mark + form.write(two[:1])] = ("", two[:1])
+    if form.id_mark:
+        text = form.write(two[:1]).replace(form.middle, f"{form.id_mark}abc123XYZ{form.middle}")
+        texts[text] = ("", two[:1])
+    for text, (said, calls) in texts.items():
+        found = read(text, [], form)
+        assert found[0] == said
+        if calls is None:
+            read_back = [json.loads(arguments) for _, arguments in found[1]]
+            assert read_back == [json.loads(ARGUMENTS), {}]
+        else:
+            assert found[1] == calls
+        assert read(text, list(range(len(text))), form) == found
+        rng = random.Random(0)
+        for _ in range(20):
+            cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
+            assert read(text, cuts, form) == found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_is_whole_once_its_arguments_are(name: str) -> None:
+    form = FORMS[name]
+    text = form.write([("f", ARGUMENTS)])
+    end = text.index(ARGUMENTS) + len(ARGUMENTS)
+    for cut in range(len(text) + 1):
+        reader = CallReader(("f",), form)
+        pieces = reader.feed(text[:cut]) + reader.finish()
+        assert reader.has_whole_calls is (cut >= end)
+        if cut >= end:
+            assert not any(isinstance(piece, TextPiece) for piece in pieces)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_read_in_linear_time(name: str) -> None:
+    form = FORMS[name]
+    parts = (form.mark, form.opening + "f" * 60, form.opening + form.name("f") + form.middle)
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        read(text, list(range(0, len(text), 40)), form)
+        return time.process_time() - began
+
+    for part in parts:
+        for filling in (" ", '"', "{", "a"):
+            for text in ((part + filling) * 10_000, part + filling * 20_000):
+                assert seconds(text[:20_000]) < 10 * seconds(text[:5000]) + 0.5
 
 
 @pytest.mark.parametrize(

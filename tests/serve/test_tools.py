@@ -169,3 +169,60 @@ def test_a_schema_that_cannot_be_kept_to_frees_the_arguments_unless_strict() -> 
     assert tools is not None
     assert [one.schema for one in tools.functions] == [{"type": "object"}]
     assert tools.shown[0]["function"]["parameters"] == parameters
+
+
+LOOKAHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x)y"}}}
+ODD_FORMAT = {"type": "object", "properties": {"a": {"type": "string", "format": "zip"}}}
+OVERLAP = {
+    "type": "object",
+    "properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}},
+}
+
+
+@pytest.mark.parametrize("schema", [LOOKAHEAD, ODD_FORMAT, OVERLAP])
+def test_a_schema_that_the_grammar_refuses_frees_its_function_and_no_other(
+    server: LiveServer, schema: Fields
+) -> None:
+    odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    tools = [odd, *TOOLS]
+    for choice in ("auto", "required", "auto"):  # the second time it is known
+        answer_of(server, tools=tools, tool_choice=choice, max_tokens=1)
+    answer = answer_of(server, tools=tools, tool_choice=NAMED)
+    arguments = json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"])
+    assert arguments["days"] in {1, 2}
+    odd_one = {"type": "function", "function": {"name": "odd"}}
+    answer = answer_of(server, tools=tools, tool_choice=odd_one, max_tokens=60)
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "odd"
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [(LOOKAHEAD, "look-around"), (ODD_FORMAT, "format"), (OVERLAP, "oneOf")],
+)
+def test_a_strict_function_whose_schema_the_grammar_refuses_is_named(
+    server: LiveServer, schema: Fields, word: str
+) -> None:
+    function = {"name": "odd", "parameters": schema, "strict": True}
+    tools = [*TOOLS, {"type": "function", "function": function}]
+    for _ in range(2):
+        said = refused(server.chat(tools=tools), 400, "tools[2].function.parameters")
+        assert "tools[2].function.parameters of the function 'odd'" in said
+        assert word in said
+    tool = {"name": "odd", "input_schema": schema, "strict": True}
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [tool]}
+    response = server.http.post("/v1/messages", json=asked)
+    assert response.status_code == 400
+    said = response.json()["error"]["message"]
+    assert said.startswith("tools[0].input_schema of the function 'odd'")
+
+
+def test_a_call_that_a_stop_string_cut_is_not_to_be_made(server: LiveServer) -> None:
+    fields: Fields = {"tool_choice": NAMED, "stop": ['"days"']}
+    answer = answer_of(server, **fields)
+    assert answer["finish_reason"] == "stop"
+    [call] = answer["message"]["tool_calls"]
+    assert '"days"' not in call["function"]["arguments"]
+    chunks = events(server.chat(stream=True, tools=TOOLS, seed=1, **fields).text)[:-1]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    answer = answer_of(server, tool_choice=NAMED, stop=["</tool_call>"])
+    assert answer["finish_reason"] == "tool_calls"  # nothing of the call is missing

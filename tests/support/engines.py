@@ -6,11 +6,14 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import BatchOptions, SpeculationOptions
-from twostroke.core.step import StepResult
+from twostroke.core.errors import RequestError
+from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loop import EngineLoop
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 
 
+_CERTAIN = TokenLogprobs(0.0, (), ())
+
+
 class Backend(ReferenceBackend):
     """The reference backend with a gate before each step, which a test may close, and faults.
 
@@ -41,6 +47,7 @@ class Backend(ReferenceBackend):
     poison: int | None = None
     is_broken = False
     num_steps = 0
+    script: tuple[int, ...] = ()  # what every answer is, if anything
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
@@ -49,7 +56,18 @@ class Backend(ReferenceBackend):
             raise ValueError("bad kernel at 0x7f00 in /secret/path.py")
         if self.is_broken:
             return StepResult([], [None])
-        return super().run(plan)
+        if not self.script:
+            return super().run(plan)
+        drawing = [part.request for part in plan.slices if part.samples]
+        tokens = [self.script[request.num_output] for request in drawing]
+        for request, token in zip(drawing, tokens, strict=True):
+            if request.matcher:
+                mask = np.zeros((1, request.matcher.num_words), np.uint32)
+                request.matcher.masks(request.output, (), (), mask)
+                if not mask[0, token // 32] >> token % 32 & 1:
+                    raise RequestError("The script breaks the form.")
+        wanted = [request.params.logprobs is not None for request in drawing]
+        return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import END, byte_tokenizer
+from twostroke.core.preface import Preface
 from twostroke.tokenize import StreamDecoder
 
 TOKENIZER = byte_tokenizer()
@@ -160,3 +161,26 @@ def test_time_does_not_grow_with_the_text_held_back() -> None:
     shown = sum(len(decoder.feed(token)) for _ in range(20_000))
     assert shown == 15_000
     assert len(decoder.finish()) == 5_000
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize(
+    ("preface", "text", "stop", "expected"),
+    [
+        (Preface("", "</t>"), "a.b</t>c.d", ".", "a.b</t>c"),
+        (Preface("<t>", "</t>"), "<t>a.b</t>c.d", ".", "<t>a.b</t>c"),
+        (Preface("<t>", "</t>"), "a.b<t>c</t>", ".", "a"),
+        (Preface("<t>", "</t>"), "<.b", "<.", ""),
+        (Preface("", "</t>"), "a.b", ".", "a.b"),
+        (Preface("", "</t>"), "a</t", "/t", "a</t"),
+        (Preface("", "</t>"), "a</t>", "/t>", "a</t>"),
+    ],
+)
+def test_stop_strings_are_not_looked_for_in_a_preface(
+    preface: Preface, text: str, stop: str, expected: str, *, include_stop: bool
+) -> None:
+    decoder = StreamDecoder(TOKENIZER, [stop], preface=preface, include_stop=include_stop)
+    shown = "".join(map(decoder.feed, TOKENIZER.encode(text))) + decoder.finish()
+    has_stopped = expected != text
+    assert decoder.stop == (stop if has_stopped else None)
+    assert shown == expected + (stop if has_stopped and include_stop else "")

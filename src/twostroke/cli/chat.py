@@ -143,13 +143,14 @@ class Conversation:
 
     def _turn(self, text: str) -> None:
         """Have one message answered; a turn without any answer is as if it had not been."""
-        from twostroke.engine.prompts import encode_chat
+        from twostroke.engine.prompts import encode_turn
 
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            tokens = encode_chat(self.engine.card, [*system, *self.messages, question])
-            completion = self._answer(tokens)
+            messages = [*system, *self.messages, question]
+            tokens, params = encode_turn(self.engine.card, messages, self.params)
+            answer = self._answer(tokens, self._within_room(params, len(tokens)))
         except EngineStoppedError:
             raise
         except ContextLengthError:
@@ -159,27 +160,30 @@ class Conversation:
         except TwostrokeError as error:
             self._say(error.message, "red")
             return
-        if completion.text:
-            self.messages += [question, {"role": "assistant", "content": completion.text}]
+        if answer:
+            self.messages += [question, answer]
 
-    def _answer(self, tokens: list[int]) -> Completion:
-        """Show one answer as it comes; Ctrl-C ends it, and what was said stays said."""
-        from twostroke.cli.markdown import MarkdownStream
+    def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
+        """Show one answer as it comes; Ctrl-C ends it, and what was said stays said.
+
+        Returns its message, if anything was said.
+        """
+        from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
         meter = self.engine.client.loop.meter
         before = meter.strokes
-        generation = self.engine.client.generate(tokens, self._params(len(tokens)))
+        generation = self.engine.client.generate(tokens, params)
         outputs: list[Output] = []
         try:
             with (
                 no_echo(),
                 on_interrupt(generation.cancel),
-                MarkdownStream(self.console) as stream,
+                AnswerStream(self.console, params.preface, self.engine.card.tokenizer) as stream,
             ):
                 for output in generation.outputs():
                     outputs.append(output)
-                    stream.feed(output.text)
+                    stream.feed(output)
         finally:
             generation.cancel()
         completion = join(outputs)
@@ -190,14 +194,14 @@ class Conversation:
         width = self.console.width
         self._say(describe(figures, completion.usage, notes=notes, width=width), "dim")
         self.console.print()
-        return completion
+        return stream.message
 
-    def _params(self, num_prompt: int) -> SamplingParams:
+    def _within_room(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
         """Return how to choose tokens: --max-tokens, or as many as there is room for."""
-        room, most = self.engine.context_length - num_prompt, self.params.max_tokens
+        room, most = self.engine.context_length - num_prompt, params.max_tokens
         if most is None or room < 1 or most <= room:
-            return self.params
-        return replace(self.params, max_tokens=room, min_tokens=min(room, self.params.min_tokens))
+            return params
+        return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
 
     def _notes(self, completion: Completion) -> tuple[str, ...]:
         """Return why an answer is not whole."""

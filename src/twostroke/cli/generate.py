@@ -78,7 +78,7 @@ def command(**given: Any) -> None:
         if suffix:
             tokens, params = _fill(engine, text, suffix, params, system)
         else:
-            tokens = _encode(engine, text, system, raw=raw)
+            tokens, params = _encode(engine, text, params, system, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.meter.strokes
@@ -127,13 +127,15 @@ def _fill(
         return encode_gap(engine.card, text, suffix), ending_gaps(engine.card, params)
 
 
-def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list[int]:
-    from twostroke.engine.prompts import encode_chat, encode_text
+def _encode(
+    engine: Engine, text: str, params: SamplingParams, system: str | None, *, raw: bool
+) -> tuple[list[int], SamplingParams]:
+    from twostroke.engine.prompts import encode_text, encode_turn
 
     if raw or engine.card.chat_template is None:
         if system is not None:
             raise UsageError("--system needs a chat template; it cannot go with --raw.")
-        return encode_text(engine.card, text)
+        return encode_text(engine.card, text), params
     if not text.strip():
         raise UsageError(
             "The prompt is empty: give one with -p TEXT, -f FILE, or on standard input."
@@ -141,7 +143,7 @@ def _encode(engine: Engine, text: str, system: str | None, *, raw: bool) -> list
     messages = [{"role": "system", "content": system}] if system is not None else []
     # Files and `echo` end in a newline that nobody means to say.
     message = {"role": "user", "content": text.removesuffix("\n")}
-    return encode_chat(engine.card, [*messages, message])
+    return encode_turn(engine.card, [*messages, message], params)
 
 
 def _run(

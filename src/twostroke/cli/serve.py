@@ -54,6 +54,13 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
     show_default=True,
     help="Answers of /v1/responses that are kept for later requests, the newest; 0 keeps none.",
 )
+@click.option(
+    "--reasoning",
+    type=click.Choice(["apart", "inline"]),
+    default="apart",
+    show_default=True,
+    help="Where a model's reasoning goes: into a field of its own, or left in the answer's text.",
+)
 @compute_options
 @lasting_speculation_options
 @batch_options
@@ -77,6 +84,7 @@ def command(**given: Any) -> int:
         drain_s=given.pop("drain_s"),
         max_stored=given.pop("max_stored"),
         **observing(given),
+        splits_reasoning=given.pop("reasoning") == "apart",
     )
     log = given.pop("log_format"), given.pop("log_level")
     options = engine_options(given)

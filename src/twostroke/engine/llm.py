@@ -15,9 +15,9 @@ from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embeddings, embed
 from twostroke.engine.prompts import (
-    encode_chat,
     encode_gap,
     encode_text,
+    encode_turn,
     ending_gaps,
     to_hints,
 )
@@ -97,9 +97,9 @@ class LLM:
         Raises:
             RequestError: the model has no chat template, or a message is not as it should be.
         """
-        tokens = encode_chat(self.engine.card, messages)
+        tokens, params = encode_turn(self.engine.card, messages, params or SamplingParams())
         hints = self._hints(speculate, prediction)
-        return self._run([tokens], [params or SamplingParams()], _SPEAKER, hints)[0]
+        return self._run([tokens], [params], _SPEAKER, hints)[0]
 
     def stream(
         self,
@@ -230,7 +230,8 @@ class AsyncLLM:
         `speculate` and `prediction` as in `LLM.generate`.
         """
         card = self.engine.card
-        tokens, hints = encode_chat(card, messages), to_hints(card, speculate, prediction)
+        tokens, params = encode_turn(card, messages, params or SamplingParams())
+        hints = to_hints(card, speculate, prediction)
         async for output in self._outputs(tokens, params, _SPEAKER, hints):
             yield output
 

@@ -11,6 +11,7 @@ from twostroke.core.request import Hints
 from twostroke.engine.manners import manners_of
 from twostroke.engine.thinking import AS_IT_IS, marks_of, preface_of, variables_of, with_reasoning
 from twostroke.engine.tool_prompt import fitted
+from twostroke.sample.lark import special_marks
 from twostroke.tokenize import encode_infill
 from twostroke.tokenize.messages import checked_messages
 
@@ -149,6 +150,40 @@ def encode_chat(
         thinking=thinking,
     )
     return card.tokenizer.encode_prompt(prompt)
+
+
+def encode_turn(
+    card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
+) -> tuple[list[int], SamplingParams]:
+    """Return the token ids of a conversation, and how to answer it: perhaps behind reasoning.
+
+    Raises:
+        RequestError: as `encode_chat`.
+    """
+    chat = chat_of(card)
+    prompt = chat.render(messages)
+    params = behind_preface(params, chat.preface(prompt), card.tokenizer)
+    return card.tokenizer.encode_prompt(prompt), params
+
+
+def behind_preface(
+    params: SamplingParams,
+    preface: Preface | None,
+    tokenizer: Tokenizer,
+    marks: Sequence[str] = (),
+) -> SamplingParams:
+    """Return parameters that apply behind a preface, if there is one.
+
+    Its marks, and further `marks`, are shown though they may be special tokens.
+    """
+    constraint = params.constraint
+    if preface is not None:
+        marks = (preface.begin, preface.end, *marks)
+        constraint = constraint and replace(constraint, preface=preface)
+    if not marks:
+        return params
+    shown_ids = frozenset(special_marks(marks, tokenizer).values())
+    return replace(params, constraint=constraint, preface=preface, shown_ids=shown_ids)
 
 
 def chat_of(card: ModelCard) -> Chat:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them
 _EFFORT: Final = "reasoning_effort"
+# What a template is given by other ways than a client's variables.
+_OWN: Final = frozenset(
+    ("messages", "tools", "add_generation_prompt", "continue_final_message", "has_text_arguments")
+)
 MAX_VARIABLES: Final = 16
 _MAX_VARIABLES_SIZE: Final = 16 * 1024  # characters of JSON
 _MOST_SHOWN: Final = 40  # characters of a wrong name that an error repeats
@@ -99,6 +103,9 @@ def variables_of(
         return {}
     given = dict(thinking.variables)
     _check_variables(given, thinking.variables_param)
+    if own := sorted(_OWN.intersection(given)):
+        where = f"{thinking.variables_param}.{own[0]}"
+        raise RequestError(f"{where} is the chat template's own name.", param=where)
     for name in [name for name in given if name not in known]:
         if name in _SWITCHES and given[name] is False and not _reasons(marks):
             del given[name]  # which is so already

@@ -65,13 +65,26 @@ def _fitted(message: dict[str, Any], manners: Manners) -> dict[str, Any]:
         return message | {"content": content}
     if not manners.writes_calls:
         functions = [call["function"] for call in calls]
-        written = manners.form.write((f["name"], f["arguments"]) for f in functions)
+        written = manners.form.write((f["name"], _arguments(f)) for f in functions)
         del message["tool_calls"]
         return message | {"content": "\n".join(filter(None, [content, written]))}
+    if manners.has_text_arguments:
+        calls = [_with_text(call) for call in calls]
     if manners.has_short_ids:
         calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
     without = None if manners.has_null_content else ""
     return message | {"content": content or without, "tool_calls": calls}
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    """Return a call's arguments as JSON, as which they may have been given."""
+    given = function.get("arguments") or {}
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | {"function": function | {"arguments": _arguments(function)}}
 
 
 def _short(call_id: str) -> str:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
+from twostroke.tokenize.preface import MAX_BLANKS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -38,16 +40,29 @@ def up_to(name: str, mark: str, specials: Mapping[str, int]) -> str:
     return f"{name}[lazy]: TEXT {spelled(mark, specials)}"
 
 
+def beginning(preface: Preface, specials: Mapping[str, int]) -> str:
+    """Return what a preface begins with."""
+    mark = spelled(preface.begin, specials)
+    return mark if preface.begin in specials else rf"/\s{{0,{MAX_BLANKS}}}/ {mark}"
+
+
+def text_but(*others: str) -> str:
+    """Return the rule of any text that begins with none of these, which are terminals."""
+    return f"{TEXT} & ~(({' | '.join(others)}) /(.|\\n)*/)" if others else TEXT
+
+
 def behind(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
     """Return the grammar of answers that begin with a preface.
 
     `grammar` is in Lark's notation, or llguidance's own object.
     """
     specials = special_marks((preface.begin, preface.end), tokenizer)
-    start = "start: preface GAP? @answer"
-    if preface.begin:
-        start = f"start: ({spelled(preface.begin, specials)} preface GAP?)? @answer"
+    start = (
+        "start: (begin preface GAP?)? @answer" if preface.begin else "start: preface GAP? @answer"
+    )
     rules = [start, up_to("preface", preface.end, specials), r"GAP: /\n{1,2}/", TEXT]
+    if preface.begin:
+        rules.append(f"begin: {beginning(preface, specials)}")
     answer = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
     first = {**answer[0], "name": "answer"}
     whole = [{"name": "whole", "lark_grammar": "\n".join(rules)}, first, *answer[1:]]

@@ -142,6 +142,8 @@ class CallReader:
     def _next(self, pieces: list[Piece]) -> bool:
         """Take the name of another call in a list, or the list's end."""
         found = self._shapes.end.match(self._held, partial=True)
+        if found and found.partial and len(self._held) <= _MAX_HELD:
+            return False
         if found and not found.partial:
             self._held = self._held[found.end() :]
             self._leave()
@@ -213,6 +215,8 @@ class CallReader:
         found = self._tail.match(self._held, partial=True)
         if found and found.partial and len(self._held) <= _MAX_HELD:
             return False
+        if (not found or found.partial) and self._form.is_quoted:
+            found = _BARE_TAIL.match(self._held)  # the object ends, if nothing else does
         if found and not found.partial:
             self._held = self._held[found.end() :]
         if self._is_bare and self._is_fenced:

@@ -16,9 +16,15 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Usage, join
-from twostroke.engine.prompts import chat_of, encode_gap, encode_text, ending_gaps, to_hints
+from twostroke.engine.prompts import (
+    behind_preface,
+    chat_of,
+    encode_gap,
+    encode_text,
+    ending_gaps,
+    to_hints,
+)
 from twostroke.engine.thinking import AS_IT_IS
-from twostroke.sample.lark import special_marks
 from twostroke.serve.reading import PLAIN, Reading
 from twostroke.serve.tools import ToolForm
 
@@ -152,24 +158,20 @@ class Job:
         self, prompt: Conversation, card: ModelCard, hints: Hints, *, splits_reasoning: bool
     ) -> Encoded:
         rendered = prompt.render(card)
-        params, calls = self.params, None
+        params = self.params
         tokens = [card.tokenizer.encode_prompt(rendered)]
         preface = prompt.preface(card, rendered)
         if preface is None and self.tools is None:
             return Encoded(tokens, params, hints)
-        constraint = params.constraint
-        if constraint is not None:
-            constraint = replace(constraint, preface=preface)
         reading = Reading(preface=preface if splits_reasoning else None)
-        marks: tuple[str, ...] = () if preface is None else (preface.begin, preface.end)
-        if self.tools is not None:
-            form = chat_of(card).manners.form
-            calls = ToolForm(self.tools, form, card.tokenizer, preface)
-            constraint = calls.constraint()
-            reading = replace(reading, functions=self.tools.names, form=form)
-            marks += form.all_marks
-        shown_ids = frozenset(special_marks(marks, card.tokenizer).values())
-        params = replace(params, constraint=constraint, preface=preface, shown_ids=shown_ids)
+        if self.tools is None:
+            params = behind_preface(params, preface, card.tokenizer)
+            return Encoded(tokens, params, hints, reading)
+        form = chat_of(card).manners.form
+        calls = ToolForm(self.tools, form, card.tokenizer, preface)
+        params = behind_preface(params, preface, card.tokenizer, form.all_marks)
+        params = replace(params, constraint=calls.constraint())
+        reading = replace(reading, functions=self.tools.names, form=form)
         return Encoded(tokens, params, hints, reading, calls)
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.lark import TEXT, special_marks, spelled, up_to
+from twostroke.sample.lark import beginning, special_marks, spelled, text_but, up_to
 from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, check_keywords
 
 if TYPE_CHECKING:
@@ -112,8 +112,11 @@ class Tools:
         free = (one.freed() if one.name in names else one for one in self.functions)
         return replace(self, functions=tuple(free)) if names else self
 
-    def rules(self, form: CallForm, tokenizer: Tokenizer) -> Iterator[str]:
-        """Yield a grammar of answers with calls, or with text before and in place of them."""
+    def rules(self, form: CallForm, tokenizer: Tokenizer, preface: Preface | None) -> Iterator[str]:
+        """Yield a grammar of answers with calls, or with text before and in place of them.
+
+        That text does not begin as a preface does.
+        """
         specials = special_marks(form.all_marks, tokenizer)
         spell = partial(spelled, specials=specials)
         id_ = f" {spell(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
@@ -135,17 +138,22 @@ class Tools:
         yield up_to("head", form.mark, specials)
         yield "last: TEXT"
         several = "call* last" if self.is_parallel else "call | last"
+        others = []
+        if preface is not None and preface.begin:
+            marks = special_marks((preface.begin,), tokenizer)
+            if not marks:  # a token, which no text has
+                yield f"PREFACE: {beginning(preface, marks)}"
+                others = ["PREFACE"]
         if not form.is_bare:
             yield f"start: {several}"
-            yield TEXT
+            yield text_but(*others)
             return
         # What begins as a call does, without the mark, is one: no other text begins so.
         for place, name in enumerate(self.names):
             yield f"BARE{place}: {spell(form.opening + form.name(name) + form.middle)}"
         yield f"bare: {' | '.join(f'BARE{place} rest{place}' for place in places)}"
         yield f"start: bare {more} | {several}"
-        begins = "|".join(f"BARE{place}" for place in places)
-        yield f"{TEXT} & ~(({begins}) /(.|\\n)*/)"
+        yield text_but(*others, *(f"BARE{place}" for place in places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ class ToolForm:
 
     def constraint(self) -> Constraint:
         """Return what answers are held to."""
-        rules = "\n".join(self.tools.rules(self.form, self.tokenizer))
+        rules = "\n".join(self.tools.rules(self.form, self.tokenizer, self.preface))
         return Constraint("lark", rules, "tools", self.preface)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from twostroke.core.preface import Preface
     from twostroke.tokenize.tokenizer import Tokenizer
 
-_MAX_BLANKS: Final = 100  # in front of what opens a preface
+MAX_BLANKS: Final = 100  # in front of what opens a preface
 
 
 class Part(Enum):
@@ -57,10 +57,12 @@ class PrefaceCutter:
         """Look for what opens a preface; blanks may come before it."""
         body = self._held.lstrip()
         num_blanks = len(self._held) - len(body)
-        if body.startswith(self._begin):
+        if num_blanks > MAX_BLANKS:
+            self.place = Part.BEHIND
+        elif body.startswith(self._begin):
             self._take(found, Part.MARK, num_blanks + len(self._begin))
             self.place = Part.INSIDE
-        elif num_blanks > _MAX_BLANKS or not self._begin.startswith(body):
+        elif not self._begin.startswith(body):
             self.place = Part.BEHIND
 
     def _close(self, found: list[tuple[Part, str]]) -> None:

@@ -79,6 +79,7 @@ _CHOICE: Final = {
     "maxItems": MAX_CHOICES,
     "items": {"type": "string", "minLength": 1},
 }
+_VARIABLES: Final = {"maxProperties": MAX_VARIABLES}
 _PARALLEL: Final = {"description": "Whether at most one call is wanted."}
 
 
@@ -156,8 +157,7 @@ def _forms_and_tools() -> dict[str, Schema]:
         "parallel_tool_calls": _text("Whether there may be several calls; true if left out."),
         "add_generation_prompt": _text("Whether the assistant's turn begins behind the messages."),
         "continue_final_message": _text("Whether the answer goes on from the last message."),
-        "chat_template_kwargs": _text("Variables of the model's chat template that it reads.")
-        | {"maxProperties": MAX_VARIABLES},
+        "chat_template_kwargs": _text("Variables that the chat template reads.") | _VARIABLES,
         "reasoning_effort": _text("Whether to reason, and how much where the template knows that.")
         | {"enum": [*EFFORTS, None]},
         "thinking": _text("Whether to reason before the answer."),

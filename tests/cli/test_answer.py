@@ -1,0 +1,58 @@
+"""An answer on the terminal: what is dimmed, what is Markdown, and what is remembered."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from support.byte_tokenizer import byte_tokenizer
+from twostroke.cli.answer import AnswerStream
+from twostroke.core.preface import Preface
+from twostroke.core.request import FinishReason
+from twostroke.engine.output import Output
+
+ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+
+
+def show(preface: Preface | None, text: str, size: int) -> tuple[str, dict[str, str] | None]:
+    """What the terminal shows of an answer in pieces, and its message."""
+    file = io.StringIO()
+    console = Console(file=file, width=60, force_terminal=True, color_system="standard")
+    with AnswerStream(console, preface, byte_tokenizer()) as stream:
+        for start in range(0, len(text), size):
+            stream.feed(Output(0, text[start : start + size], ()))
+        stream.feed(Output(0, "", (), finish_reason=FinishReason.STOP))
+    return file.getvalue(), stream.message
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize(("preface", "begin"), [(ANEW, "<think>\n"), (INSIDE, "")])
+def test_reasoning_is_dimmed_and_the_text_is_markdown(
+    preface: Preface, begin: str, size: int
+) -> None:
+    shown, message = show(preface, f"{begin}Well [x]\n</think>\n\n**Yes**\n", size)
+    assert message == {
+        "role": "assistant",
+        "content": "**Yes**\n",
+        "reasoning_content": "Well [x]",
+    }
+    assert "\x1b[2m" in shown
+    assert "think>" not in shown
+    assert shown.index("\x1b[2mW") < shown.index("\x1b[1mYes")
+
+
+def test_answers_without_reasoning_are_markdown_alone() -> None:
+    for preface in (None, ANEW):
+        shown, message = show(preface, "*Hm*", 1)
+        assert message == {"role": "assistant", "content": "*Hm*"}
+        assert "\x1b[2m" not in shown
+        assert "Hm" in shown
+
+
+def test_reasoning_without_an_answer_is_remembered() -> None:
+    shown, message = show(INSIDE, "Hm", 1)
+    assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    assert shown.endswith("\n")
+    assert show(ANEW, "", 1)[1] is None

@@ -1,0 +1,135 @@
+"""A model's reasoning: its marks, where it begins, and what a request may ask of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.byte_tokenizer import CHATML, byte_metadata
+from twostroke.core.errors import RequestError
+from twostroke.core.preface import Preface
+from twostroke.engine.prompts import Chat
+from twostroke.engine.thinking import Thinking
+from twostroke.tokenize import from_gguf
+
+if TYPE_CHECKING:
+    from twostroke.tokenize import Tokenizer
+
+USER = {"role": "user", "content": "Why?"}
+SPOOF = {"role": "user", "content": "Say <think>"}
+ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+
+
+def tokenizer_of(template: str, *marks: str) -> Tokenizer:
+    metadata = byte_metadata(odd=tuple((mark, 4) for mark in marks))
+    return from_gguf(metadata | {"tokenizer.chat_template": template})
+
+
+def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Preface | None:
+    chat = Chat(tokenizer_of(template))
+    thinking = Thinking(**asked) if asked else Thinking()
+    return chat.preface(chat.render(messages, thinking=thinking))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "asked", "expected"),
+    [
+        (CHATML, [USER], {}, None),
+        (CHATML, [SPOOF], {}, None),
+        (talkers.THINKS, [USER], {}, ANEW),
+        (talkers.THINKS, [SPOOF], {}, ANEW),
+        (talkers.THINKS, [USER], {"is_on": True}, ANEW),
+        (talkers.THINKS, [USER], {"is_on": False}, None),
+        (talkers.THINKS, [USER], {"effort": "none"}, None),
+        (talkers.THINKS, [USER], {"effort": "low"}, ANEW),
+        (talkers.THINKS, [USER], {"variables": {"enable_thinking": False}}, None),
+        (
+            talkers.THINKS,
+            [USER],
+            {"effort": "none", "variables": {"enable_thinking": True}},
+            ANEW,
+        ),
+        (talkers.ALWAYS_THINKS, [USER], {}, INSIDE),
+        (talkers.ALWAYS_THINKS, [USER], {"effort": "high"}, INSIDE),
+        (talkers.GRADES, [USER], {}, None),
+        (talkers.GRADES, [USER], {"is_on": True}, Preface("", "[/THINK]")),
+    ],
+)
+def test_where_the_prompt_leaves_off_decides(
+    template: str, messages: list[dict[str, str]], asked: dict[str, Any], expected: Preface | None
+) -> None:
+    assert preface(template, messages, **asked) == expected
+
+
+def test_tokens_of_the_vocabulary_are_marks_too() -> None:
+    chat = Chat(tokenizer_of(CHATML, "<think>", "</think>"))
+    assert chat.preface(chat.render([USER])) == ANEW
+    with pytest.raises(RequestError, match="knows no reasoning"):
+        chat.render([USER], thinking=Thinking(True, param="thinking"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ANEW),
+        ("The answer is", None),
+        ("<think>\nWell", INSIDE),
+        ("<think>Well</think> So", None),
+        ("Hm </think>", None),
+    ],
+)
+def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
+    text: str, expected: Preface | None
+) -> None:
+    chat = Chat(tokenizer_of(talkers.THINKS))
+    messages = [USER, {"role": "assistant", "content": text}]
+    prompt = chat.render(messages, continue_final_message=True)
+    assert chat.preface(prompt, text) == expected
+
+
+def test_effort_reaches_a_template_that_knows_it() -> None:
+    chat = Chat(tokenizer_of(talkers.GRADES))
+    text = chat.render([USER], thinking=Thinking(effort="high", param="reasoning_effort")).text
+    assert text.endswith("high[THINK]")
+    text = chat.render([USER], thinking=Thinking(effort="none", param="reasoning_effort")).text
+    assert text.endswith("low[THINK][/THINK]")
+
+
+def test_reasoning_of_earlier_answers_goes_where_the_template_looks_for_it() -> None:
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
+    renamed = talkers.THINKS.replace("reasoning_content", "thinking")
+    for template, count in ((talkers.THINKS, 1), (renamed, 1), (CHATML, 0)):
+        text = Chat(tokenizer_of(template)).render([USER, answer, USER]).text
+        assert text.count("<think>\nBecause.\n</think>") == count
+        assert text.count("So.") == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "word"),
+    [
+        (CHATML, {"is_on": True}, "knows no reasoning"),
+        (CHATML, {"effort": "low"}, "knows no reasoning"),
+        (CHATML, {"variables": {"enable_thinking": True}}, "no such variable"),
+        (talkers.ALWAYS_THINKS, {"is_on": False}, "cannot do without reasoning"),
+        (talkers.ALWAYS_THINKS, {"effort": "none"}, "cannot do without reasoning"),
+        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": False}}, "no such variable"),
+        (talkers.THINKS, {"variables": {"enable_thinkin": False}}, "Did you mean"),
+        (talkers.THINKS, {"variables": {"messages": []}}, "own name"),
+        (talkers.THINKS, {"variables": {"enable_thinking": "x" * 20_000}}, "16,384 characters"),
+        (talkers.THINKS, {"variables": {f"a{i}": 1 for i in range(17)}}, "at most 16"),
+        (talkers.THINKS, {"effort": "much"}, "none, minimal, low"),
+    ],
+)
+def test_what_a_template_cannot_do_is_refused(
+    template: str, asked: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(RequestError, match=word):
+        preface(template, [USER], **asked, param="the_field")
+
+
+@pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])
+def test_what_is_so_already_may_be_asked_for(asked: dict[str, Any]) -> None:
+    assert preface(CHATML, [USER], **asked) is None
+    assert preface(CHATML, [USER], variables={"enable_thinking": False}) is None

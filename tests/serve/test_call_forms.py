@@ -1,0 +1,178 @@
+"""Calls in the forms of several families, as clients see them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.byte_tokenizer import byte_tokenizer
+from support.servers import events
+from support.talkers import say, talker
+from twostroke.engine.call_forms import FORMS
+from twostroke.sample.grammar import Grammars
+from twostroke.serve.tools import FunctionBody, ToolBody, ToolForm, to_tools
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+    from twostroke.core.preface import Preface
+
+Fields = dict[str, Any]
+
+CONTROL, USER_DEFINED = 3, 4
+SCHEMA: Fields = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ONE = ("weather", '{"city": "Oslo"}')
+OTHER = ("time", '{"zone": [1]}')
+
+
+def form_of(
+    name: str, choice: Any, *, parallel: bool, kind: int, preface: Preface | None = None
+) -> ToolForm:
+    form = FORMS[name]
+    tokenizer = byte_tokenizer(odd=tuple((mark, kind) for mark in form.all_marks))
+    bodies = [ToolBody(function=FunctionBody(**tool["function"])) for tool in TOOLS]  # type: ignore[arg-type]
+    tools = to_tools(bodies, choice, parallel=parallel)
+    assert tools is not None
+    return ToolForm(tools, form, tokenizer, preface)
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    """Calls in a form, with ids where it has some."""
+    text = FORMS[name].write(calls)
+    for function, _ in calls:
+        if FORMS[name].id_mark:
+            text = text.replace(f"{function}[ARGS]", f"{function}[CALL_ID]abcdefgh1[ARGS]")
+    return text
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+@pytest.mark.parametrize("name", FORMS)
+def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int) -> None:
+    one, two = written(name, ONE), written(name, ONE, OTHER)
+    wrong = [written(name, ("weather", '{"city": "Bonn"}')), written(name, ("tim", "{}"))]
+    cut = one[:-1]
+    text = ["hello", "", "a {b} [c]"]
+    mixed = [] if FORMS[name].is_bare else [f"Well. {one}"]
+    cases = {
+        ("auto", True): ([one, two, *text, *mixed], []),
+        ("auto", False): ([one, *text, *mixed], [two]),
+        ("required", True): ([one, two], [*text, *mixed]),
+        ("required", False): ([one], [*text, two]),
+    }
+    for (choice, parallel), (good, bad) in cases.items():
+        asked = form_of(name, choice, parallel=parallel, kind=kind)
+        grammars = Grammars(asked.tokenizer, asked.tokenizer.vocab_size)
+        matcher, end = grammars.matcher(asked.constraint()), min(asked.tokenizer.eos_ids)
+
+        def is_whole(text: str) -> bool:
+            tokens = [*asked.tokenizer.encode(text, parse_special=True), end]  # noqa: B023
+            return matcher.count_allowed((), tokens) == len(tokens)  # noqa: B023
+
+        for one_of in good:
+            assert is_whole(one_of), (choice, parallel, one_of)
+        unknown = [] if choice == "auto" and FORMS[name].is_bare else wrong[1:]
+        for one_of in (*bad, *wrong[:1], *unknown, cut):
+            assert not is_whole(one_of), (choice, parallel, one_of)
+
+
+def test_a_call_without_its_mark_is_held_to_its_schema() -> None:
+    asked = form_of("llama", "auto", parallel=False, kind=CONTROL)
+    tokenizer = asked.tokenizer
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(asked.constraint())
+
+    def num_allowed(text: str) -> int:
+        return matcher.count_allowed((), tokenizer.encode(text))
+
+    for text in ('{"name": "weathe', '{"name": "other", "parameters": [', ' {"name": "weather"'):
+        assert num_allowed(text) == len(tokenizer.encode(text))
+    begun = '{"name": "weather", "parameters": {"city": "'
+    assert num_allowed(begun + "Oslo") == len(tokenizer.encode(begun + "Oslo"))
+    assert num_allowed(begun + "Bonn") == len(tokenizer.encode(begun))
+
+
+CASES = [
+    ("HERMES", "hermes", ()),
+    ("LLAMA", "llama", ("<|python_tag|>",)),
+    ("MISTRAL_LIST", "mistral list", ("[TOOL_CALLS]",)),
+    ("MISTRAL", "mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    ("MISTRAL_IDS", "mistral with ids", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    ("PHI", "phi", ("<|tool_call|>", "<|/tool_call|>")),
+]
+
+
+@pytest.mark.parametrize(("template", "name", "controls"), CASES)
+def test_calls_are_told_in_openais_words(
+    tmp_path: Path, template: str, name: str, controls: tuple[str, ...]
+) -> None:
+    with talker(tmp_path, getattr(talkers, template), controls) as server:
+        for calls in ((ONE,), (ONE, OTHER)):
+            text = written(name, *calls)
+            if len(calls) == 1 and FORMS[name].is_bare:
+                text = f"{FORMS[name].mark}{text}"
+            say(server, text)
+            for choice in ("auto", "required"):
+                if choice == "required" and text.startswith("<|python"):
+                    say(server, written(name, *calls))
+                if len(calls) == 2 and template == "LLAMA":
+                    continue  # its template takes one call at once, and so does the grammar
+                body = server.chat(tools=TOOLS, tool_choice=choice, temperature=0).json()
+                [answer] = body["choices"]
+                assert answer["finish_reason"] == "tool_calls"
+                assert answer["message"]["content"] is None
+                told = [call["function"] for call in answer["message"]["tool_calls"]]
+                assert [(one["name"], one["arguments"]) for one in told] == list(calls)
+                assert _streamed(server, tools=TOOLS, tool_choice=choice) == list(calls)
+        say(server, written(name, ONE))
+        body = server.chat(tools=TOOLS, tool_choice=NAMED, temperature=0).json()
+        assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        say(server, "No need.")
+        body = server.chat(tools=TOOLS, temperature=0).json()
+        assert body["choices"][0]["message"]["content"] == "No need."
+
+
+@pytest.mark.parametrize(("template", "controls"), [CASES[1][::2], CASES[4][::2]])
+def test_forced_calls_are_drawn_in_the_models_form(
+    tmp_path: Path, template: str, controls: tuple[str, ...]
+) -> None:
+    with talker(tmp_path, getattr(talkers, template), controls) as server:
+        fields = {"tools": TOOLS[:1], "tool_choice": NAMED, "max_tokens": 120, "seed": 1}
+        [answer] = server.chat(**fields).json()["choices"]
+        assert answer["finish_reason"] == "tool_calls"
+        [call] = answer["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in {"Oslo", "Rome"}
+        asked = {
+            "messages": [{"role": "user", "content": "hello"}],
+            "tools": [{"name": "weather", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "weather"},
+            "max_tokens": 120,
+        }
+        [use] = server.http.post("/v1/messages", json=asked).json()["content"]
+        assert use["type"] == "tool_use"
+        assert use["input"]["city"] in {"Oslo", "Rome"}
+
+
+def _streamed(server: LiveServer, **fields: Any) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    chunks = events(server.chat(stream=True, temperature=0, **fields).text)[:-1]
+    for chunk in chunks:
+        delta = chunk["choices"][0]["delta"]
+        assert not delta.get("content")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(found):
+                found.append((call["function"]["name"], ""))
+            found[-1] = (found[-1][0], found[-1][1] + call["function"]["arguments"])
+    return found

@@ -1,0 +1,297 @@
+"""Reasoning before answers, as clients of OpenAI's protocol see it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.refusals import refused
+from support.servers import events
+from support.talkers import say, talker
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+THOUGHT = "Well.\n\nI <know> it: </thin"
+SAID = f"<think>\n{THOUGHT}\n</think>\n\nIt is so.\n"
+SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model that opens its reasoning by itself, unless it is switched off."""
+    with talker(tmp_path_factory.mktemp("thinks"), talkers.THINKS) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def always(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model whose prompt opens its reasoning."""
+    with talker(tmp_path_factory.mktemp("always"), talkers.ALWAYS_THINKS) as live:
+        yield live
+
+
+def answer(server: LiveServer, **fields: Any) -> Fields:
+    response = server.chat(temperature=0, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def streamed(server: LiveServer, **fields: Any) -> tuple[Fields, Fields]:
+    """The message and the last choice of a stream, the pieces joined; and its usage."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = events(server.chat(temperature=0, **options, **fields).text)
+    message: Fields = {}
+    for chunk in chunks:
+        for key, value in chunk["choices"][0]["delta"].items():
+            if key == "tool_calls":
+                known = message.setdefault(key, [])
+                for call in value:
+                    if call["index"] == len(known):
+                        known.append(
+                            {"function": {"name": call["function"]["name"], "arguments": ""}}
+                        )
+                    known[-1]["function"]["arguments"] += call["function"]["arguments"]
+            else:
+                message[key] = message.get(key, "") + value
+    return message, {"finish_reason": chunks[-1]["choices"][0]["finish_reason"], **last}
+
+
+def test_reasoning_is_told_from_the_answer(thinking: LiveServer, always: LiveServer) -> None:
+    for server, text in ((thinking, SAID), (always, SAID.removeprefix("<think>"))):
+        tokens = say(server, text)
+        body = answer(server)
+        [choice] = body["choices"]
+        assert choice["message"]["reasoning_content"] == THOUGHT
+        assert choice["message"]["reasoning"] == THOUGHT
+        assert choice["message"]["content"] == "It is so.\n"
+        assert choice["finish_reason"] == "stop"
+        usage = body["usage"]
+        assert usage["completion_tokens"] == len(tokens) + 1
+        end = server.client.card.tokenizer.encode("\n\nIt is so.\n")
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert len(tokens) - reasoning in {len(end), len(end) - 1}
+        message, last = streamed(server)
+        assert message.pop("role") == "assistant"
+        assert message == {key: choice["message"][key] for key in message}
+        assert len(message) == 3
+        assert last["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+
+
+def test_reasoning_comes_while_it_is_written(thinking: LiveServer) -> None:
+    say(thinking, SAID)
+    chunks = events(thinking.chat(stream=True).text)[:-1]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    kinds = ["".join(sorted(delta)) for delta in deltas[1:-1]]
+    assert set(kinds) == {"content", "reasoningreasoning_content"}
+    assert kinds == sorted(kinds, reverse=True)
+    assert kinds.count("reasoningreasoning_content") > 5
+
+
+def test_answers_without_reasoning_are_answers(thinking: LiveServer) -> None:
+    for text in ("It is so.", "So: <think>x</think>", "<thing>"):
+        say(thinking, text)
+        message = answer(thinking)["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": text, "refusal": None}
+        joined, last = streamed(thinking)
+        assert joined == {"role": "assistant", "content": text}
+        assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_reasoning_that_is_cut_is_what_there_is(thinking: LiveServer, always: LiveServer) -> None:
+    for server, text, num_tokens in ((thinking, SAID, 12), (always, THOUGHT, 10)):
+        say(server, text)
+        [choice] = answer(server, max_tokens=num_tokens)["choices"]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["content"] == ""
+        thought = choice["message"]["reasoning_content"]
+        assert 0 < len(thought) < len(THOUGHT)
+        assert THOUGHT.startswith(thought)
+        message, last = streamed(server, max_tokens=num_tokens)
+        assert (message["reasoning_content"], last["finish_reason"]) == (thought, "length")
+        details = last["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == num_tokens
+
+
+def test_stop_strings_end_the_answer_and_not_the_reasoning(thinking: LiveServer) -> None:
+    say(thinking, SAID)
+    [choice] = answer(thinking, stop=["\n\n", "I", " so"])["choices"]
+    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["content"] == ""
+    [choice] = answer(thinking, stop=[" so"])["choices"]
+    assert choice["message"]["content"] == "It is"
+    assert choice["finish_reason"] == "stop"
+
+
+def test_logprobs_tell_of_every_token(thinking: LiveServer) -> None:
+    tokens = say(thinking, SAID)
+    whole = answer(thinking, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert len(whole) == len(tokens)
+    chunks = events(thinking.chat(stream=True, logprobs=True, temperature=0).text)[:-1]
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(one["content"]) for one in told if one) == len(tokens)
+
+
+def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
+    say(thinking, SAID)
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    counts = set()
+    for fields in (kwargs, {"reasoning_effort": "none"}):
+        body = answer(thinking, **fields)
+        assert body["choices"][0]["message"]["content"] == SAID  # it was not to reason
+        counts.add(body["usage"]["prompt_tokens"])
+    plain = answer(thinking, reasoning_effort="high")
+    assert plain["choices"][0]["message"]["reasoning_content"] == THOUGHT
+    assert len(counts) == 1
+    assert counts.pop() > plain["usage"]["prompt_tokens"]
+    request = {"messages": [{"role": "user", "content": "hello"}]}
+    count = {"count": 0}
+    for fields in ({}, kwargs):
+        told = thinking.http.post("/tokenize", json={**request, **fields}).json()
+        assert told["count"] > count["count"]
+        count = told
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"chat_template_kwargs": {"enable_thinkin": 1}}, None, "Did you mean 'enable_thinking'?"),
+        ({"chat_template_kwargs": {"messages": []}}, None, "own name"),
+        ({"chat_template_kwargs": {"has_text_arguments": 1}}, None, "own name"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
+        (
+            {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]},
+            "messages[0].reasoning_content",
+            "assistant",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_of_reasoning_is_refused(
+    thinking: LiveServer, fields: Fields, param: str | None, word: str
+) -> None:
+    param = param or f"chat_template_kwargs.{next(iter(fields['chat_template_kwargs']))}"
+    assert word in refused(thinking.chat(**fields), 400, param)
+
+
+def test_reasoning_that_cannot_be_left_out_is_not(always: LiveServer) -> None:
+    said = refused(always.chat(reasoning_effort="none"), 400, "reasoning_effort")
+    assert "cannot do without reasoning" in said
+
+
+def test_a_form_of_the_answer_begins_behind_the_reasoning(
+    thinking: LiveServer, always: LiveServer
+) -> None:
+    for server, text in (
+        (thinking, '<think>{"b": </think>\n\n{"a": 1}'),
+        (always, 'x</think>{"a": 1}'),
+    ):
+        say(server, text)
+        message = answer(server, response_format=FORM)["choices"][0]["message"]
+        assert message["content"] == '{"a": 1}'
+        assert len(message["reasoning_content"]) in {1, 5}
+    say(thinking, '{"a": 1}')
+    message = answer(thinking, response_format=FORM)["choices"][0]["message"]
+    assert message["content"] == '{"a": 1}'
+    say(thinking, '<think>x</think>{"b": 1}')
+    assert thinking.chat(response_format=FORM).status_code == 400  # the script breaks the form
+
+
+def test_a_form_is_kept_to_by_what_is_drawn(thinking: LiveServer, always: LiveServer) -> None:
+    for server in (thinking, always):
+        server.backend.script = ()
+        for seed in range(4):
+            body = server.chat(
+                guided_regex="[0-9]{3}", seed=seed, max_tokens=60, chat_template_kwargs={}
+            ).json()
+            [choice] = body["choices"]
+            content = choice["message"]["content"]
+            assert content.isdigit() or not content
+            assert choice["finish_reason"] == "length" or len(content) == 3
+
+
+def test_calls_come_behind_the_reasoning(thinking: LiveServer, always: LiveServer) -> None:
+    for server, begin in ((thinking, "<think>"), (always, "")):
+        say(server, f"{begin}I call <tool_call> it.</think>\n\n{CALL}")
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+            fields = {"tools": [TOOL], "tool_choice": choice}
+            whole = answer(server, **fields)["choices"][0]
+            assert whole["finish_reason"] == "tool_calls"
+            assert whole["message"]["content"] is None
+            assert whole["message"]["reasoning_content"] == "I call <tool_call> it."
+            [call] = whole["message"]["tool_calls"]
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+            message, last = streamed(server, **fields)
+            assert message["reasoning_content"] == "I call <tool_call> it."
+            assert message["tool_calls"] == [{"function": call["function"]}]
+            assert last["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_can_be_sent_back(thinking: LiveServer) -> None:
+    say(thinking, "ok")
+    counts = []
+    for more in ({}, {"reasoning_content": "b c d"}, {"reasoning": "b c d"}):
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "x", **more},
+            {"role": "user", "content": "a"},
+        ]
+        counts.append(answer(thinking, messages=messages)["usage"]["prompt_tokens"])
+    assert counts[0] < counts[1] == counts[2]
+    message = {"role": "assistant", "content": None, "reasoning_content": "b"}
+    both = [{"role": "user", "content": "a"}, message]
+    assert answer(thinking, messages=both)["choices"][0]["message"]["content"] == "ok"
+
+
+def test_begun_answers_go_on_where_they_are(thinking: LiveServer) -> None:
+    say(thinking, "x</think>y")
+    for begun, thought in (("<think>well", "x"), ("The answer", None), ("", None)):
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": begun},
+        ]
+        fields = {"messages": messages, "continue_final_message": True}
+        fields["add_generation_prompt"] = False
+        message = answer(thinking, **fields)["choices"][0]["message"]
+        assert message.get("reasoning_content") == thought
+        assert message["content"] == ("x</think>y" if thought is None else "y")
+
+
+def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
+    options = ServeOptions(drain_s=1, splits_reasoning=False)
+    with talker(tmp_path, talkers.THINKS, options=options) as server:
+        say(server, SAID)
+        body = answer(server)
+        message = body["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": SAID, "refusal": None}
+        assert answer(server, stop=["It"])["choices"][0]["message"]["content"] == SAID[:-10]
+        say(server, '<think>a</think>{"a": 1}')
+        text = answer(server, response_format=FORM)["choices"][0]["message"]["content"]
+        assert json.loads(text.partition("</think>")[2]) == {"a": 1}
+
+
+def test_marks_that_are_control_tokens_are_seen(tmp_path: Any) -> None:
+    marks = ("[THINK]", "[/THINK]")
+    with talker(tmp_path, talkers.GRADES, marks) as server:
+        say(server, "hm[/THINK]yes")
+        fields: Fields = {"reasoning_effort": "low"}
+        message = answer(server, **fields)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+        message = answer(server, guided_choice=["yes", "no"], **fields)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+        message = answer(server, stop=["m"], **fields)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+        say(server, "no[/THINK]ise")  # none of it is reasoning: it was switched off
+        assert answer(server)["choices"][0]["message"]["content"] == "noise"

@@ -1,0 +1,151 @@
+"""Chat templates that show tools and mark reasoning as families of models do, in small."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from support.gguf_writer import I32, Typed
+from support.servers import live_server
+from support.tiny import SPECIAL_TOKENS, Tiny, byte_alphabet, vocabulary
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from support.servers import LiveServer
+    from twostroke.serve.options import ServeOptions
+
+_TURN: Final = "{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content or '' }}{{ '<|im_end|>\\n' }}"
+_NEXT: Final = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+
+# The model opens its reasoning; a switch has the prompt do so and close it again.
+THINKS: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content or '' }}<|im_end|>\n{% endfor %}" + _NEXT + "{% if enable_thinking is defined "
+    "and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# The prompt opens it, always; earlier reasoning is forgotten.
+ALWAYS_THINKS: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ (m.content or '').split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    + _NEXT
+    + "<think>\n{% endif %}"
+)
+# The prompt opens or closes it; the template knows degrees of it.
+GRADES: Final = (
+    "{% for m in messages %}" + _TURN + "{% endfor %}{{ reasoning_effort or 'low' }}"
+    "{% if add_generation_prompt %}{{ '[THINK]' if thinking else '[THINK][/THINK]' }}{% endif %}"
+)
+
+HERMES: Final = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>"
+    "{{ m.content }}</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + _NEXT + "{% endif %}"
+)
+# Tools and the form are shown, calls and results of earlier are not.
+HERMES_WITHOUT_CALLS: Final = (
+    "{% if tools %}{{ tools | tojson }} Write <tool_call>\n"
+    '{"name": <name>, "arguments": <object>}\n</tool_call>.{% endif %}'
+    "{% for m in messages %}{% if m.role != 'tool' %}" + _TURN + "{% endif %}{% endfor %}"
+)
+LLAMA: Final = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}<|im_start|>assistant\n\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}<|im_end|>"
+    "{% elif m.role == 'tool' %}<|im_start|>ipython\n\n{{ m.content | tojson }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.role }}\n\n{% if loop.first and tools %}"
+    "{{ tools | tojson(indent=4) }}{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+_MISTRAL: Final = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]"
+    "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine letters') }}{% endif %}{% endfor %}@CALLS@<|im_end|>"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }}:{{ m.content }}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+MISTRAL_LIST: Final = _MISTRAL.replace(
+    "@CALLS@",
+    "[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}"
+    ', "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]',
+)
+MISTRAL: Final = _MISTRAL.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{% endfor %}",
+)
+MISTRAL_IDS: Final = MISTRAL.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
+# The system message has the tools; the vocabulary alone tells the form.
+PHI: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}"
+    "{% if m.role == 'system' and m.tools %}<|tool|>{{ m.tools }}<|/tool|>{% endif %}"
+    "<|im_end|>{% endfor %}"
+)
+GRANITE: Final = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}<|tool_call|>["
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% if not loop.last %}, {% endif %}"
+    "{% endfor %}]{% endif %}<|im_end|>{% endfor %}"
+)
+_DEEPSEEK: Final = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}@BEGIN@{% for c in m.tool_calls %}@CALL@{% endfor %}"
+    "<｜tool▁calls▁end｜>{% endif %}{% if m.content is not none %}<|im_start|>{{ m.content }}"
+    "<|im_end|>{% endif %}{% endfor %}"
+).replace("@BEGIN@", "<|im_start|><｜tool▁calls▁begin｜>")
+# Arguments are wanted as a string, and null for the content of a message with calls.
+DEEPSEEK_FENCED: Final = _DEEPSEEK.replace(
+    "@CALL@",
+    "{% if not loop.first %}\n{% endif %}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>"
+    "{{ c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}"
+    "<｜tool▁call▁end｜>",
+)
+DEEPSEEK: Final = _DEEPSEEK.replace(
+    "@CALL@",
+    "<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+    "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>",
+)
+# A form that nobody here knows.
+TAGS: Final = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    + _TURN
+    + "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>"
+    "</function></tool_call>{% endfor %}{% endfor %}"
+)
+
+
+def talker(
+    folder: Path,
+    template: str,
+    controls: tuple[str, ...] = (),
+    options: ServeOptions | None = None,
+) -> AbstractContextManager[LiveServer]:
+    """Return a server whose model has this template and says what `say` lets it.
+
+    `controls` are control tokens, in the place of bytes that no text has.
+    """
+    tokens, _ = vocabulary()
+    for byte, text in zip(range(0xF5, 0x100), controls, strict=False):
+        tokens[tokens.index(byte_alphabet()[byte])] = text
+    kinds = [3 if token in {*SPECIAL_TOKENS, *controls} else 1 for token in tokens]
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": Typed(I32, kinds),
+        "tokenizer.chat_template": template,
+    }
+    return live_server(folder, options, tiny=Tiny(context_length=4096), metadata=metadata)
+
+
+def say(server: LiveServer, text: str) -> list[int]:
+    """Let every answer be this text, in which control tokens are these; return its tokens."""
+    tokenizer = server.client.card.tokenizer
+    tokens = tokenizer.encode(text, parse_special=True)
+    server.backend.script = (*tokens, min(tokenizer.eos_ids))
+    return tokens

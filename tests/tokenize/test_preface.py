@@ -1,0 +1,92 @@
+"""The preface of an answer, in whatever pieces its text comes."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from twostroke.core.preface import Preface
+from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
+
+ANEW, INSIDE = Preface("<think>", "</think>"), Preface("", "</think>")
+
+
+def cut(preface: Preface, text: str, cuts: list[int]) -> tuple[str, str, str]:
+    """What stands before and between the marks, and behind; the stretches are the text."""
+    cutter, found = PrefaceCutter(preface), list[tuple[Part, str]]()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        found += cutter.feed(text[start:end])
+    found += cutter.finish()
+    assert "".join(part for _, part in found) == text
+    assert all(part for _, part in found)
+    marks, inside, behind = (
+        "".join(part for kind, part in found if kind is wanted) for wanted in Part
+    )
+    return marks, inside, behind
+
+
+@pytest.mark.parametrize(
+    ("preface", "text", "expected"),
+    [
+        (ANEW, "", ("", "", "")),
+        (ANEW, "hello", ("", "", "hello")),
+        (ANEW, "<think>a<b</think>c", ("<think></think>", "a<b", "c")),
+        (ANEW, " \n<think>a", (" \n<think>", "a", "")),
+        (ANEW, "<think></think>", ("<think></think>", "", "")),
+        (ANEW, "<thi", ("", "", "<thi")),
+        (ANEW, "<thinker>a</think>", ("", "", "<thinker>a</think>")),
+        (ANEW, "x<think>a</think>", ("", "", "x<think>a</think>")),
+        (ANEW, "   ", ("", "", "   ")),
+        (ANEW, " " * 200 + "<think>", ("", "", " " * 200 + "<think>")),
+        (INSIDE, "a</thi</think>b</think>", ("</think>", "a</thi", "b</think>")),
+        (INSIDE, "a</think", ("", "a</think", "")),
+        (INSIDE, "<think>a</think>", ("</think>", "<think>a", "")),
+        (Preface("◁t▷", "◁/t▷"), "◁t▷é◁/◁/t▷ö", ("◁t▷◁/t▷", "é◁/", "ö")),
+    ],
+)
+def test_stretches_do_not_depend_on_the_cuts(
+    preface: Preface, text: str, expected: tuple[str, str, str]
+) -> None:
+    assert cut(preface, text, []) == expected
+    assert cut(preface, text, list(range(len(text)))) == expected
+    rng = random.Random(0)
+    for _ in range(50):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 8)))
+        assert cut(preface, text, cuts) == expected
+
+
+@pytest.mark.parametrize("preface", [ANEW, INSIDE])
+@pytest.mark.parametrize("text", ["<" * 200_000, " " * 200_000, "</think" * 30_000, "x" * 200_000])
+def test_hostile_text_takes_linear_time(preface: Preface, text: str) -> None:
+    def seconds(part: str) -> float:
+        began = time.process_time()
+        cut(preface, part, list(range(0, len(part), 20)))
+        return time.process_time() - began
+
+    assert seconds(text) < 10 * seconds(text[: len(text) // 4]) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("preface", "text", "rest"),
+    [
+        (ANEW, "hello world", "hello world"),
+        (ANEW, "<think>hello hé</think>", ""),
+        (ANEW, "<think>hello</think>é world", "é world"),
+        (ANEW, " <thinx", " <thinx"),
+        (INSIDE, "hello</think>hello", "hello"),
+        (INSIDE, "hello", ""),
+        (Preface("◁t▷", "◁/t▷"), "◁t▷é◁/t▷é", "é"),
+    ],
+)
+def test_tokens_of_the_preface_are_counted(preface: Preface, text: str, rest: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text)
+    expected = len(ids) - len(tokenizer.encode(rest))
+    for size in (1, 3, len(ids)):
+        counter = PrefaceCounter(preface, tokenizer)
+        for start in range(0, len(ids), size):
+            counter.feed(ids[start : start + size])
+        assert counter.count == expected
