@@ -45,7 +45,7 @@ def _fill(visit: Any) -> None:
     visit.send("Hello.")
 
 
-@pytest.mark.parametrize("view", ["playground"])
+@pytest.mark.parametrize("view", ["playground", "dashboard"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_no_barrier_is_found(
@@ -66,7 +66,7 @@ def test_no_barrier_is_found(
     assert not faults
 
 
-@pytest.mark.parametrize("view", ["playground"])
+@pytest.mark.parametrize("view", ["playground", "dashboard"])
 def test_phone_does_not_scroll_sideways(visit: Visiting, server: Any, view: str) -> None:
     visit = visit(server, **PHONE)
     if view == "playground":
@@ -75,6 +75,7 @@ def test_phone_does_not_scroll_sideways(visit: Visiting, server: Any, view: str)
         visit.page.tap("#tab-dashboard")
         visit.page.wait_for_timeout(1500)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert visit.page.evaluate("document.documentElement.scrollHeight") <= 740  # views scroll
     assert visit.page.evaluate(TOO_WIDE) == []
 
 
@@ -97,6 +98,12 @@ def test_keyboard_alone_is_enough(visit: Visiting, server: Any) -> None:
     assert visit.page.evaluate(focused) == "Skip to the content"
     keyboard.press("Tab")
     assert visit.page.evaluate(focused) == "tab-playground"
+    keyboard.press("ArrowRight")
+    assert visit.page.evaluate(focused) == "tab-dashboard"
+    assert visit.page.locator("#view-dashboard").is_visible()
+    assert visit.page.evaluate("location.hash") == "#dashboard"
+    keyboard.press("ArrowLeft")
+    assert visit.page.locator("#view-playground").is_visible()
     for _ in range(40):
         keyboard.press("Tab")
         if visit.page.evaluate(focused) == "message":
@@ -161,13 +168,13 @@ def test_page_recovers_from_a_restart(visit: Visiting, own_server: Any) -> None:
     visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 5")
     own_server.stop()
     visit.wait_answered()
-    assert visit.page.locator(".trouble").is_visible()
+    assert visit.page.locator(".reply .trouble").is_visible()
     visit.page.wait_for_selector("#lamp[data-state=gone]", timeout=15_000)
     visit.page.click("[aria-label='Answer again']")
-    visit.page.wait_for_selector(".trouble:has-text('cannot be reached')")
+    visit.page.wait_for_selector(".reply .trouble:has-text('cannot be reached')")
     own_server.start()
     visit.page.wait_for_selector("#lamp[data-state=ok]", timeout=15_000)
     visit.set(max_tokens=5)
     visit.page.click("[aria-label='Answer again']")
     visit.page.wait_for_selector(".figures summary:has-text('TTFT')", timeout=30_000)
-    assert visit.page.locator(".trouble").is_hidden()
+    assert visit.page.locator(".reply .trouble").is_hidden()

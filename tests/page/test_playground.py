@@ -168,10 +168,10 @@ def test_refusals_are_sentences(visit: Visiting, server: Any) -> None:
     assert "line 2" in visit.page.inner_text(".verdict")
     visit.set(form="", temperature=7)
     visit.send("Hello.")
-    assert visit.page.inner_text(".trouble") == "Temperature must be at most 2."
+    assert visit.page.inner_text(".reply .trouble") == "Temperature must be at most 2."
     visit.set(temperature=1, extra='{"temperatur": 1}')
     visit.page.click("[aria-label='Answer again']")
-    visit.page.wait_for_selector(".trouble:has-text('temperature')")
+    visit.page.wait_for_selector(".reply .trouble:has-text('temperature')")
 
 
 def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> None:

@@ -1,18 +1,31 @@
-// Starts the page: the colours, and the lamp that tells how the server is.
+// Starts the page: the two views, the colours, and the lamp that tells how the server is.
 
+import { Dashboard } from "./dashboard/view.js";
 import { Playground } from "./playground/view.js";
 import { icon } from "./shared/dom.js";
 import { watchServer } from "./shared/server.js";
 import { makeTabs } from "./shared/tabs.js";
 
 const playground = new Playground(document.getElementById("view-playground"));
+const dashboard = new Dashboard(document.getElementById("view-dashboard"));
 
 startTabs();
 startTheme();
 watchServer(showServer);
 
 function startTabs() {
-  makeTabs(document.querySelector(".bar .tabs"), () => {});
+  const list = document.querySelector(".bar .tabs");
+  const choose = makeTabs(list, (tab) => {
+    const isDashboard = tab.id === "tab-dashboard";
+    document.title = isDashboard ? "Dashboard – Twostroke" : "Twostroke";
+    dashboard.setVisible(isDashboard);
+  });
+  const follow = () => {
+    const name = location.hash === "#dashboard" ? "dashboard" : "playground";
+    choose(document.getElementById(`tab-${name}`));
+  };
+  window.addEventListener("hashchange", follow);
+  follow();
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault(); // the address keeps naming the view
     document.getElementById("main").focus();

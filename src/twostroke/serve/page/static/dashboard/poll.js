@@ -1,0 +1,48 @@
+// Asks for the server's state once a second, only while somebody looks.
+
+import { ask } from "../shared/server.js";
+
+const EVERY_MS = 1000;
+const SELDOM_MS = 10_000; // when the server has no state to show
+
+/** `onState` gets each state, `onTrouble` the error when there is none. */
+export class Poller {
+  #onState;
+  #onTrouble;
+  #isWanted = false;
+  #waiting = 0;
+  #isAsking = false;
+
+  constructor(onState, onTrouble) {
+    this.#onState = onState;
+    this.#onTrouble = onTrouble;
+    document.addEventListener("visibilitychange", () => this.#wake());
+  }
+
+  setWanted(isWanted) {
+    this.#isWanted = isWanted;
+    this.#wake();
+  }
+
+  #wake() {
+    clearTimeout(this.#waiting);
+    if (this.#isWanted && !document.hidden && !this.#isAsking) this.#ask();
+  }
+
+  async #ask() {
+    this.#isAsking = true;
+    const begun = performance.now();
+    let pause = EVERY_MS;
+    try {
+      const response = await ask("api/state", { signal: AbortSignal.timeout(5000) });
+      this.#onState(await response.json());
+    } catch (error) {
+      if (error.status === 404) pause = SELDOM_MS;
+      this.#onTrouble(error);
+    }
+    this.#isAsking = false;
+    clearTimeout(this.#waiting);
+    if (!this.#isWanted || document.hidden) return;
+    this.#waiting = setTimeout(() => this.#wake(), Math.max(pause - (performance.now() - begun), 100));
+  }
+}

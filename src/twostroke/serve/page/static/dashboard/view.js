@@ -1,0 +1,151 @@
+// The dashboard: what the server does now, and did in the last minute.
+
+import { h } from "../shared/dom.js";
+import { count, duration, isKnown, percent, quantity, rate } from "../shared/format.js";
+import { Chart } from "./chart.js";
+import { Guesses } from "./guesses.js";
+import { History } from "./history.js";
+import { Latency } from "./latency.js";
+import { PageMap } from "./pages.js";
+import { Poller } from "./poll.js";
+import { Requests } from "./requests.js";
+import { Roofline } from "./roofline.js";
+import { Steps } from "./steps.js";
+import { Tile } from "./tiles.js";
+
+export class Dashboard {
+  #place;
+  #history = new History();
+  #poller = new Poller((state) => this.#show(state), (error) => this.#complain(error));
+  #window = "10";
+  #state = null;
+  #trouble = h("p.trouble", { role: "status", hidden: true });
+  #about = h("p.about");
+  #tiles = {
+    running: new Tile("Running"),
+    out: new Tile("Tokens out"),
+    in: new Tile("Tokens in"),
+    ttft: new Tile("TTFT p50", "Time to first token, the middle one"),
+    itl: new Tile("ITL p50", "Inter-token latency, the middle one"),
+    cache: new Tile("Cache hits", "Share of prompt tokens that were found in the prefix cache"),
+    goodput: new Tile("Goodput", "Answers a second that met every objective"),
+  };
+  #batch = new Chart("Batch and queue", [{ name: "running", kind: "warm" }, { name: "waiting", kind: "cool" }], this.#history, count);
+  #flow = new Chart("Tokens a second", [{ name: "out", kind: "warm" }, { name: "in", kind: "cool" }], this.#history, rate);
+  #steps = new Steps();
+  #map = new PageMap();
+  #roofline = new Roofline();
+  #latency = new Latency();
+  #guesses = new Guesses();
+  #requests = new Requests((place) => this.#map.single(place));
+
+  constructor(place) {
+    this.#place = place;
+    const head = h("header.dashboard-head", {}, h("h2", {}, "Dashboard"), this.#about, this.#windows());
+    const tiles = h("dl.tiles", {}, Object.values(this.#tiles).map((tile) => tile.element));
+    const charts = h("div.cards.three", {}, this.#batch.element, this.#flow.element, this.#steps.element);
+    const maps = h("div.cards.two", {}, this.#map.element, this.#roofline.element);
+    const tables = h("div.cards.two", {}, this.#latency.element, this.#guesses.element);
+    place.append(h("div.dashboard", {}, head, this.#trouble, tiles, charts, maps, this.#requests.element, tables));
+    new ResizeObserver(() => this.#draw()).observe(place);
+    window.addEventListener("themechange", () => this.#draw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
+  }
+
+  setVisible(isVisible) {
+    this.#poller.setWanted(isVisible);
+    this.#draw();
+  }
+
+  #show(state) {
+    this.#state = state;
+    this.#trouble.hidden = true;
+    this.#place.classList.remove("stale");
+    const now = state.window["10"];
+    const latency = overall(now.latency);
+    this.#history.add(state, {
+      running: state.requests.num_running,
+      waiting: state.requests.num_waiting,
+      out: now.completion_tokens_per_s,
+      in: now.prompt_tokens_per_s,
+      ttft: latency.ttft?.p50,
+      itl: latency.itl?.p50,
+      cache: now.cache_hit_rate,
+      goodput: now.goodput?.requests_per_s ?? now.answers_per_s,
+    });
+    this.#draw();
+  }
+
+  #draw() {
+    const state = this.#state;
+    if (!state || this.#place.hidden) return;
+    const window = state.window[this.#window];
+    this.#showAbout(state);
+    this.#showTiles(state, window);
+    this.#batch.update();
+    this.#flow.update();
+    this.#steps.show(state.steps);
+    this.#map.show(state.pages, state.requests.running);
+    this.#roofline.show(state.hardware, window.strokes);
+    this.#latency.show(window, state.objectives ?? []);
+    this.#guesses.show(window.speculation, state.engine);
+    this.#requests.show(state.requests);
+  }
+
+  #showAbout({ model, hardware, engine, uptime_s: uptime, version }) {
+    const parts = [
+      `${model.name}: ${model.architecture}, ${quantity(model.parameters, "")} parameters, ${model.format}`,
+      `${engine.backend}${hardware ? ` on ${hardware.name}` : ""}`,
+      `up ${duration(uptime)}`,
+      `Twostroke ${version}`,
+    ];
+    this.#about.textContent = parts.join(" · ");
+  }
+
+  #showTiles({ requests, engine }, window) {
+    const tiles = this.#tiles;
+    const past = (name) => this.#history.line(name);
+    const { ttft, itl } = overall(window.latency);
+    tiles.running.show(count(requests.num_running), requests.num_waiting ? `${count(requests.num_waiting)} waiting` : `at most ${count(engine.max_running)}, nobody waits`, past("running"));
+    tiles.out.show(`${rate(window.completion_tokens_per_s)}/s`, `${rate(window.answers_per_s)} answers/s`, past("out"));
+    tiles.in.show(`${rate(window.prompt_tokens_per_s)}/s`, `${rate(window.cached_tokens_per_s)}/s of them cached`, past("in"));
+    tiles.ttft.show(duration(ttft?.p50), tail(ttft), past("ttft"));
+    tiles.itl.show(duration(itl?.p50), tail(itl), past("itl"));
+    tiles.cache.show(percent(window.cache_hit_rate), "of prompt tokens", past("cache"));
+    if (window.goodput) {
+      tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} of answers met their objectives`, past("goodput"));
+    } else {
+      tiles.goodput.show("–", "no objectives are set", []);
+    }
+  }
+
+  #windows() {
+    const choose = (name) => {
+      this.#window = name;
+      this.#draw();
+    };
+    const boxes = ["10", "60"].map((name) => {
+      const box = h("input", { type: "radio", name: "window", value: name, id: `window-${name}`, checked: name === this.#window, onchange: () => choose(name) });
+      return [box, h("label", { for: box.id }, `${name} s`)];
+    });
+    return h("fieldset.windows", {}, h("legend", {}, "Figures of the last"), h("div", {}, boxes.flat()));
+  }
+
+  #complain(error) {
+    this.#trouble.textContent = error.status === 404 ? error.message : `${error.message} What is shown is the last that was known.`;
+    this.#trouble.hidden = false;
+    this.#place.classList.add("stale");
+  }
+}
+
+/** The latency of all classes: that of the one with the most samples stands for them. */
+function overall(latency) {
+  const classes = Object.values(latency);
+  return Object.fromEntries(["ttft", "itl"].map((key) => [key, classes.map((one) => one[key]).filter(Boolean).sort((a, b) => b.count - a.count)[0]]));
+}
+
+function tail(found) {
+  if (!found?.count) return "no samples";
+  const point = isKnown(found.p99) ? "p99" : "p90";
+  return isKnown(found[point]) ? `${point} ${duration(found[point])}` : `${count(found.count)} samples`;
+}

@@ -1,0 +1,126 @@
+"""The dashboard in a browser, while a model really works."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Visiting = Callable[..., Any]
+
+PROMPT = "You know everything about boats, and you say it in long and friendly sentences. " * 6
+SHARES = r"/, [1-9]\d* of these/.test(document.querySelector('#pages-summary').textContent)"
+VALUE = ".tile:has-text('{}') .value"
+
+
+@contextmanager
+def _load(server: Any, num_clients: int = 3) -> Iterator[None]:
+    """Have clients ask for long answers to prompts that begin alike."""
+    done = threading.Event()
+
+    def ask(client: int) -> None:
+        messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"{client}"}]
+        body = {"messages": messages, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        headers = {"content-type": "application/json"}
+        data = json.dumps(body).encode()
+        asked = urllib.request.Request(f"{server.url}v1/chat/completions", data, headers)
+        with urllib.request.urlopen(asked) as answer:
+            while not done.is_set() and answer.readline():
+                pass
+
+    clients = [threading.Thread(target=ask, args=(client,)) for client in range(num_clients)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for client in clients:
+            client.join(30)
+
+
+def _text(visit: Any, selector: str) -> str:
+    return visit.page.inner_text(selector)
+
+
+def test_figures_follow_the_load(visit: Visiting, server: Any) -> None:
+    visit = visit(server, "#dashboard")
+    running = VALUE.format("Running")
+    visit.page.wait_for_selector(f"{running}:has-text('0')")
+    assert "Nothing is running" in _text(visit, "section[aria-label='Running requests']")
+    with _load(server):
+        visit.page.wait_for_selector(f"{running}:has-text('3')", timeout=30_000)
+        visit.page.wait_for_selector(f"{VALUE.format('TTFT')}:has-text('s')", timeout=30_000)
+        visit.page.wait_for_selector("tr[data-place] >> nth=2")
+        assert visit.page.locator("tr[data-place]").count() == 3
+        rate = _text(visit, VALUE.format("Tokens out"))
+        assert float(rate.removesuffix("/s")) > 0
+        assert "running: now 3" in visit.page.get_attribute("svg.chart >> nth=0", "aria-label")
+        assert "of the roof" in visit.page.get_attribute(".roofline", "aria-label")
+        assert visit.page.locator(".roofline .point.warm").count() == 1
+        visit.page.click("label:has-text('60 s')")
+        assert "ITL" in _text(visit, "section[aria-label=Latency]")
+    visit.page.wait_for_selector(f"{running}:has-text('0')", timeout=30_000)
+
+
+def test_map_shows_shared_prefixes(visit: Visiting, server: Any) -> None:
+    visit = visit(server, "#dashboard")
+    with _load(server):
+        visit.wait_for(SHARES)
+        colours = visit.page.evaluate("""{
+          const canvas = document.querySelector("canvas.map");
+          const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          const found = new Set();
+          for (let at = 0; at < data.length; at += 4) {
+            if (data[at + 3] === 255) found.add(data.slice(at, at + 3).join());
+          }
+          found.size;
+        }""")
+        assert colours >= 3
+        visit.page.focus("canvas.map")
+        visit.page.keyboard.press("ArrowRight")
+        readout = _text(visit, ".readout")
+        assert readout.startswith("Page 0: ")
+        visit.page.keyboard.press("ArrowRight")
+        assert _text(visit, ".readout").startswith("Page 1: ")
+    visit.page.mouse.move(0, 0)
+
+
+def test_nothing_is_asked_while_nobody_looks(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    asked = []
+    visit.page.on("request", lambda request: asked.append(request.url))
+    visit.page.wait_for_timeout(1500)
+    assert not [url for url in asked if url.endswith("/api/state")]
+    visit.page.click("#tab-dashboard")
+    visit.page.wait_for_timeout(2500)
+    assert 2 <= len([url for url in asked if url.endswith("/api/state")]) <= 4
+    visit.page.click("#tab-playground")
+    visit.page.wait_for_timeout(300)
+    asked.clear()
+    visit.page.wait_for_timeout(1500)
+    assert not [url for url in asked if url.endswith("/api/state")]
+
+
+def test_dashboard_recovers_from_a_restart(visit: Visiting, own_server: Any) -> None:
+    allowed = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "503")
+    visit = visit(own_server, "#dashboard", allowed=allowed)
+    visit.page.wait_for_selector(".tile .value:has-text('0')")
+    own_server.stop()
+    visit.page.wait_for_selector(".trouble:has-text('cannot be reached')", timeout=15_000)
+    own_server.start()
+    visit.page.wait_for_selector(".dashboard .trouble", state="hidden", timeout=15_000)
+    visit.wait_for("/up [0-9. ]+.?s ·/.test(document.querySelector('.about').textContent)")
+
+
+def test_dashboard_says_that_it_is_off(visit: Visiting, server: Any) -> None:
+    visit = visit(server, allowed=("404",))
+    error = {"error": {"message": "The dashboard is off: start the server with --dashboard."}}
+    visit.page.route("**/api/state", lambda route: route.fulfill(status=404, json=error))
+    visit.page.click("#tab-dashboard")
+    visit.page.wait_for_selector(".trouble:has-text('--dashboard')")
