@@ -122,6 +122,23 @@ def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
     assert "curl" in err.decode()
 
 
+def test_a_log_for_programs_is_an_object_a_line(tiny: str, shared_cache: Path) -> None:
+    arguments = ("--port", "0", "--log-format", "json", "--objective", "e2e=100")
+    with started("serve", tiny, *arguments) as process:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        url = first["message"].split(" at ")[1].split()[0]
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+            metrics = http.get("/metrics").text
+        process.terminate()
+        err = process.communicate(timeout=30)[1]
+    said = [json.loads(line) for line in err.splitlines()]
+    assert [one["message"] for one in said] == ["request", "request", "Stopping."]
+    assert [one["path"] for one in said[:2]] == ["/v1/completions", "/metrics"]
+    assert 'objective="all",result="met"} 1.0' in metrics
+
+
 def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -> None:
     few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 4096))"
     command = ("serve", tiny, "--port", "0")
@@ -156,6 +173,11 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         (("--port", "http"), 2, "'http' is not a valid integer"),
         (("--port", "0", "--drain", "-1"), 2, "--drain"),
         (("--port", "0", "--policy", "static", "--batch-size", "300"), 2, "A batch of 300"),
+        (("--port", "0", "--objective", "tttf=1"), 2, "Did you mean 'ttft'?"),
+        (("--port", "0", *["--objective", "e2e=1"] * 2), 2, "two objectives of e2e"),
+        (("--port", "0", "--otlp-endpoint", "localhost"), 2, "no address of a collector"),
+        (("--port", "0", "--log-format", "xml"), 2, "'xml' is not one of text, json"),
+        (("--port", "0", "--log-level", "inf"), 2, "Did you mean 'info'?"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(

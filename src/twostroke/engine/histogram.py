@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -50,15 +50,15 @@ class Distribution:
 
         Within a bucket values are taken to lie evenly.
         """
-        rank = share * self.count
-        before = 0
-        for place, count in enumerate(self.counts):
-            if count and before + count >= rank:
-                low = self.bounds[place - 1] if place else 0.0
-                high = self.bounds[min(place, len(self.bounds) - 1)]
-                return low + (high - low) * (rank - before) / count
-            before += count
-        return None
+        below = list(accumulate(self.counts))
+        if not below[-1]:
+            return None
+        rank = share * below[-1]
+        place = bisect_left(below, rank) if rank else bisect_right(below, 0)
+        before = below[place - 1] if place else 0
+        low = self.bounds[place - 1] if place else 0.0
+        high = self.bounds[min(place, len(self.bounds) - 1)]
+        return low + (high - low) * (rank - before) / self.counts[place]
 
     def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
         """Yield how many values are at most each of `bounds`, which are some of its own."""

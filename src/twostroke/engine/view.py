@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from twostroke.schedule import SchedulerStats, SchedulerView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would triple its cost: there may be hundreds
 class RequestView:
     """A running request; times are on the engine's clock, 0 for what has not come yet.
 

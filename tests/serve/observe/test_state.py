@@ -18,7 +18,7 @@ from twostroke.engine.hardware import Limits
 from twostroke.engine.view import RequestView, View
 from twostroke.schedule import SchedulerStats
 from twostroke.serve.observe.objectives import Goodput, Objective
-from twostroke.serve.observe.pages import MOST_CELLS, page_map
+from twostroke.serve.observe.pages import MOST_CELLS, Pages, page_map
 from twostroke.serve.observe.state import State
 from twostroke.serve.options import ServeOptions
 
@@ -108,7 +108,7 @@ def test_large_pools_are_shown_in_cells_of_several_pages() -> None:
     counts = np.zeros(3 * MOST_CELLS - 1, int)
     counts[[0, 1, 6]] = 2, 1, 1
     view = _view(counts, held=[(0, 1, 6), (0,)], cached=(2, 3, 4, 8))
-    shown = page_map(view, 2)
+    shown = page_map(Pages.of(view), view.cached, 2)
     cells, owners, groups = _arrays(shown)
     assert shown["pages_per_cell"] == 3
     assert len(cells) == MOST_CELLS
@@ -121,7 +121,8 @@ def test_large_pools_are_shown_in_cells_of_several_pages() -> None:
 def test_map_of_equally_many_pages_shows_those_that_are_held() -> None:
     counts = np.zeros(2 * MOST_CELLS, int)
     counts[1] = 300
-    cells, owners, _ = _arrays(page_map(_view(counts, held=[(1,)], cached=(0, 2)), 1))
+    view = _view(counts, held=[(1,)], cached=(0, 2))
+    cells, owners, _ = _arrays(page_map(Pages.of(view), view.cached, 1))
     assert cells[:3].tolist() == [255, 1, 0]
     assert owners[:3].tolist() == [1, 0, 0]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.observe.objectives import ALL
-from twostroke.serve.observe.pages import page_map, shared_pages
+from twostroke.serve.observe.pages import Pages, page_map
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +66,7 @@ class State:
     def _describe(self, health: str, now_s: float) -> dict[str, Any]:
         loop = self._client.loop
         view, totals = loop.view(), loop.totals()
+        pages = Pages.of(view)
         hardware = self._limits.seen(totals.strokes) if self._limits else None
         windows = {
             str(seconds): _window(loop.span(seconds), hardware) | self._kept(seconds)
@@ -83,9 +84,9 @@ class State:
                 for service, limits in self._goodput.limits.items()
                 for measure, limit_s in limits.items()
             ],
-            "requests": _requests(view, now_s),
+            "requests": _requests(view, pages, now_s),
             "steps": list(loop.meter.recent),
-            "pages": self._pages(view),
+            "pages": self._pages(view, pages),
             "window": windows,
             "totals": _totals(totals, view),
         }
@@ -123,7 +124,7 @@ class State:
             },
         }
 
-    def _pages(self, view: View) -> dict[str, Any]:
+    def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
         facts, stats = self._client.loop.facts, view.stats
         return {
             "total": facts.num_pages,
@@ -132,9 +133,9 @@ class State:
             "free": stats.num_free_pages,
             "cached": stats.num_cached_pages,
             "held": stats.num_referenced_pages,
-            "shared": sum([count > 1 for count in view.counts]),
+            "shared": pages.num_shared,
             "groups": [{"window": g.window, "layers": len(g.layers)} for g in self._groups],
-            **page_map(view, len(self._groups)),
+            **page_map(pages, view.cached, len(self._groups)),
         }
 
 
@@ -174,8 +175,8 @@ def _hardware(hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _requests(view: View, now_s: float) -> dict[str, Any]:
-    shared = shared_pages(view)
+def _requests(view: View, pages: Pages, now_s: float) -> dict[str, Any]:
+    held, shared = pages.per_request(len(view.running))
     since_s = view.waiting_since_s
     return {
         "num_running": view.stats.num_running,
@@ -183,13 +184,13 @@ def _requests(view: View, now_s: float) -> dict[str, Any]:
         "waiting_tokens": view.stats.num_waiting_tokens,
         "oldest_waiting_s": None if since_s is None else now_s - since_s,
         "running": [
-            _request(request, num_shared, now_s)
-            for request, num_shared in zip(view.running, shared, strict=True)
+            _request(request, num_pages, num_shared, now_s)
+            for request, num_pages, num_shared in zip(view.running, held, shared, strict=True)
         ],
     }
 
 
-def _request(request: RequestView, num_shared: int, now_s: float) -> dict[str, Any]:
+def _request(request: RequestView, num_pages: int, num_shared: int, now_s: float) -> dict[str, Any]:
     elapsed_s = request.last_token_s - request.first_token_s
     return {
         "id": request.id,
@@ -203,7 +204,7 @@ def _request(request: RequestView, num_shared: int, now_s: float) -> dict[str, A
         "tokens_per_s": (request.num_output - 1) / elapsed_s if elapsed_s > 0 else None,
         "drafted_tokens": request.num_drafted,
         "accepted_tokens": request.num_accepted,
-        "pages": sum([page >= 0 for pages in request.pages for page in pages]),
+        "pages": num_pages,
         "shared_pages": num_shared,
         "preemptions": request.num_preemptions,
     }
