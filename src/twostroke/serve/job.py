@@ -188,7 +188,10 @@ class Answers:
     Attributes:
         ended: of the choices that have ended, by index, why, what they took, and when.
         error: the code of what cut them off, where something did.
+        num_prompt: how many tokens the prompts have.
         num_tokens: how many tokens have come.
+        cached_tokens: how many of a prompt's the prefix cache had, by its first choice's index.
+        ttft_s: from here to the first token and back; None before it has come.
     """
 
     def __init__(
@@ -208,7 +211,10 @@ class Answers:
         """
         self.ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}
         self.error: str | None = None
+        self.num_prompt = sum(map(len, encoded.prompts))
         self.num_tokens = 0
+        self.cached_tokens: dict[int, int] = {}
+        self.ttft_s: float | None = None
         self._client = client
         self._metrics = metrics
         self._num_choices = job.num_choices
@@ -237,8 +243,8 @@ class Answers:
         try:
             async for output in self._generation:
                 self.num_tokens += len(output.token_ids)
-                if output.finish_reason is not None:
-                    self._end(output)
+                if output.usage is not None:  # the first output of a choice, or its last
+                    self._note(output, output.usage)
                 yield output
         except EngineStoppedError as error:
             self._fail(error)
@@ -293,14 +299,20 @@ class Answers:
         self._metrics.failures.inc()
         self._metrics.goodput.miss(self._service, self._num_choices - len(self.ended))
 
-    def _end(self, output: Output) -> None:
-        assert output.finish_reason is not None
-        assert output.usage is not None
+    def _note(self, output: Output, usage: Usage) -> None:
+        if output.index % self._n == 0:
+            self.cached_tokens[output.index] = usage.cached_tokens
+        if output.finish_reason is not None:
+            self._end(output, output.finish_reason, usage)
+        elif self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self._began_s
+
+    def _end(self, output: Output, reason: FinishReason, usage: Usage) -> None:
         assert output.timings is not None
-        if output.finish_reason is FinishReason.CANCEL:  # by nobody who still reads
+        if reason is FinishReason.CANCEL:  # by nobody who still reads
             raise EngineStoppedError("The server is shutting down.")
-        self.ended[output.index] = (output.finish_reason, output.usage, output.timings)
-        self._metrics.goodput.judge(self._service, output.usage, output.timings)
+        self.ended[output.index] = (reason, usage, output.timings)
+        self._metrics.goodput.judge(self._service, usage, output.timings)
 
 
 def check_choices(job: Job, limit: int) -> None:

@@ -97,6 +97,8 @@ def test_a_client_that_left_is_told_of(tmp_path: Path, log: Log, stream: bool) -
     assert entry["client_gone"] is True
     assert entry["status"] == (200 if stream else 499)
     assert entry["completion_tokens"] < 400
+    assert entry["prompt_tokens"] > 0
+    assert ("ttft_s" in entry) is (entry["completion_tokens"] > 0)
     assert entry["finish_reasons"] == []
 
 
@@ -121,8 +123,8 @@ def test_nothing_that_was_said_is_logged(tmp_path: Path, log: Log) -> None:
 
 def test_ids_of_clients_are_kept_where_they_are_harmless(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
-        server.http.get("/health", headers={"x-request-id": "mine-1"})
-        server.http.get("/health", headers={"x-request-id": "bad id"})
+        server.http.get("/v1/models", headers={"x-request-id": "mine-1"})
+        server.http.get("/v1/models", headers={"x-request-id": "bad id"})
         first, second = log.entries(2)
     assert first["request_id"] == "mine-1"
     assert second["request_id"].startswith("req-")
@@ -166,6 +168,17 @@ def test_lines_can_be_left_out(tmp_path: Path, access: bool, level: str) -> None
         server.complete(max_tokens=1)
         server.wait_idle()
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_what_programs_poll_is_for_those_who_debug(tmp_path: Path, level: str) -> None:
+    stream = io.StringIO()
+    with logging_to(stream, "text", level), live_server(tmp_path, _OPTIONS) as server:
+        for path in ("/health", "/metrics", "/api/state"):
+            server.http.get(path)
+        server.http.get("/v1/models")
+        wait_for(lambda: "/v1/models" in stream.getvalue())
+    assert stream.getvalue().count("\n") == (4 if level == "debug" else 1)
 
 
 def test_faults_have_their_trace_in_the_line() -> None:

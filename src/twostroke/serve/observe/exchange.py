@@ -41,6 +41,22 @@ class Generated:
         return self.answers.usage
 
     @property
+    def num_prompt(self) -> int:
+        """How many tokens the prompts have."""
+        return self.answers.num_prompt
+
+    @property
+    def num_cached(self) -> int:
+        """How many of them the prefix cache had, as far as that is known."""
+        return sum(self.answers.cached_tokens.values())
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token, also of answers that were cut off."""
+        timings = self.timings
+        return self.answers.ttft_s if timings is None else timings.ttft_s
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens have come, those of an answer that was cut off included."""
         return self.answers.num_tokens

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.exchange import Exchange, Generated
 
 _MOST_PATH: Final = 200
+_POLLED: Final = ("/health", "/metrics", "/api/state")  # every second, by programs
 _FIGURES: Final = "figures"  # the attribute of a record that has them
 _access = logging.getLogger("twostroke.access")
 
@@ -28,8 +29,10 @@ class AccessLog:
 
     def watch(self, exchange: Exchange) -> None:
         """Log an exchange that is over."""
-        if _access.isEnabledFor(logging.INFO):
-            _access.info("request", extra={_FIGURES: figures(exchange)})
+        is_polled = exchange.endpoint in _POLLED and exchange.status < 400
+        level = logging.DEBUG if is_polled else logging.INFO
+        if _access.isEnabledFor(level):
+            _access.log(level, "request", extra={_FIGURES: figures(exchange)})
 
     def close(self) -> None:
         """Nothing is left."""
@@ -55,27 +58,27 @@ def figures(exchange: Exchange) -> dict[str, Any]:
 
 
 def _generated(generated: Generated) -> dict[str, Any]:
-    usage, timings, tpot_s = generated.usage, generated.timings, generated.tpot_s
+    usage, timings = generated.usage, generated.timings
     found: dict[str, Any] = {
         "response_id": generated.response_id,
         "model": generated.model,
         "class": generated.service,
         "stream": generated.is_stream,
         "choices": generated.num_choices,
-        "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
+        "prompt_tokens": generated.num_prompt,
+        "cached_tokens": generated.num_cached,
         "completion_tokens": generated.num_tokens,
         "accepted_tokens": usage.accepted_tokens,
         "rejected_tokens": usage.rejected_tokens,
         "finish_reasons": [reason.value for reason in generated.ends],
     }
-    if timings is not None:
-        found["queue_s"] = round(timings.queue_s, 6)
-        found["ttft_s"] = round(timings.ttft_s, 6)
-        found["e2e_s"] = round(timings.e2e_s, 6)
-    if tpot_s is not None:
-        found["tpot_s"] = round(tpot_s, 6)
-    return found
+    seconds = {
+        "queue_s": None if timings is None else timings.queue_s,
+        "ttft_s": generated.ttft_s,
+        "tpot_s": generated.tpot_s,
+        "e2e_s": None if timings is None else timings.e2e_s,
+    }
+    return found | {name: round(s, 6) for name, s in seconds.items() if s is not None}
 
 
 class TextFormatter(logging.Formatter):

@@ -164,7 +164,7 @@ def _attributes(exchange: Exchange) -> dict[str, Any]:
 
 
 def _generated(exchange: Exchange, generated: Generated) -> dict[str, Any]:
-    usage, timings, params = generated.usage, generated.timings, generated.params
+    usage, params = generated.usage, generated.params
     found: dict[str, Any] = {
         "gen_ai.operation.name": _operation(exchange),
         "gen_ai.provider.name": "twostroke",
@@ -173,9 +173,9 @@ def _generated(exchange: Exchange, generated: Generated) -> dict[str, Any]:
         "gen_ai.response.id": generated.response_id,
         "gen_ai.request.choice.count": generated.num_choices,
         "gen_ai.request.stream": generated.is_stream,
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.input_tokens": generated.num_prompt,
         "gen_ai.usage.output_tokens": generated.num_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": generated.num_cached,
         "gen_ai.response.finish_reasons": [reason.value for reason in generated.ends],
         "twostroke.class": generated.service,
         "twostroke.usage.accepted_tokens": usage.accepted_tokens,
@@ -184,8 +184,8 @@ def _generated(exchange: Exchange, generated: Generated) -> dict[str, Any]:
     for name in _SAME_NAME:
         if (value := getattr(params, name)) is not None:
             found[f"gen_ai.request.{name}"] = value
-    if timings is not None:
-        found["gen_ai.response.time_to_first_chunk"] = timings.ttft_s
+    if generated.ttft_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = generated.ttft_s
     if generated.tpot_s is not None:
         found["twostroke.time_per_output_token"] = generated.tpot_s
     return found
