@@ -160,7 +160,7 @@ struct StepRecord {
   const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
   SampleResult* results;
   float* logits;              // (num_sampled, vocab_size), or null
-  float* const* taps;         // (num_rows, width of the value) each; null if the plan has none
+  float* const* taps;         // (num_rows, width of the value) each; null if nobody wants them
   const float* given;         // (num_rows, width of the value), or null if the plan has none
   const StoreRecord* stores;  // by row, ascending
   const CopyRecord* copies;   // no page is in two of them as `to`, or as both

@@ -48,6 +48,7 @@ void run_norm(Worker& worker, const OpRecord& op) {
 }
 
 void run_tap(Worker& worker, const OpRecord& op) {
+  if (worker.step.record.taps == nullptr) return;  // nobody asked in this step
   float* values = worker.step.record.taps[op.tap];
   const int64_t num_rows = worker.step.record.num_rows;
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {

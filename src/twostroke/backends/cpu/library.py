@@ -13,7 +13,7 @@ from twostroke.backends.cpu.records import RECORD_SIZES, PlanRecord, StepRecord
 from twostroke.core import env
 from twostroke.core.errors import BackendError, nearest
 
-_INTERFACE_VERSION = 11  # as in native/c_interface.cpp
+_INTERFACE_VERSION = 12  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _PORTABLE = {"portable": (0, "nothing")}

@@ -114,6 +114,7 @@ class StepArrays:
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
+        record.taps = self._taps if self._is_shown or self._pooled else None
         record.given = None if plan.given is None else plan.given.ctypes.data
         return sampling
 
@@ -250,7 +251,6 @@ class StepArrays:
         if width := self._tapped.shape[1]:
             self._tapped = np.zeros((2 * num_tokens, width), np.float32)
             self._taps[0] = self._tapped.ctypes.data
-            record.taps = self._taps
 
 
 def _ends_of_pooled(parts: Sequence[Slice], ends: NDArray[np.int32]) -> dict[Request, int]:
