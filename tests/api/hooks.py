@@ -37,13 +37,13 @@ REASONS = {
         r"prompt is too long",
         r"exceed context",
     ),
-    "prompts in which nothing stands": (r"The prompt is empty",),
+    "prompts in which nothing stands": (r"The (prompt|input) is empty",),
     "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
     "ids of no token": (r" is no token of this model", r"has token ids outside"),
     "items that are not there": (r"there is no item",),
     "what responses refuse and others do not": (r"include_obfuscation is not supported",),
     "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
-    "ways to say how an answer has to look": (r" exclude each other", r"ignore_eos cannot be comb"),
+    "ways to say how an answer has to look": (r" exclude each other", r" cannot be combined with "),
     "results of tools without their calls": (r"tool_use_id is the id of no call before it",),
     "roles of messages": (r"belongs to a message of (the other )?role",),
     "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
@@ -86,6 +86,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         _reconcile(body)
         if case.operation.path == "/v1/responses":
             _reconcile_response(body)
+        elif case.operation.path == "/tokenize":
+            _reconcile_prompt(body)
         if {"max_tokens", "max_output_tokens"} & {*body} and "stream" not in body:
             body["stream"] = len(repr(body)) % 2 == 0  # which is rarely drawn
 
@@ -175,8 +177,6 @@ def _reconcile(body: dict[str, Any]) -> None:
         body["best_of"] = body.get("n") or 1
     if _is_int(body.get("min_tokens")):
         body["min_tokens"] = min(body["min_tokens"], _limit(body))
-    if "return_token_strs" in body or {"prompt", "messages"} <= {*body}:  # /tokenize
-        _reconcile_prompt(body)
     _reconcile_tools(body)
     for message in body.get("messages") or ():
         _reconcile_message(message)
@@ -232,4 +232,4 @@ def _reconcile_message(message: dict[str, Any]) -> None:
             del message[name]
     wrong = {"user": "tool_use", "assistant": "tool_result"}.get(message.get("role", ""))
     if wrong is not None and isinstance(message.get("content"), list):
-        message["content"] = [part for part in message["content"] if part["type"] != wrong]
+        message["content"] = [part for part in message["content"] if part.get("type") != wrong]

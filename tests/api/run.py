@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -43,8 +44,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="requests at a time")
     parser.add_argument("--phases", default="examples,coverage,fuzzing,stateful")
     given, rest = parser.parse_known_args()
+    program = shutil.which(given.schemathesis)
+    if program is None:
+        parser.error(f"there is no program {given.schemathesis}")
     command = [
-        *(given.schemathesis, "--config-file", str(HERE / "schemathesis.toml")),
+        *(str(Path(program).absolute()), "--config-file", str(HERE / "schemathesis.toml")),
         *("run", "--phases", given.phases, "--max-examples", str(given.cases)),
         *("--workers", str(given.workers), "--continue-on-failure"),
         *(("--seed", str(given.seed)) if given.seed is not None else ()),

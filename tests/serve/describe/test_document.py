@@ -125,6 +125,15 @@ def test_no_text_speaks_of_fields_that_are_not_there(server: LiveServer, schemas
         assert set(neutral) <= set(kind.__struct_fields__), kind
 
 
+def test_a_field_that_takes_anything_is_not_described_as_another_of_its_name(
+    schemas: Schemas,
+) -> None:
+    for name in ("ChatRequest", "MessagesRequest"):
+        tier = schemas.components[name]["properties"]["service_tier"]
+        assert ("enum" in tier) == (name == "ChatRequest")
+        assert tier["description"]
+
+
 def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]) -> None:
     description = Description(described)
     schema = {"$ref": "#/components/schemas/ResponsesRequest"}

@@ -69,6 +69,8 @@ class Schemas:
             if is_body:
                 more |= _bounds(name) if name in BOUNDS and _is_number(field) else {}
                 more |= self._in_bodies.get(name, {})
+                if not field:  # anything is accepted
+                    more = {key: text for key, text in more.items() if key == "description"}
             more |= _neutral(neutral[name]) if name in neutral else {}
             more |= own.get(name, {})
             if (kind, name) in PARTS:
