@@ -59,11 +59,25 @@ def result(call_id: str, content: str) -> dict[str, Any]:
             {"writes_calls": True, "writes_results": True, "has_short_ids": True},
         ),
         (talkers.GRANITE, "granite", {"writes_calls": True, "writes_results": True}),
-        (talkers.DEEPSEEK, "deepseek", {"writes_calls": True, "writes_results": True}),
+        (
+            talkers.PHI_WITHOUT_LISTS,
+            "phi without lists",
+            {"writes_calls": True, "writes_results": True},
+        ),
+        (
+            talkers.DEEPSEEK,
+            "deepseek",
+            {"writes_calls": True, "writes_results": True, "has_null_content": True},
+        ),
         (
             talkers.DEEPSEEK_FENCED,
             "deepseek in fences",
-            {"writes_calls": True, "writes_results": True, "has_text_arguments": True},
+            {
+                "writes_calls": True,
+                "writes_results": True,
+                "has_null_content": True,
+                "has_text_arguments": True,
+            },
         ),
     ],
 )
@@ -71,6 +85,18 @@ def test_form_and_manners_are_found_in_the_template(
     template: str, form: str, fields: dict[str, Any]
 ) -> None:
     assert Chat(tokenizer_of(template)).manners == Manners(FORMS[form], shows_tools=True, **fields)
+
+
+def test_a_model_is_told_its_own_form_where_the_template_shows_no_tools() -> None:
+    chat = Chat(tokenizer_of(talkers.DEEPSEEK_WITHOUT_TOOLS))
+    form = FORMS["deepseek"]
+    assert chat.manners == Manners(
+        form, writes_calls=True, writes_results=True, has_null_content=True
+    )
+    text = chat.render([USER], TOOLS).text
+    assert '"get_weather"' in text
+    assert form.example() in text
+    assert "<tool_call>" not in text
 
 
 @pytest.mark.parametrize("template", [CHATML, talkers.TAGS, talkers.THINKS, "{{ 1 / 0 }}"])
@@ -101,6 +127,7 @@ def test_a_vocabulary_can_tell_the_form() -> None:
             '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1, "é"]}, "id": "',
         ),
         (talkers.MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": [1, "é"]}'),
+        (talkers.DEEPSEEK_WITHOUT_TOOLS, 'add<｜tool▁sep｜>{"a": [1, "é"]}<｜tool▁call▁end｜>'),
         (talkers.GRANITE, '<|tool_call|>[{"name": "add", "arguments": {"a": [1, "é"]}}]'),
         (talkers.DEEPSEEK, 'begin｜>add<｜tool▁sep｜>{"a": [1, "é"]}<｜tool▁call▁end｜>'),
         (talkers.DEEPSEEK_FENCED, 'add\n```json\n{"a": [1, "é"]}\n```<｜tool▁call▁end｜>'),

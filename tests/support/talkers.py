@@ -112,6 +112,17 @@ DEEPSEEK: Final = _DEEPSEEK.replace(
     "<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
     "{{ c.function.arguments | tojson }}<｜tool▁call▁end｜>",
 )
+# Calls are written, tools are not shown.
+DEEPSEEK_WITHOUT_TOOLS: Final = DEEPSEEK.replace(
+    "{% if tools %}{{ tools | tojson }}{% endif %}", ""
+)
+PHI_WITHOUT_LISTS: Final = (
+    "{% for t in tools or [] %}<|tool|>{{ t.function | tojson }}<|/tool|>{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|tool_response|>{{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.role }}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<|tool_call|>{{ c.function | tojson }}<|/tool_call|>{% endfor %}<|im_end|>{% endif %}"
+    "{% endfor %}"
+)
 # A form that nobody here knows.
 TAGS: Final = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"

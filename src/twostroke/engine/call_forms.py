@@ -71,6 +71,10 @@ class CallForm:
         ]
         return f"{self.begin}{self.between.join(written)}{self.end}"
 
+    def example(self) -> str:
+        """Return what shows a model how calls are written."""
+        return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
+
     def fits(self, before: str, after: str) -> bool:
         """Whether these texts, but for blanks, stand around the name of an answer's only call.
 
@@ -142,6 +146,14 @@ _PHI: Final = CallForm(
     marks=("<|/tool_call|>",),
     has_own_tokens=True,
 )
+_PHI_SINGLE: Final = CallForm(
+    mark="<|tool_call|>",
+    head='<|tool_call|>{"name": ',
+    middle=', "arguments": ',
+    tail="}<|/tool_call|>",
+    between="",
+    marks=("<|/tool_call|>",),
+)
 _GRANITE: Final = CallForm(
     mark="<|tool_call|>",
     begin="<|tool_call|>[",
@@ -185,6 +197,7 @@ FORMS: Final[dict[str, CallForm]] = {
     "mistral with ids": _MISTRAL_IDS,
     "mistral": _MISTRAL,
     "phi": _PHI,
+    "phi without lists": _PHI_SINGLE,
     "granite": _GRANITE,
     "deepseek in fences": _DEEPSEEK_FENCED,
     "deepseek": _DEEPSEEK,

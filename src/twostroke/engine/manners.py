@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,33 +58,40 @@ class Manners:
 
 
 def manners_of(template: ChatTemplate, tokenizer: Tokenizer) -> Manners:
-    """Return how a template is to be given tools; one that shows none gets all of it in words."""
+    """Return how a template is to be given tools; one that knows no form gets all in words."""
     probe = _Probe(template)
     shown = probe.render([_USER])
-    if _TOOL not in shown:
-        form = next((form for form in FORMS.values() if form.is_known_to(tokenizer)), None)
-        return (
-            Manners(form, shows_tools_of_system=True) if form and probe.reads_system() else _WORDS
-        )
+    shows_tools = _TOOL in shown
     for call_id, content, is_text in product(_IDS, ("", None), (False, True)):
         probe = _Probe(template, call_id, content, is_text=is_text)
         if form := probe.written():
             break
     else:
-        form = next((form for form in FORMS.values() if form.is_shown(shown)), None)
-        if form is None:
-            return _WORDS
-        return Manners(form, shows_tools=True, writes_results=probe.writes_results(has_calls=False))
+        return _without_calls(probe, shown, tokenizer)
+    null = replace(probe, content=None)
+    if null.written() and null.size() < probe.size():  # an empty text would be a turn of its own
+        probe = null
     return Manners(
         form,
-        shows_tools=True,
+        shows_tools=shows_tools,
         writes_calls=True,
         writes_results=probe.writes_results(),
         takes_several=probe.takes_several(),
         has_short_ids=call_id != _IDS[0],
-        has_null_content=content is None,
+        has_null_content=probe.content is None,
         has_text_arguments=is_text,
     )
+
+
+def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> Manners:
+    """Return the manners of a template that does not write calls, of which `shown` tells."""
+    forms = FORMS.values()
+    if _TOOL in shown:
+        form = next((form for form in forms if form.is_shown(shown)), None)
+        results = probe.writes_results(has_calls=False)
+        return Manners(form, shows_tools=True, writes_results=results) if form else _WORDS
+    form = next((form for form in forms if form.is_known_to(tokenizer)), None)
+    return Manners(form, shows_tools_of_system=True) if form and probe.reads_system() else _WORDS
 
 
 _WORDS: Final = Manners()
@@ -130,6 +137,10 @@ class _Probe:
         answer = self._answer(_CALL) if has_calls else {"role": "assistant", "content": "Let me"}
         result = {"role": "tool", "content": _SAID, "tool_call_id": self.call_id, "name": _CALL}
         return _SAID in self.render([_USER, answer, result])
+
+    def size(self) -> int:
+        """How long an answer with a call is."""
+        return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
         """Whether an answer may have two calls."""

@@ -6,8 +6,6 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.engine.call_forms import HERMES
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,7 +18,6 @@ You can call these functions, each described on a line of its own as JSON:
 To call one, write its name and its arguments as JSON, in this form and nothing else:
 {form}
 The result comes in the next message. Without need of a function, answer as usual."""
-_EXAMPLE: Final = ("the function's name", '{"the argument\'s name": "its value"}')
 
 
 def fitted(
@@ -39,14 +36,16 @@ def fitted(
             told.insert(0, {"role": "system", "content": ""})
         told[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     elif tools and not manners.shows_tools:
-        _instruct(told, tools)
+        _instruct(told, tools, manners)
     return told if manners.writes_results else _joined(told)
 
 
-def _instruct(told: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+def _instruct(
+    told: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], manners: Manners
+) -> None:
     """Let the system message say what may be called, and how."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = _INSTRUCTIONS.format(tools=described, form=HERMES.write([_EXAMPLE]))
+    instructions = _INSTRUCTIONS.format(tools=described, form=manners.form.example())
     if told and told[0]["role"] == "system":
         told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{instructions}"}
     else:
