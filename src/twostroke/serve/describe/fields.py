@@ -50,6 +50,7 @@ NEUTRAL: Final[dict[type[msgspec.Struct], Neutral]] = {
     request.ResponsesRequest: request.NEUTRAL,
     request.ReasoningConfig: request.NEUTRAL_OF_REASONING,
     request.TextConfig: request.NEUTRAL_OF_TEXT,
+    request.ResponseStreamOptions: request.NEUTRAL_OF_STREAMS,
     response_tools.FunctionTool: response_tools.NEUTRAL,
     items.FunctionCall: items.NEUTRAL_OF_CALLS,
     items.FunctionCallOutput: items.NEUTRAL_OF_CALLS,
@@ -298,6 +299,10 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "parameters": _text("A JSON schema that the arguments keep to."),
             "strict": _text("Refuse a schema that cannot be kept to, instead of freeing it."),
             "async": {"enum": [None, False]},
+        },
+        "ResponseStreamOptions": {
+            "include_usage": _text("The last event always has the usage."),
+            "continuous_usage_stats": {"enum": [None, False]},
         },
         "ReasoningConfig": {"effort": {"enum": [*EFFORTS, None]}},
         "Tool": {

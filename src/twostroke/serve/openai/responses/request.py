@@ -10,7 +10,7 @@ from twostroke.core.errors import RequestError, nearest
 from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
-from twostroke.serve.openai.fields import CommonFields, check_neutral, refuse_all_but
+from twostroke.serve.openai.fields import CommonFields, StreamOptions, check_neutral, refuse_all_but
 from twostroke.serve.openai.responses.tools import Choice, FunctionTool
 from twostroke.serve.openai.structure import JsonObject, NamedSchema, Text
 
@@ -85,6 +85,10 @@ class ReasoningConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     summary: Any = None
 
 
+class ResponseStreamOptions(StreamOptions, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries besides the answer; usage always."""
+
+
 class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request. Items are read one by one, as each may say what it is."""
 
@@ -92,6 +96,7 @@ class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
+    stream_options: ResponseStreamOptions | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
