@@ -274,7 +274,7 @@ def _inner() -> dict[str, dict[str, Schema]]:
         "StreamOptions": {
             "include_usage": _text("Whether the last event has the usage."),
             "continuous_usage_stats": {"enum": [None, False]},
-            "include_obfuscation": _text("Never done: `/v1/responses` refuses it, others do not."),
+            "include_obfuscation": _text("Accepted, and never done."),
         },
         "OpenaiMessage": {
             "role": {"enum": list(ROLES)},
@@ -304,6 +304,7 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "include_usage": _text("The last event always has the usage."),
             "continuous_usage_stats": {"enum": [None, False]},
         },
+        "AllowedChoice": {"tools": {"minItems": 1}},
         "ReasoningConfig": {"effort": {"enum": [*EFFORTS, None]}},
         "Tool": {
             "name": {"pattern": NAME_PATTERN},
