@@ -221,6 +221,8 @@ def _reconcile_tools(body: dict[str, Any]) -> None:
         choice["function"]["name"] = names[0]
     elif isinstance(choice, dict) and "name" in choice:
         choice["name"] = names[0]
+    elif isinstance(choice, dict) and choice.get("tools"):  # those that are allowed
+        choice["tools"] = [{"type": "function", "name": names[0]}]
 
 
 def _reconcile_message(message: dict[str, Any]) -> None:
