@@ -40,6 +40,7 @@ REASONS = {
     "prompts in which nothing stands": (r"The (prompt|input) is empty",),
     "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
     "ids of no token": (r" is no token of this model", r"has token ids outside"),
+    "tools that are not there": (r"is not among the tools",),
     "items that are not there": (r"there is no item",),
     "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
     "ways to say how an answer has to look": (r" exclude each other", r" cannot be combined with "),
@@ -168,6 +169,8 @@ def _reconcile(body: dict[str, Any]) -> None:
     forms = [name for name in _FORMS if body.get(name) is not None]
     for name in forms[1:] if not body.get("tools") else forms:
         del body[name]
+    if forms:
+        body.pop("ignore_eos", None)
     if body.get("stream_options") is not None:
         body["stream"] = True
     if body.get("top_logprobs"):
