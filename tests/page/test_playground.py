@@ -38,6 +38,15 @@ MARKDOWN = """# Title
 x = 1  # y
 ```
 end_of_line stays"""
+DELTAS: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": ""},
+    {"reasoning_content": "Rain is "},
+    {"reasoning_content": "likely."},
+    {"content": "Let me look."},
+    {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+)
 COUNT = "Count from one to five hundred in words."
 
 
@@ -131,10 +140,11 @@ def test_edited_answer_is_what_the_model_reads(visit: Visiting, server: Any) -> 
 
 def test_two_settings_answer_side_by_side(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    visit.page.click("text=Side by side")
     visit.set(max_tokens=60, temperature=0, extra='{"ignore_eos": true}')
+    visit.page.click("text=Side by side")
     visit.page.click("#column-B")
-    visit.set(max_tokens=5, temperature=0)
+    assert visit.page.input_value("#setting-temperature") == "0"  # it begins as A is
+    visit.set(max_tokens=5)
     visit.send(COUNT, wait=False)
     visit.wait_for("document.querySelectorAll('.reply.busy').length === 2")
     visit.wait_answered()
@@ -285,3 +295,26 @@ def test_markdown_is_drawn(visit: Visiting, server: Any) -> None:
         ".hl-comment": 1,
     }.items():
         assert answer.locator(part).count() == count, part
+
+
+def test_reasoning_is_folded_and_calls_are_shown(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in DELTAS]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    body = "".join(f": keep-alive\n\ndata: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    stream = {"content_type": "text/event-stream", "body": f"{body}data: [DONE]\n\n"}
+    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
+    visit.send("Will it rain in Rome?")
+    thoughts = visit.page.locator(".thoughts")
+    assert thoughts.get_attribute("open") is None
+    assert "Rain" not in thoughts.inner_text()
+    thoughts.locator("summary").click()
+    assert "Rain is likely." in thoughts.inner_text()
+    call = visit.page.locator(".call").inner_text()
+    assert "Calls weather" in call
+    assert '"city": "Rome"' in call
+    assert "calls a tool" in visit.page.inner_text(".figures summary")
+    with visit.page.expect_request("**/v1/chat/completions") as sent:
+        visit.send("And now?")
+    messages = json.loads(sent.value.post_data)["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]

@@ -12,8 +12,9 @@ export class Guesses {
   }
 
   show(found, engine) {
-    const items = Object.entries(found).map(([source, { proposed, accepted }]) => {
-      const share = proposed ? accepted / proposed : 0;
+    const busy = Object.entries(found).filter(([, { proposed }]) => proposed > 0);
+    const items = busy.map(([source, { proposed, accepted }]) => {
+      const share = accepted / proposed;
       const bar = h("span.bar-of", { "aria-hidden": "true" }, h("span"));
       bar.firstChild.style.width = `${Math.round(share * 100)}%`;
       return h("li", {}, h("span", {}, source), bar, h("span.share", {}, `${count(accepted)} of ${count(proposed)} right, ${percent(share)}`));

@@ -1,7 +1,7 @@
 // Percentiles of what callers waited for, by class of service, and how many objectives were met.
 
 import { h } from "../shared/dom.js";
-import { count, duration, percent } from "../shared/format.js";
+import { count, counted, duration, percent } from "../shared/format.js";
 
 const MEASURES = [
   ["ttft", "TTFT", "Time to first token"],
@@ -14,7 +14,7 @@ const POINTS = ["p50", "p90", "p99"];
 
 export class Latency {
   #body = h("tbody");
-  #objectives = h("p.summary");
+  #objectives = h("div.summary");
 
   constructor() {
     const heads = ["Class", "", "samples", ...POINTS, "mean"].map((name) => h("th", { scope: "col" }, name || h("span.unseen", {}, "Measure")));
@@ -35,7 +35,12 @@ export class Latency {
       return there.map(([key, short, long], index) => row(index ? null : group, short, long, measures[key]));
     });
     this.#body.replaceChildren(...(rows.length ? rows : [h("tr", {}, h("td.none", { colspan: "7" }, "No answers in this time."))]));
-    this.#objectives.textContent = objectives.length ? told(window, objectives) : "No objectives are set, so no answer meets or misses any: there is no goodput.";
+    this.#objectives.replaceChildren(...this.#judge(window, objectives));
+  }
+
+  #judge(window, objectives) {
+    if (objectives.length) return [h("h4", {}, "Objectives"), h("ul", {}, told(window, objectives))];
+    return ["No objectives are set: with “--objective ttft=0.5” and the like the server counts the answers that met them."];
   }
 }
 
@@ -44,11 +49,13 @@ function row(group, short, long, found) {
   return h("tr", {}, group, h("th", { scope: "row" }, h("abbr", { title: long }, short)), h("td", {}, count(found.count)), points, h("td", {}, duration(found.mean)));
 }
 
+/** Return one sentence a class: its limits, and how many answers kept all of them. */
 function told(window, objectives) {
-  const limits = objectives.map((one) => `${one.objective.toUpperCase()} within ${duration(one.limit_s)}${one.class ? ` (${one.class})` : ""}`);
-  const kept = Object.entries(window.objectives ?? {}).map(([name, found]) => {
-    const { met, missed } = found.all;
-    return `${name}: ${count(met)} of ${count(met + missed)} answers (${percent(met / (met + missed))})`;
+  const classes = [...new Set(objectives.map((one) => one.class))];
+  return classes.map((name) => {
+    const limits = objectives.filter((one) => one.class === name).map((one) => `${one.objective.toUpperCase()} within ${duration(one.limit_s)}`);
+    const all = window.objectives?.[name]?.all;
+    const kept = all ? `, kept by ${count(all.met)} of ${counted(all.met + all.missed, "answer")} (${percent(all.met / (all.met + all.missed))})` : "";
+    return h("li", {}, `${name ?? "every class"}: ${limits.join(", ")}${kept}`);
   });
-  return `Objectives: ${limits.join(", ")}. Met by ${kept.length ? kept.join("; ") : "nothing yet"}.`;
 }

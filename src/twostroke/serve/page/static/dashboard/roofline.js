@@ -80,9 +80,9 @@ export class Roofline {
       const { intensity, flops_per_s: flops } = strokes[name];
       if (!isKnown(intensity) || !isKnown(flops)) continue;
       parts.push(svg("circle", { class: `point ${kind}`, cx: x(intensity), cy: y(flops), r: 5.5 }));
-      const isRight = x(intensity) > SIZE.width * 0.75;
-      const aside = name === "prefill" ? -7 : 15; // above and below, as they may run close together
-      parts.push(label(name, [x(intensity) + (isRight ? -8 : 8), y(flops) + aside], { class: "point-label", "text-anchor": isRight ? "end" : "start" }));
+      const isAbove = name === "prefill"; // above right and below left, as they may run close together
+      const at = isAbove ? [x(intensity) + 8, y(flops) - 7] : [x(intensity) - 8, y(flops) + 15];
+      parts.push(label(name, at, { class: "point-label", "text-anchor": isAbove ? "start" : "end" }));
     }
     this.#plot.replaceChildren(...parts);
     this.#plot.setAttribute("aria-label", told(hardware, strokes));

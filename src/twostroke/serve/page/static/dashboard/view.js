@@ -113,7 +113,7 @@ export class Dashboard {
     tiles.itl.show(duration(itl?.p50), tail(itl), past("itl"));
     tiles.cache.show(percent(window.cache_hit_rate), "of prompt tokens", past("cache"));
     if (window.goodput) {
-      tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} of answers met their objectives`, past("goodput"));
+      tiles.goodput.show(`${rate(window.goodput.requests_per_s)}/s`, `${percent(window.goodput.share)} met every objective`, past("goodput"));
     } else {
       tiles.goodput.show("–", "no objectives are set", []);
     }

@@ -9,7 +9,7 @@ const GROUPS = [
   { title: "Sampling", fields: ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"] },
   { fields: ["logprobs"] },
   { title: "Form of the answer", fields: ["form"] },
-  { title: "More", isFolded: true, fields: ["presence_penalty", "frequency_penalty", "repetition_penalty", "n", "speculate", "stop", "extra"] },
+  { title: "More", isFolded: true, fields: ["presence_penalty", "frequency_penalty", "repetition_penalty", "n", "speculate", "service_tier", "stop", "extra"] },
 ];
 
 /** Draws one column's settings; `onChange` is called after each change. */

@@ -24,6 +24,10 @@ export const FIELDS = [
     name: "speculate", label: "Guess ahead", kind: "choice", start: "",
     options: [["", "as the server does"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
   },
+  {
+    name: "service_tier", label: "Class of service", kind: "choice", start: "",
+    options: [["", "default"], ["priority", "priority"], ["flex", "flex"]],
+  },
   { name: "stop", label: "Stop strings, one a line", kind: "text", start: "", rows: 2, hint: "" },
   { name: "logprobs", label: "Log-probabilities of tokens", kind: "switch", start: false },
 
@@ -41,6 +45,11 @@ export const FIELDS = [
 
 export function defaultSettings() {
   return Object.fromEntries(FIELDS.map(({ name, start }) => [name, start]));
+}
+
+/** Whether nobody has changed anything yet. */
+export function isUntouched(settings) {
+  return FIELDS.every(({ name, start }) => settings[name] === start);
 }
 
 /**

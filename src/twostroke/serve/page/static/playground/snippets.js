@@ -18,7 +18,7 @@ function curl(base, path, body) {
 const KNOWN = new Set([
   "model", "messages", "prompt", "stream", "stream_options", "temperature", "top_p", "n", "seed", "stop", "max_tokens",
   "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "response_format", "tools",
-  "tool_choice", "parallel_tool_calls", "prediction", "echo", "suffix", "user",
+  "tool_choice", "parallel_tool_calls", "prediction", "echo", "suffix", "user", "service_tier",
 ]);
 
 function python(base, body) {

@@ -9,6 +9,7 @@ import { Frame } from "./frame.js";
 import { Panel } from "./panel.js";
 import { PATH, shownChoice, toBody } from "./request.js";
 import { Sidebar } from "./sidebar.js";
+import { isUntouched } from "./settings.js";
 import { newConversation, newId, Store } from "./store.js";
 import { Transcript } from "./transcript.js";
 
@@ -100,6 +101,8 @@ export class Playground {
     const conversation = this.#conversation;
     conversation.isSplit = isSplit;
     if (isSplit) {
+      const { settings } = conversation;
+      if (isUntouched(settings[1])) settings[1] = structuredClone(settings[0]);
       for (const { replies } of conversation.turns) replies[1] ??= structuredClone(replies[0]); // the same past
     }
     this.#keep();
