@@ -80,7 +80,7 @@ def read_keys(tree: nodes.Template) -> frozenset[str]:
     names = {node.attr for node in tree.find_all(nodes.Getattr)}
     items = [node.arg for node in tree.find_all(nodes.Getitem)]
     items += [arg for call in tree.find_all(nodes.Call) for arg in call.args[:1]]
-    consts = {node.value for node in items if isinstance(node, nodes.Const)}
+    consts = [node.value for node in items if isinstance(node, nodes.Const)]
     return frozenset(names | {value for value in consts if isinstance(value, str)})
 
 
