@@ -234,6 +234,7 @@ def test_ctrl_c_while_the_last_one_is_answered_is_the_same_one() -> None:
     script = """
 import signal
 from twostroke.cli import app
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
 def run(arguments):
     signal.raise_signal(signal.SIGINT)  # in this thread: not when the process has ended
 app.run = run
