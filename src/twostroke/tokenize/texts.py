@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _BYTES = 256
 _POSITIONS = 64  # of a text that a table has numbers for
-_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class Keys:
 
     A text's bytes choose numbers from a table, one for each position, which are added without
     carry (tabulation hashing: Zobrist 1970; Carter and Wegman 1979). So no file can choose texts
-    with the same keys. What is behind the table's last position is hashed by Python, which seeds
-    that anew in each process.
+    with the same keys. What is behind the table's last position is hashed with a key (BLAKE2).
     """
 
     def __init__(self) -> None:
         """Draw a table: keys of another one are not the same."""
         self._table = array("Q", secrets.token_bytes(8 * _POSITIONS * _BYTES))
+        self._secret = secrets.token_bytes(16)
 
     def of(self, text: bytes) -> int:
         """Return a text's key, with a sign."""
@@ -113,7 +113,7 @@ class Keys:
         for position, value in enumerate(text[:_POSITIONS]):
             key ^= table[position * _BYTES + value]
         if len(text) > _POSITIONS:
-            key ^= _rest(text)
+            key ^= self._of_rest(text)
         return key - (1 << 64) if key >> 63 else key
 
     def of_all(self, texts: Texts) -> NDArray[np.int64]:
@@ -128,11 +128,11 @@ class Keys:
             keys[:count] ^= table[position][texts.blob[starts[:count] + position]]
         for place in range(np.searchsorted(shortness, -_POSITIONS)):
             text = texts.blob[starts[place] : starts[place] - shortness[place]].tobytes()
-            keys[place] ^= np.uint64(_rest(text))
+            keys[place] ^= np.uint64(self._of_rest(text))
         by_text = np.empty_like(keys)
         by_text[order] = keys
         return by_text.view(np.int64)
 
-
-def _rest(text: bytes) -> int:
-    return hash(text[_POSITIONS:]) & _ALL_BITS
+    def _of_rest(self, text: bytes) -> int:
+        rest = blake2b(text[_POSITIONS:], digest_size=8, key=self._secret)
+        return int.from_bytes(rest.digest(), "little")

@@ -1,6 +1,6 @@
 // Cuts Markdown into blocks: paragraphs, code, lists, tables, quotes. Line by line, in linear time.
 
-const FENCE = /^( {0,3})(`{3,}|~{3,})([^`]*)$/;
+const FENCE = /^( {0,3})(`{3,}|~{3,}(?!~))([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const RULE = /^ {0,3}(?:(?:\*[ \t]*){3,}|(?:-[ \t]*){3,}|(?:_[ \t]*){3,})$/;
 const ITEM = /^( {0,12})([-*+]|\d{1,9}[.)])([ \t]+|$)(.*)$/;

@@ -7,7 +7,7 @@ const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const ADDRESS = /https?:\/\/[^\s<>"'`]+/y;
 const SAFE = /^(?:https?:|mailto:)/i;
 const MAX_DEPTH = 8;
-const MAX_REACH = 4000; // characters between a mark and its partner, which keeps reading linear
+const MAX_REACH = 1000; // characters between a mark and its partner, which keeps reading linear
 
 /** Return the nodes of a text. */
 export function toNodes(text, depth = 0) {
@@ -67,11 +67,12 @@ function readCode(text, at) {
   const marks = /`+/y;
   marks.lastIndex = at;
   const mark = marks.exec(text)[0];
-  let end = text.indexOf(mark, at + mark.length);
-  while (end >= 0 && end < at + MAX_REACH && (text[end + mark.length] === "`" || text[end - 1] === "`")) {
-    end = text.indexOf(mark, end + runAt(text, end));
+  const last = at + MAX_REACH;
+  let end = find(text, mark, at + mark.length, last);
+  while (end >= 0 && (text[end + mark.length] === "`" || text[end - 1] === "`")) {
+    end = find(text, mark, end + runAt(text, end), last);
   }
-  if (end < 0 || end >= at + MAX_REACH) return [mark, at + mark.length];
+  if (end < 0) return [mark, at + mark.length];
   const inner = text.slice(at + mark.length, end).replaceAll("\n", " ");
   const isPadded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim() !== "";
   return [h("code", {}, isPadded ? inner.slice(1, -1) : inner), end + mark.length];
@@ -97,14 +98,21 @@ function readEmphasis(text, at, depth) {
 
 function closing(text, from, mark) {
   const letter = mark[0];
-  let end = text.indexOf(mark, from);
-  while (end >= 0 && end < from + MAX_REACH) {
+  const last = from + MAX_REACH;
+  let end = find(text, mark, from, last);
+  while (end >= 0) {
     const after = text[end + mark.length];
     const isOwn = after !== letter && text[end - 1] !== letter && text[end - 1] !== "\\";
     if (end > from && isOwn && !/\s/.test(text[end - 1]) && !(letter === "_" && isWord(after))) return end;
-    end = text.indexOf(mark, end + (after === letter ? runAt(text, end) : 1));
+    end = find(text, mark, end + (after === letter ? runAt(text, end) : 1), last);
   }
   return -1;
+}
+
+/** Return where a mark stands next, before `last`; -1 if nowhere. */
+function find(text, mark, from, last) {
+  const found = from < last ? text.slice(from, last).indexOf(mark) : -1;
+  return found < 0 ? -1 : from + found;
 }
 
 function runAt(text, at) {
@@ -137,9 +145,9 @@ function matching(text, at, open, close) {
 }
 
 function readBracketed(text, at) {
-  const end = text.indexOf(">", at);
+  const end = find(text, ">", at, at + MAX_REACH);
   const inner = end < 0 ? "" : text.slice(at + 1, end);
-  if (inner.length > MAX_REACH || !SAFE.test(inner) || /\s/.test(inner)) return null;
+  if (!SAFE.test(inner) || /\s/.test(inner)) return null;
   return [link(inner, [inner]), end + 1];
 }
 
