@@ -83,6 +83,7 @@ class _Bench:
     ) -> None:
         self._given, self._server, self._prompts = given, server, prompts
         self._client, self._crowd = client, crowd
+        self._memory_before: int | None = None  # any crowd
 
     def run(self, name: str) -> dict[str, Any]:
         """Let the crowd come, measure the fast client, let the crowd go.
@@ -91,7 +92,8 @@ class _Bench:
             SystemExit: a request failed.
         """
         given, port = self._given, self._server.port
-        before = _memory_bytes(self._server.pid)
+        if self._memory_before is None and name != _ALONE:
+            self._memory_before = _memory_bytes(self._server.pid)
         try:
             if name == _IDLE:
                 self._crowd.ask("idle", port=port, count=given.crowd)
@@ -99,7 +101,8 @@ class _Bench:
                 fields = {"model": MODEL_NAME, "num_tokens": given.crowd_tokens}
                 self._crowd.ask("slow", port=port, count=given.crowd, **fields)
                 self._wait_until_done()
-            grown = _memory_bytes(self._server.pid) - before
+            memory_bytes = _memory_bytes(self._server.pid)
+            grown = memory_bytes - (self._memory_before or memory_bytes)
             watch = Watch(self._server.pid, self._client.pid, self._crowd.pid)
             answer = self._client.ask(
                 "loop", port=port, model=MODEL_NAME, num_clients=1, num_tokens=given.tokens,
