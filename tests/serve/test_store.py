@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from twostroke.serve import store as store_module
 from twostroke.serve.store import Kept, Store, Tenant
 
 
@@ -16,8 +17,7 @@ def kept(name: str, previous: Kept | None = None, size: int = 10) -> Kept:
 
 def test_an_answer_is_found_with_its_items_until_it_is_removed() -> None:
     mine = Tenant("me", Store(10, 10**6))
-    assert mine.keeps
-    mine.put(one := kept("a"))
+    assert mine.put(one := kept("a"))
     assert mine.find("a") is one
     assert mine.find_item("item-a") is one
     assert mine.remove("a")
@@ -53,14 +53,64 @@ def test_the_oldest_leave_when_they_take_too_much() -> None:
         store.put("", kept(name, size=2000))
     assert [name for name in "abcde" if store.find("", name)] == ["c", "d", "e"]
     assert store.num_bytes <= 10_000
-    store.put("", kept("f", size=20_000))  # too large for all of it
-    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_nothing_leaves_for_what_is_too_large() -> None:
+    store = Store(100, 10_000)
+    assert store.put("", kept("a", size=2000))
+    assert store.put("", second := kept("b", kept("0", size=2000), size=2000))
+    before = store.num_bytes
+    assert not store.put("", kept("c", size=9000))
+    assert not store.put("", kept("d", second, size=3000))  # with the conversation before it
+    assert [name for name in "abcd" if store.find("", name)] == ["a", "b"]
+    assert store.num_bytes == before
+
+
+def test_a_conversation_is_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = kept("a")
+    monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 2)
+    monkeypatch.setattr(store_module, "MAX_CONVERSATION_BYTES", 3 * one.num_bytes)
+    store = Store(100, 10**6)
+    assert store.put("", one)
+    assert store.put("", second := kept("b", one))
+    assert not store.put("", kept("c", second))
+    assert store.put("", kept("d", one, size=one.num_bytes))
+    assert not store.put("", kept("e", one, size=2 * one.num_bytes))
+
+
+@pytest.mark.parametrize(("max_answers", "max_bytes"), [(10, 10**6), (1000, 30_000)])
+def test_the_tenant_that_has_most_gives_way(max_answers: int, max_bytes: int) -> None:
+    store = Store(max_answers, max_bytes)
+    for name in "abc":
+        store.put("small", kept(name, size=2000))
+    for number in range(40):
+        assert store.put("greedy", kept(str(number), size=2000))
+    assert all(store.find("small", name) for name in "abc")
+    assert store.find("greedy", "39")
+    assert store.find("greedy", "0") is None
+    assert store.put("new", kept("a", size=2000))
+    assert store.find("new", "a")
+    assert all(store.find("small", name) for name in "abc")
+    assert len(store) <= max_answers
+    assert store.num_bytes <= max_bytes
+
+
+def test_the_newest_stays_though_its_tenant_has_most() -> None:
+    store = Store(100, 10_000)
+    for name in "abcde":
+        store.put(name, kept("x", size=500))
+    assert store.put("greedy", first := kept("1", size=2500))
+    assert store.put("greedy", kept("2", first, size=2500))  # which "1" does not make room for
+    assert store.find("greedy", "1") is None
+    assert store.find("greedy", "2")
+    assert 0 < sum(store.find(name, "x") is not None for name in "abcde") < 5
+    assert store.num_bytes <= 10_000
 
 
 def test_a_store_of_none_keeps_none() -> None:
     nobody = Tenant("", Store(0, 10**6))
-    assert not nobody.keeps
-    nobody.put(kept("a"))
+    assert not nobody.fits(kept("a"))
+    assert not nobody.put(kept("a"))
     assert nobody.find("a") is None
 
 

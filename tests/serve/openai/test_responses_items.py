@@ -132,7 +132,9 @@ def test_calls_results_and_thoughts_reach_the_template(server: LiveServer) -> No
         {"role": "tool", "tool_call_id": "call_2", "content": "12"},
     ]
     same_as_chat(server, messages, input=items, tools=[WEATHER])
-    items[2], items[3] = items[3], items[2]  # a text behind a call is of the same turn
+    items[2], items[3] = items[3], items[2]  # a text behind a call begins another message
+    first: Fields = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+    messages[1:2] = [first, messages[1] | {"tool_calls": calls[1:]}]
     same_as_chat(server, messages, input=items, tools=[WEATHER])
 
 

@@ -241,8 +241,9 @@ def _responses() -> dict[str, Schema]:
             "propertyNames": {"maxLength": request.MAX_KEY},
             "additionalProperties": {"type": "string", "maxLength": request.MAX_VALUE},
         },
-        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), _SENT_BACK),
-        "max_tool_calls": _text("Comes back; there are no tools of the server's to count."),
+        **dict.fromkeys(request.LABELS, _SENT_BACK | {"maxLength": request.MAX_LABEL}),
+        "max_tool_calls": _text("Comes back; there are no tools of the server's to count.")
+        | {"minimum": 1, "maximum": request.MAX_TOOL_CALLS},
         "prompt_cache_options": _HARMLESS,
     }
 
@@ -301,7 +302,8 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "async": {"enum": [None, False]},
         },
         "ResponseStreamOptions": {
-            "include_usage": _text("The last event always has the usage."),
+            "include_usage": _text("Leave it out: the last event always has the usage.")
+            | {"enum": [None, False]},
             "continuous_usage_stats": {"enum": [None, False]},
         },
         "AllowedChoice": {"tools": {"minItems": 1}},

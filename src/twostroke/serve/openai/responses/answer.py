@@ -28,7 +28,6 @@ from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.items import new_id
 from twostroke.serve.openai.responses.request import ResponsesRequest
 from twostroke.serve.openai.usage import timings_body
-from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,18 +162,11 @@ class Answer:
         yield events.OutputItemDone(place, item)
 
     def _keep(self) -> None:
-        exchange = exchange_of(self._reply)
-        if not exchange.is_kept:
-            return
-        ids = [item["id"] for item in exchange.items] + [item.id for item in self.body.output]
-        kept = Kept(
-            self.body.id,
-            encode_json(exchange.items),
-            encode_json(self.body),
-            tuple(ids),
-            exchange.previous,
-        )
-        exchange.tenant.put(kept)
+        """Keep the response for later requests, or let it say that it is not kept."""
+        if self.body.store:
+            ids = [item.id for item in self.body.output]
+            exchange, whole = exchange_of(self._reply), encode_json(self.body)
+            self.body.store = exchange.keep(self.body.id, whole, ids)
 
 
 class ResponsesWriter:

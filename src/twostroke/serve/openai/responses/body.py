@@ -165,7 +165,7 @@ def begun(reply: Reply) -> ResponseBody:
         reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
         safety_identifier=asked.safety_identifier,
         service_tier=reply.job.caller.service,
-        store=exchange.is_kept,
+        store=exchange.draft is not None,
         temperature=params.temperature,
         text={"format": form or {"type": "text"}, "verbosity": "medium"},
         tool_choice=asked.tool_choice or "auto",

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.engine.thinking import AS_IT_IS, Thinking
+from twostroke.serve.dialect import encode_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.job import Conversation, Job
 from twostroke.serve.openai.fields import to_caller, to_params, to_prediction
-from twostroke.serve.openai.responses.items import RawItem, items_of, read_input, to_messages
+from twostroke.serve.openai.responses.items import read_input, to_messages
+from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest, TextSchema, check
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
+from twostroke.serve.store import Kept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
-    from twostroke.serve.store import Kept, Tenant
+    from twostroke.serve.openai.responses.recall import RawItem
+    from twostroke.serve.store import Tenant
     from twostroke.serve.tools import Tools
     from twostroke.tokenize import Prompt as Rendered
 
@@ -40,18 +44,20 @@ class PreviousNotFoundError(RequestError):
 class Exchange(Conversation):
     """The conversation of one response, and what the answer will be kept with.
 
-    `items` are the request's own; those of `previous` and what led to it come before them.
+    `draft` is what will be kept, without the answer; None if nothing: because the request says so,
+    or what was said is too much.
     """
 
     asked: ResponsesRequest
-    items: list[RawItem]
     tenant: Tenant
-    previous: Kept | None
+    draft: Kept | None
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether later requests may build on the answer."""
-        return self.asked.store is not False and self.tenant.keeps
+    def keep(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> bool:
+        """Keep the answer for later requests, if it is to be and can be; return whether it is."""
+        if self.draft is None:
+            return False
+        ids = (*self.draft.item_ids, *item_ids)
+        return self.tenant.put(Kept(id_, self.draft.asked, answer, ids, self.draft.previous))
 
     def render(self, card: ModelCard) -> Rendered:
         """Return what the chat template makes of it, or of its newest messages.
@@ -124,12 +130,15 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
 
 def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> Exchange:
     previous = _previous(asked.previous_response_id, tenant)
-    own = read_input(asked.input, tenant)
+    steps = list(previous.conversation()) if previous else []
+    own = read_input(asked.input, tenant, {id_ for step in steps for id_ in step.item_ids})
     if not own and previous is None:
         raise MissingFieldError("The field 'input' is missing.", param="input")
-    earlier = [{"role": "developer", "content": asked.instructions}] if asked.instructions else []
-    for kept in previous.conversation() if previous else ():
-        earlier += items_of(kept)
+    earlier: list[RawItem] = []
+    if asked.instructions:
+        earlier.append({"role": "developer", "content": asked.instructions})
+    for step in steps:
+        earlier += items_of(step)
     messages = to_messages([*earlier, *own], len(earlier))
     if not messages:
         raise RequestError("input must have at least one message.", param="input")
@@ -138,10 +147,18 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
         () if tools is None else tools.shown,
         thinking=_thinking(asked),
         asked=asked,
-        items=own,
         tenant=tenant,
-        previous=previous,
+        draft=_draft(asked, own, tenant, previous),
     )
+
+
+def _draft(
+    asked: ResponsesRequest, own: list[RawItem], tenant: Tenant, previous: Kept | None
+) -> Kept | None:
+    if asked.store is False:
+        return None
+    draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
+    return draft if tenant.fits(draft) else None
 
 
 def _thinking(asked: ResponsesRequest) -> Thinking:

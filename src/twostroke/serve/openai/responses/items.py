@@ -11,13 +11,13 @@ from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, convert
 from twostroke.serve.http.errors import UnsupportedFieldError
 from twostroke.serve.openai.fields import refuse_all_but
+from twostroke.serve.openai.responses.recall import recall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.serve.store import Kept, Tenant
-
-RawItem = dict[str, Any]  # as JSON has it
+    from twostroke.serve.openai.responses.recall import RawItem
+    from twostroke.serve.store import Tenant
 
 ROLES: Final = ("system", "developer", "user", "assistant")
 NEUTRAL_OF_CALLS: Final[dict[str, tuple[object, ...]]] = {
@@ -148,8 +148,11 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(24)
 
 
-def read_input(given: str | list[RawItem] | None, tenant: Tenant) -> list[RawItem]:
-    """Return a request's items whole: with ids and types, references resolved.
+def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str]) -> list[RawItem]:
+    """Return a request's items whole: with types and ids, references resolved.
+
+    An item whose id is `taken` by one before it, here or earlier in the conversation, gets
+    another: an id is that of one item. The new ids are taken, too.
 
     Raises:
         RequestError: an item is not as it should be, or a reference leads nowhere.
@@ -158,54 +161,104 @@ def read_input(given: str | list[RawItem] | None, tenant: Tenant) -> list[RawIte
         return []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_whole(item, f"input[{place}]", tenant) for place, item in enumerate(given)]
-
-
-def items_of(kept: Kept) -> list[RawItem]:
-    """Return what was asked and answered at one point of a conversation."""
-    asked: list[RawItem] = msgspec.json.decode(kept.asked)
-    answer: dict[str, Any] = msgspec.json.decode(kept.answer)
-    return [*asked, *answer["output"]]
+    items = [_read(raw, f"input[{place}]") for place, raw in enumerate(given)]
+    ids = {place: item.id for place, item in enumerate(items) if isinstance(item, ItemReference)}
+    referred = recall(ids, tenant)
+    found: list[RawItem] = []
+    for place, (raw, item) in enumerate(zip(given, items, strict=True)):
+        one = referred[place] if place in referred else _whole(raw, item)
+        if one["id"] in taken:
+            one = one | {"id": new_id(_PREFIXES[one["type"]])}
+        taken.add(one["id"])
+        found.append(one)
+    return found
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
     """Return items as a chat template wants them.
 
-    What an answer consists of, thoughts, text and calls, is one message. `num_earlier` of the items
-    are not the request's own; errors count from there.
+    What an answer consists of, thoughts, text and the calls behind it, is one message.
+    `num_earlier` of the items are not the request's own; errors count from there.
 
     Raises:
         RequestError: the result of a call that was not made.
     """
-    messages: list[dict[str, Any]] = []
-    calls = set[str]()
-    thought = ""
+    talk = _Talk()
     for place, raw in enumerate(items, -num_earlier):
         where = f"input[{place}]"
-        item = _read(raw, where)
+        talk.add(_read(raw, where), where)
+    return talk.end()
+
+
+class _Talk:
+    """Messages while they are put together; what may grow item by item is joined at the end."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._leading: list[str] = []  # of the system's message at the beginning
+        self._thoughts: list[str] = []  # of the message that comes next
+        self._calls: set[str] = set()
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item; `where` it stands is for errors.
+
+        Raises:
+            RequestError: the result of a call that was not made.
+        """
         if isinstance(item, Reasoning):
-            thought += "".join(part.text for part in item.content or ())
-            continue
+            thought = "".join(part.text for part in item.content or ())
+            self._thoughts += [thought] if thought else []
+            return
         if isinstance(item, FunctionCallOutput):
-            if item.call_id not in calls:
+            if item.call_id not in self._calls:
                 error = f"{where}.call_id is the id of no function_call before it."
                 raise RequestError(error, param=f"{where}.call_id")
-            result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-            messages.append(result)
+            self._say("tool", _text(item.output), tool_call_id=item.call_id)
         elif isinstance(item, FunctionCall):
-            calls.add(item.call_id)
-            _turn(messages, thought).setdefault("tool_calls", []).append(_call(item))
+            self._calls.add(item.call_id)
+            if not self._messages or self._messages[-1]["role"] != "assistant":
+                self._say("assistant", "")
+            self._think()
+            self._messages[-1].setdefault("tool_calls", []).append(_call(item))
         elif isinstance(item, Message):
-            _add(messages, item, thought)
-        thought = ""
-    return messages
+            self._add_message(item)
+        self._thoughts = []
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the messages."""
+        if self._leading:
+            self._messages[0]["content"] = "\n\n".join(self._leading)
+        for message in self._messages:
+            if thoughts := message.get("reasoning_content"):
+                message["reasoning_content"] = "\n\n".join(thoughts)
+        return self._messages
+
+    def _add_message(self, item: Message) -> None:
+        """Add a message; leading ones of the system's join.
+
+        Many templates take a system message in the first place only.
+        """
+        role, text = "system" if item.role == "developer" else item.role, _text(item.content)
+        if role == "system" and len(self._messages) == bool(self._leading):
+            self._leading.append(text)
+            if self._messages:
+                return
+        self._say(role, text)
+        if role == "assistant":
+            self._think()
+
+    def _say(self, role: str, content: str, **more: Any) -> None:
+        self._messages.append({"role": role, **more, "content": content})
+
+    def _think(self) -> None:
+        """Add what was thought to the last message."""
+        if self._thoughts:
+            self._messages[-1].setdefault("reasoning_content", []).extend(self._thoughts)
 
 
-def _whole(raw: RawItem, where: str, tenant: Tenant) -> RawItem:
+def _whole(raw: RawItem, item: Item) -> RawItem:
     """Return an item of a request as it is to be kept and listed."""
-    item, kind = _read(raw, where), _kind(raw)
-    if isinstance(item, ItemReference):
-        return _referred(item.id, where, tenant)
+    kind = _kind(raw)
     raw = raw | {"type": kind, "id": item.id or new_id(_PREFIXES[kind])}
     if not isinstance(item, Reasoning):
         raw["status"] = "completed"
@@ -213,16 +266,6 @@ def _whole(raw: RawItem, where: str, tenant: Tenant) -> RawItem:
         part = "output_text" if item.role == "assistant" else "input_text"
         raw["content"] = [{"type": part, "text": item.content}]
     return raw
-
-
-def _referred(id_: str, where: str, tenant: Tenant) -> RawItem:
-    kept = tenant.find_item(id_)
-    found = [item for item in items_of(kept) if item["id"] == id_] if kept else []
-    if not found:
-        message = f"Item with id '{id_[:MAX_NAME_LENGTH]}' not found: items are kept with the "
-        message += "response that they belong to, unless store is false. Send the item itself."
-        raise RequestError(message, param=f"{where}.id")
-    return found[0]
 
 
 def _kind(raw: RawItem) -> str:
@@ -269,29 +312,3 @@ def _text(content: str | list[Part] | list[InputText]) -> str:
 def _call(item: FunctionCall) -> dict[str, Any]:
     function = {"name": item.name, "arguments": item.arguments}
     return {"id": item.call_id, "type": "function", "function": function}
-
-
-def _turn(messages: list[dict[str, Any]], thought: str) -> dict[str, Any]:
-    """Return the assistant's message that is being said, or begin one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    if thought:
-        messages[-1]["reasoning_content"] = thought
-    return messages[-1]
-
-
-def _add(messages: list[dict[str, Any]], item: Message, thought: str) -> None:
-    """Add a message; one of the assistant's joins its calls, and leading ones of the system's join.
-
-    Many templates take a system message in the first place only.
-    """
-    role = "system" if item.role == "developer" else item.role
-    text, last = _text(item.content), messages[-1] if messages else None
-    if role == "assistant":
-        if last is None or (last["role"] == role and last["content"]):
-            messages.append({"role": role, "content": ""})
-        _turn(messages, thought)["content"] = text
-    elif role == "system" and last is not None and len(messages) == 1 and last["role"] == role:
-        last["content"] += f"\n\n{text}"
-    else:
-        messages.append({"role": role, "content": text})

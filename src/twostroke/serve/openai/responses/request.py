@@ -60,6 +60,9 @@ NEUTRAL_OF_STREAMS: Final[dict[str, tuple[object, ...]]] = {"include_obfuscation
 MAX_PAIRS: Final = 16
 MAX_KEY: Final = 64
 MAX_VALUE: Final = 512
+MAX_LABEL: Final = 512
+MAX_TOOL_CALLS: Final = 2**31 - 1
+LABELS: Final = ("prompt_cache_key", "safety_identifier", "user")
 
 
 class TextSchema(NamedSchema, kw_only=True, tag_field="type", tag="json_schema"):
@@ -148,10 +151,11 @@ def check(asked: ResponsesRequest) -> None:
     if asked.text is not None:
         refuse_all_but(asked.text, NEUTRAL_OF_TEXT, "text.")
     if asked.stream_options is not None:
-        refuse_all_but(asked.stream_options, NEUTRAL_OF_STREAMS, "stream_options.")
+        _check_stream_options(asked.stream_options)
     check_include(asked.include or ())
     _check_top_logprobs(asked)
     _check_metadata(asked.metadata or {})
+    _check_sent_back(asked)
 
 
 def check_include(include: list[str] | tuple[str, ...]) -> None:
@@ -165,6 +169,14 @@ def check_include(include: list[str] | tuple[str, ...]) -> None:
             word, where = name[:MAX_NAME_LENGTH], f"include[{place}]"
             message = f"{where} does not support '{word}'.{nearest(word, INCLUDABLE)}"
             raise UnsupportedFieldError(message, param=where)
+
+
+def _check_stream_options(options: ResponseStreamOptions) -> None:
+    refuse_all_but(options, NEUTRAL_OF_STREAMS, "stream_options.")
+    if options.include_usage:
+        message = "stream_options.include_usage is of chat requests: here the last event always "
+        message += "has the usage. Leave it out."
+        raise UnsupportedFieldError(message, param="stream_options.include_usage")
 
 
 def _check_top_logprobs(asked: ResponsesRequest) -> None:
@@ -185,3 +197,13 @@ def _check_metadata(metadata: dict[str, str]) -> None:
             f"to {MAX_VALUE} characters."
         )
         raise RequestError(message, param="metadata")
+
+
+def _check_sent_back(asked: ResponsesRequest) -> None:
+    for name in LABELS:
+        if len(getattr(asked, name) or "") > MAX_LABEL:
+            raise RequestError(f"{name} takes at most {MAX_LABEL} characters.", param=name)
+    calls = asked.max_tool_calls
+    if calls is not None and not 1 <= calls <= MAX_TOOL_CALLS:
+        message = f"max_tool_calls must be from 1 to {MAX_TOOL_CALLS}."
+        raise RequestError(message, param="max_tool_calls")

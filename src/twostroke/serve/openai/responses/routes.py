@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -12,7 +13,7 @@ from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
-from twostroke.serve.openai.responses.items import items_of
+from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import check_include
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
 
     async def items(request: Request) -> Response:
         kept = _find(tenant_of(request), request.path_params["response_id"])
-        return _json(_page(_items(kept), _query(request, ("after", "limit", "order"))))
+        asked = _query(request, ("after", "limit", "order"))
+        # A conversation takes long to read, while streams would wait.
+        return _json(await asyncio.to_thread(_page, kept, asked))
 
     async def cancel(request: Request) -> Response:
         _find(tenant_of(request), request.path_params["response_id"])
@@ -118,13 +121,14 @@ def _items(kept: Kept) -> list[dict[str, Any]]:
     return [*items, *msgspec.json.decode(last.asked, type=list[dict[str, Any]])]
 
 
-def _page(items: list[dict[str, Any]], asked: dict[str, str]) -> ItemList:
+def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
     order = asked.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("order must be asc or desc.", param="order")
     limit = asked.get("limit", str(LISTED))
     if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"limit must be from 1 to {MAX_LISTED}.", param="limit")
+    items = _items(kept)
     if order == "desc":
         items.reverse()
     if after := asked.get("after"):

@@ -1,0 +1,202 @@
+"""What the Responses protocol keeps and finds again, within bounds."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import live_server
+from twostroke.core.errors import RequestError
+from twostroke.serve import store as store_module
+from twostroke.serve.dialect import encode_json
+from twostroke.serve.openai.responses import recall, routes
+from twostroke.serve.openai.responses.answer import DIALECT
+from twostroke.serve.openai.responses.request import ResponsesRequest
+from twostroke.serve.options import ServeOptions
+from twostroke.serve.store import Kept, Store, Tenant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import httpx
+
+    from support.servers import LiveServer
+    from twostroke.serve.openai.responses.recall import RawItem
+
+Fields = dict[str, Any]
+
+PATH = "/v1/responses"
+HELLO = {"role": "user", "content": "hello"}
+
+
+def ask(server: LiveServer, **fields: Any) -> httpx.Response:
+    body = {"input": "hello", "max_output_tokens": 4, "temperature": 0, **fields}
+    return server.http.post(PATH, json=body)
+
+
+def tenant_with(items: list[RawItem]) -> Tenant:
+    """Return a tenant that has them in one answer."""
+    tenant = Tenant("", Store(10, 10**8))
+    ids = tuple(item["id"] for item in items)
+    assert tenant.put(Kept("resp_1", encode_json(items), b'{"output": []}', ids))
+    return tenant
+
+
+def messages(given: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
+    """Return what a request with these items has for the chat template."""
+    job = DIALECT.read(ResponsesRequest(input=given), tenant or Tenant("", Store(10, 10**6)))
+    return list(job.prompts[0].messages)  # type: ignore[union-attr]
+
+
+def counted(calls: list[str]) -> Callable[[Kept], list[RawItem]]:
+    """Return a reader of answers that notes in `calls` which thread reads."""
+
+    def items_of(kept: Kept) -> list[RawItem]:
+        calls.append(threading.current_thread().name)
+        return original(kept)
+
+    original = recall.items_of
+    return items_of
+
+
+def test_an_answer_is_read_once_for_all_references_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = tenant_with([_kept(f"msg_{n}", str(n)) for n in range(100)])
+    calls: list[str] = []
+    monkeypatch.setattr(recall, "items_of", counted(calls))
+    given = [{"type": "item_reference", "id": f"msg_{n % 100}"} for n in range(200)]
+    assert [one["content"] for one in messages(given, tenant)] == [str(n % 100) for n in range(200)]
+    assert len(calls) == 1
+
+
+def test_references_are_bounded() -> None:
+    tenant = tenant_with([_kept("msg_1", "x"), _kept("msg_2", "x" * 2_000_000)])
+    assert len(messages([{"id": "msg_1"}] * recall.MAX_REFERENCES, tenant)) == 1024
+    with pytest.raises(RequestError, match="input takes at most 1024 items of type item_reference"):
+        messages([{"id": "msg_1"}] * (recall.MAX_REFERENCES + 1), tenant)
+    assert len(messages([{"id": "msg_2"}] * 4, tenant)) == 4
+    with pytest.raises(RequestError, match="refers to exceed 8388608 bytes together"):
+        messages([{"id": "msg_2"}] * 5, tenant)
+
+
+def test_many_leading_texts_of_the_system_are_joined() -> None:
+    texts = [f"{n} {'x' * 100}" for n in range(20_000)]
+    (message,) = messages([{"role": "system", "content": text} for text in texts])
+    assert message == {"role": "system", "content": "\n\n".join(texts)}
+
+
+def test_thoughts_of_a_turn_are_all_shown() -> None:
+    said = [HELLO, _thought("T1"), _call(1), _thought("T2"), _call(2)]
+    turn = messages(said)[1]
+    assert turn["reasoning_content"] == "T1\n\nT2"
+    assert [call["id"] for call in turn["tool_calls"]] == ["call_1", "call_2"]
+
+
+def test_a_text_behind_a_call_is_a_message_of_its_own() -> None:
+    text = {"role": "assistant", "content": "so"}
+    _, calling, telling = messages([HELLO, _thought("T1"), _call(1), _thought("T2"), text])
+    assert (calling["content"], calling["reasoning_content"]) == ("", "T1")
+    assert telling == text | {"reasoning_content": "T2"}
+
+
+def test_every_item_of_a_conversation_has_an_id_of_its_own(server: LiveServer) -> None:
+    mine = {"type": "message", "id": "msg_mine", **HELLO}
+    first = ask(server, input=[mine, mine]).json()
+    given = [{"id": "msg_mine"}, mine, {"id": first["output"][0]["id"]}, {"id": "msg_mine"}]
+    second = ask(server, input=given, previous_response_id=first["id"]).json()
+    path = f"{PATH}/{second['id']}/input_items"
+    found: list[str] = []
+    page: Fields = {"has_more": True}
+    while page["has_more"] and len(found) < 20:
+        asked = {"limit": 1, "order": "asc"} | ({"after": found[-1]} if found else {})
+        page = server.http.get(path, params=asked).json()
+        found += [item["id"] for item in page["data"]]
+    assert len(found) == len(set(found)) == 7
+    assert (found[0], found[2]) == ("msg_mine", first["output"][0]["id"])
+    assert ask(server, input=[{"id": found[-1]}]).status_code == 200
+
+
+def test_items_are_not_read_where_streams_are_written(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(server).json()
+    second = ask(server, previous_response_id=first["id"]).json()
+    calls: list[str] = []
+    monkeypatch.setattr(routes, "items_of", counted(calls))
+    assert server.http.get(f"{PATH}/{second['id']}/input_items").status_code == 200
+    assert [name.split("_")[0] for name in calls] == ["asyncio"]
+
+
+def test_too_long_a_conversation_is_answered_and_not_kept(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 3)
+    first = ask(server).json()
+    assert first["store"] is True
+    for given in ([HELLO], [HELLO, HELLO]):  # too much with the answer, and without
+        fields: Fields = {"input": given, "previous_response_id": first["id"]}
+        body = ask(server, **fields).json()
+        assert body["store"] is False
+        assert body["output"][0]["content"][0]["text"]
+        assert server.http.get(f"{PATH}/{body['id']}").status_code == 404
+        streamed = ask(server, stream=True, **fields).text
+        assert '"store":false' in streamed.rstrip().rsplit("event:", 1)[1]
+    assert server.http.get(f"{PATH}/{first['id']}").json() == first
+
+
+def test_an_answer_that_is_too_large_says_that_it_is_not_kept(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(drain_s=1, max_stored_bytes=6000)) as server:
+        small = ask(server).json()
+        large = ask(server, instructions="x" * 20, metadata={str(n): "x" * 512 for n in range(9)})
+        assert (small["store"], large.json()["store"]) == (True, False)
+        assert server.http.get(f"{PATH}/{small['id']}").json() == small
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        ({"user": "u" * 513}, "user takes at most 512 characters.", "user"),
+        ({"prompt_cache_key": "u" * 513}, "at most 512 characters.", "prompt_cache_key"),
+        ({"safety_identifier": "u" * 513}, "at most 512 characters.", "safety_identifier"),
+        ({"max_tool_calls": 0}, "max_tool_calls must be from 1 to 2147483647.", "max_tool_calls"),
+        ({"max_tool_calls": -1}, "max_tool_calls must be from 1", "max_tool_calls"),
+        ({"max_tool_calls": 2**31}, "max_tool_calls must be from 1", "max_tool_calls"),
+        (
+            {"stream": True, "stream_options": {"include_usage": True}},
+            "the last event always has the usage",
+            "stream_options.include_usage",
+        ),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(
+    server: LiveServer, fields: Fields, said: str, param: str
+) -> None:
+    response = ask(server, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+
+
+def test_what_is_just_within_bounds_is_sent_back(server: LiveServer) -> None:
+    labels = dict.fromkeys(("user", "prompt_cache_key", "safety_identifier"), "u" * 512)
+    body = ask(server, max_tool_calls=1, **labels).json()
+    assert {name: body[name] for name in labels} == labels
+    options = {"include_usage": False}
+    assert ask(server, stream=True, stream_options=options).status_code == 200
+
+
+def _kept(id_: str, text: str) -> Fields:
+    content = [{"type": "input_text", "text": text}]
+    return {"type": "message", "id": id_, "role": "user", "content": content}
+
+
+def _thought(text: str) -> Fields:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def _call(number: int) -> Fields:
+    call = {"call_id": f"call_{number}", "name": "weather", "arguments": "{}"}
+    return {"type": "function_call", **call}
