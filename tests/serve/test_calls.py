@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPie
 ARGUMENTS = '{"city": "Par\\"is}", "deep": [{"x": ["}", "\\\\"]}], "n": 1.5}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "g-2", "arguments": {}}\n</tool_call>'
+BLANKS = " \n" * 600
 BARE = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 
 
@@ -71,6 +73,20 @@ def read(text: str, cuts: list[int], form: CallForm = HERMES) -> tuple[str, list
         (f"{OTHER}<tool_call> nope", "<tool_call> nope", [("g-2", "{}")]),
         (CALL.replace("arguments", "parameters"), "", [("f", ARGUMENTS)]),
         (CALL.replace("</tool_call>", "") + "More.", "More.", [("f", ARGUMENTS)]),
+        *(
+            (begin + named, begin + named, [])
+            for begin in ("", "<tool_call>")
+            for named in (
+                r'{"name": "a\qb", "arguments": {}}',
+                r'{"name": "\u12", "arguments": {}}',
+                r'{"name": "\ud83d", "arguments": {}}',
+                '{"name": "a\nb", "arguments": {}}',
+                '{"name": "f",' + " " * 600 + '"arguments": {}}',
+            )
+        ),
+        (f"a{BLANKS}b", f"a{BLANKS}b", []),
+        (f"```\n{BARE}{BLANKS}```", "```", [("f", ARGUMENTS)]),
+        (f"{CALL}{BLANKS}Done.", "Done.", [("f", ARGUMENTS)]),
     ],
 )
 def test_pieces_do_not_depend_on_the_cuts(
@@ -123,6 +139,58 @@ def test_every_form_is_read_however_it_is_cut(name: str) -> None:
         for _ in range(20):
             cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
             assert read(text, cuts, form) == found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_random_text_is_read_as_if_it_came_character_by_character(name: str) -> None:
+    form, rng = FORMS[name], random.Random(name)
+    call = form.write([("f", ARGUMENTS)])
+    two = form.write([("g-2", "{}"), ("f", '{"a": []}')])
+    signs = [*' \n"{}[],;:`\\x', "```json\n", '"name": "f"', '"arguments": {', " " * 499]
+    marks = [*form.all_marks, form.opening, form.middle, form.tail, form.between, form.end]
+    for _ in range(50):
+        text = ""
+        for _ in range(rng.randint(1, 8)):
+            whole = rng.choice([call, two, BARE, rng.choice(signs), rng.choice(marks)])
+            cut = rng.choice([len(whole), rng.randint(0, len(whole))])
+            text += whole[:cut]
+        alone = read(text, list(range(1, len(text))), form)
+        assert read(text, [], form) == alone
+        for _ in range(5):
+            cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 12)))
+            assert read(text, cuts, form) == alone
+
+
+class Copied(str):
+    """Text that counts how much of it is copied."""
+
+    __slots__ = ()
+    num_chars = 0
+
+    def __getitem__(self, key: Any) -> Copied:
+        part = Copied(super().__getitem__(key))
+        Copied.num_chars += len(part)
+        return part
+
+    def __radd__(self, before: str) -> Copied:
+        return Copied(before + str(self))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_that_comes_at_once_is_copied_a_few_times(name: str) -> None:
+    form = FORMS[name]
+    call = ("f", '{"a": 1}')
+    texts = [
+        form.write([call]) * 1000,
+        form.write([call] * 1000),
+        f"a{form.mark}" * 1000,
+        '{"name": "f", "arguments": {"a": 1}}\n' * 1000,
+        f"```\n{BARE}\n```\n" * 1000,
+    ]
+    for text in texts:
+        Copied.num_chars = 0
+        CallReader(("f",), form).feed(Copied(text))
+        assert 0 < Copied.num_chars < 4 * len(text)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -9,9 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
+from twostroke.serve.job import Answers
+from twostroke.serve.openai.responses.answer import ResponsesWriter
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from twostroke.engine.output import Output
 
 PATH = "/v1/chat/completions"
 
@@ -117,6 +124,70 @@ def test_unforeseen_failure_is_told_in_the_protocol_s_form(
         error = failed.json()["error"]
         assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
         assert server.http.post(PATH, json=chat_body(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_unforeseen_failure_in_mid_stream_is_an_error_event(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+) -> None:
+    break_streams(monkeypatch)
+    with live_server(tmp_path) as server:
+        text = server.http.post(path, json=stream_body(path)).text
+        server.wait_idle()
+    assert "secret" not in text
+    *_, last = (block for block in text.split("\n\n") if block and block != "data: [DONE]")
+    data = json.loads(last.partition("data: ")[2])
+    if path == "/v1/responses":
+        assert data["type"] == "response.failed"
+        assert data["response"]["error"]["code"] == "server_error"
+        assert data["response"]["output"][0]["status"] == "incomplete"
+    else:
+        kind = "api_error" if path == "/v1/messages" else "server_error"
+        assert data["error"]["type"] == kind
+        assert text.endswith("data: [DONE]\n\n") == (path != "/v1/messages")
+    [record] = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert record.getMessage().endswith("failed: ZeroDivisionError: in /secret/path.py")
+
+
+def test_a_writer_that_cannot_even_fail_leaves_an_error_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_given: object) -> bytes:
+        raise ZeroDivisionError
+
+    break_streams(monkeypatch)
+    monkeypatch.setattr(ResponsesWriter, "fail", fail)
+    with live_server(tmp_path) as server:
+        path = "/v1/responses"
+        with server.http.stream("POST", path, json=stream_body(path)) as response:
+            text = response.read().decode()
+    assert '"error":{"message":"The engine failed on this request."' in text
+
+
+def break_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every answer fail at its end by what nobody foresaw."""
+    outputs = Answers.__aiter__
+
+    async def breaking(answers: Answers) -> AsyncIterator[Output]:
+        async for output in outputs(answers):
+            if output.finish_reason is not None:
+                raise ZeroDivisionError("in /secret/path.py")
+            yield output
+
+    monkeypatch.setattr(Answers, "__aiter__", breaking)
+
+
+def stream_body(path: str) -> dict[str, object]:
+    """A request of any protocol for a stream of some tokens."""
+    fields: dict[str, object] = {"stream": True, "temperature": 0}
+    if path == "/v1/completions":
+        return {"prompt": "hello", "max_tokens": 8, **fields}
+    if path == "/v1/responses":
+        return {"input": "hello", "max_output_tokens": 16, **fields}
+    return chat_body(max_tokens=8, **fields)
 
 
 def test_dead_engine_is_seen_and_told(tmp_path: Path) -> None:

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
 _MAX_NAME: Final = 64
-_FENCE: Final = "```"
+_FENCE_END: Final = regex.compile(r"\s*+```")
 # An object that stands for a call without any marks; behind another one something may part them.
 _BARE: Final = regex.compile(
     r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\s*+"name"\s*+:\s*+(?<name>"(?:[^"\\]|\\.){1,64}+")'
-    r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+    r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)'
 )
+_BARE_TAIL: Final = regex.compile(r"\s*+\}")
 _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;]).)+')
 
 
@@ -76,7 +77,8 @@ class CallReader:
         self._form = form
         self._shapes = _shapes_of(form)
         self._state: Callable[[list[Piece]], bool] = self._start
-        self._held = ""  # not told yet
+        self._held = ""  # not told yet, but for what is before `_at`
+        self._at = 0
         self._text_of_call = ""  # what was passed over and is text if no call comes of it
         self._trim = Trim()
         self._tail = self._shapes.tail  # of the call that is being read
@@ -95,6 +97,7 @@ class CallReader:
         pieces: list[Piece] = []
         while self._state(pieces):
             pass
+        self._held, self._at = self._held[self._at :], 0
         return pieces
 
     def finish(self) -> list[Piece]:
@@ -102,38 +105,48 @@ class CallReader:
         held, self._held = self._held, ""
         if self._state in (self._arguments, self._behind, self._fence, self._next):
             return []  # of a call that was cut, or of marks that were
-        rest = self._trim.finish() + self._text_of_call + held
+        rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
         if self.num_calls and not rest.strip():
             return []
         return [TextPiece(rest)] if rest else []
 
+    def _match(self, shape: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
+        """Match the text at hand, and say whether more of it could make a match.
+
+        Only so much is looked at as would be held back, so that cuts change nothing.
+        """
+        end = self._at + _MAX_HELD + 1
+        found = shape.match(self._held, pos=self._at, endpos=end, partial=True)
+        if found and found.partial:
+            return None, len(self._held) < end
+        return found, False
+
     def _start(self, pieces: list[Piece]) -> bool:
         """Look for a call without marks."""
-        if not self._held:
-            return False
-        found = _BARE.match(self._held, partial=True)
-        if found and found.partial and len(self._held) <= _MAX_HELD:
+        found, is_open = self._match(_BARE)
+        if is_open:
             return False
         self._state = self._text
-        if found and not found.partial and (name := json.loads(found["name"])) in self._names:
+        if found and (name := _unquoted(found["name"])) in self._names:
             self._is_bare = True
             self._tail, self._is_fenced = _BARE_TAIL, found["fence"] is not None
-            self._begin(name, found.end(), pieces)
+            self._begin(name, found.start("arguments"), pieces)
         return True
 
     def _text(self, pieces: list[Piece]) -> bool:
         """Take text up to the next mark, or to what may be the beginning of one."""
-        mark = self._form.mark
-        at = self._held.find(mark)
-        kept = 0 if at >= 0 else overlap(self._held, mark)
-        end = at if at >= 0 else len(self._held) - kept
-        if text := self._trim.feed(self._held[:end]):
+        mark, held = self._form.mark, self._held
+        end = held.find(mark, self._at)
+        is_marked = end >= 0
+        if not is_marked:
+            end = len(held) - overlap(held[max(self._at, len(held) - len(mark)) :], mark)
+        if text := self._trim.feed(held[self._at : end]):
             pieces.append(TextPiece(text))
-        self._held = self._held[end + (len(mark) if at >= 0 else 0) :]
-        if at < 0:
-            return False
-        self._text_of_call, self._state = mark, self._head
-        return True
+        self._at = end
+        if is_marked:
+            self._at += len(mark)
+            self._text_of_call, self._state = mark, self._head
+        return is_marked
 
     def _head(self, pieces: list[Piece]) -> bool:
         """Take the name of the first call behind a mark."""
@@ -141,25 +154,23 @@ class CallReader:
 
     def _next(self, pieces: list[Piece]) -> bool:
         """Take the name of another call in a list, or the list's end."""
-        found = self._shapes.end.match(self._held, partial=True)
-        if found and found.partial and len(self._held) <= _MAX_HELD:
+        found, is_open = self._match(self._shapes.end)
+        if is_open:
             return False
-        if found and not found.partial:
-            self._held = self._held[found.end() :]
+        if found:
+            self._at = found.end()
             self._leave()
             return True
         return self._name(self._shapes.more, pieces)
 
     def _name(self, shape: regex.Pattern[str], pieces: list[Piece]) -> bool:
         """Take what stands before the arguments of a call."""
-        if not self._held:
+        found, is_open = self._match(shape)
+        if is_open:
             return False
-        found = shape.match(self._held, partial=True)
-        if found and found.partial and len(self._held) <= _MAX_HELD:
-            return False
-        if found and not found.partial and (name := self._read_name(found["name"])):
+        if found and (name := self._read_name(found["name"])) is not None:
             self._is_bare, self._tail = False, self._shapes.tail
-            self._begin(name, found.end(), pieces)
+            self._begin(name, found.start("arguments"), pieces)
             return True
         text = self._trim.feed(self._text_of_call)
         self._text_of_call, self._state = "", self._text
@@ -168,27 +179,23 @@ class CallReader:
         return True
 
     def _read_name(self, written: str) -> str | None:
-        if not self._form.is_quoted:
-            return written
-        try:
-            name = json.loads(written)
-        except ValueError:
-            return None
-        return name if isinstance(name, str) else None
+        return _unquoted(written) if self._form.is_quoted else written
 
     def _begin(self, name: str, at: int, pieces: list[Piece]) -> None:
         """Go on with arguments, which begin at a place of the held text."""
-        self._trim = Trim()  # blanks before a call are dropped
+        self._trim = Trim(skips_first=True)  # blanks around a call are dropped
         self._text_of_call = ""
         pieces.append(CallBegin(self.num_calls, name))
-        self._held = self._held[at:]
+        self._at = at
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self.num_calls += 1
         self._state = self._arguments
 
     def _arguments(self, pieces: list[Piece]) -> bool:
         """Take arguments, up to the bracket that closes the first one."""
-        for at, char in enumerate(self._held):
+        held = self._held
+        for at in range(self._at, len(held)):
+            char = held[at]
             if self._is_escaped:
                 self._is_escaped = False
             elif self._in_string:
@@ -201,24 +208,28 @@ class CallReader:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    pieces.append(ArgumentsPiece(self.num_calls - 1, self._held[: at + 1]))
-                    self._held, self._state = self._held[at + 1 :], self._behind
+                    self._argue(at + 1, pieces)
+                    self._state = self._behind
                     return True
-        if self._held:
-            pieces.append(ArgumentsPiece(self.num_calls - 1, self._held))
-            self._held = ""
+        if self._at < len(held):
+            self._argue(len(held), pieces)
         return False
+
+    def _argue(self, end: int, pieces: list[Piece]) -> None:
+        """Take arguments up to a place of the held text."""
+        pieces.append(ArgumentsPiece(self.num_calls - 1, self._held[self._at : end]))
+        self._at = end
 
     def _behind(self, pieces: list[Piece]) -> bool:
         """Pass over the end of a call, as far as it is there."""
         del pieces
-        found = self._tail.match(self._held, partial=True)
-        if found and found.partial and len(self._held) <= _MAX_HELD:
+        found, is_open = self._match(self._tail)
+        if is_open:
             return False
-        if (not found or found.partial) and self._form.is_quoted:
-            found = _BARE_TAIL.match(self._held)  # the object ends, if nothing else does
-        if found and not found.partial:
-            self._held = self._held[found.end() :]
+        if not found and self._form.is_quoted:
+            found, _ = self._match(_BARE_TAIL)  # the object ends, if nothing else does
+        if found:
+            self._at = found.end()
         if self._is_bare and self._is_fenced:
             self._state = self._fence
         elif self._form.is_list and not self._is_bare:
@@ -230,16 +241,16 @@ class CallReader:
     def _fence(self, pieces: list[Piece]) -> bool:
         """Pass over the end of a fence, if it is there."""
         del pieces
-        rest = self._held.lstrip()
-        if len(rest) < len(_FENCE) and _FENCE.startswith(rest) and len(self._held) <= _MAX_HELD:
+        found, is_open = self._match(_FENCE_END)
+        if is_open:
             return False
-        self._held = rest.removeprefix(_FENCE)
+        if found:
+            self._at = found.end()
         self._leave()
         return True
 
     def _leave(self) -> None:
         """Go on with text, or with what may be another call without marks."""
-        self._trim = Trim(skips_first=True)
         self._state = self._start if self._is_bare else self._text
 
 
@@ -257,9 +268,10 @@ class Trim:
             text = text.lstrip()
             self._skips = not text
         text = self._blank + text
-        shown = text.rstrip() if len(self._blank) <= _MAX_HELD else text
-        self._blank = text[len(shown) :]
-        return shown
+        num_blanks = (len(text) - len(text.rstrip())) % (_MAX_HELD + 1)  # too many are passed on
+        end = len(text) - num_blanks
+        self._blank = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
         """Return the blanks at the end, for those who want them."""
@@ -286,7 +298,7 @@ def _shapes_of(form: CallForm) -> _Shapes:
     named = rf"\s*+(?<name>{name})\s*+"
     if form.id_mark:
         named += rf"(?:{regex.escape(form.id_mark)}\w*+)?+"
-    named += _loosely(form.middle) + r"(?=\{)"
+    named += _loosely(form.middle) + r"\s*+(?<arguments>\{)"
     named = named.replace('"arguments"', '"(?:arguments|parameters)"')
     named = named.replace('"parameters"', '"(?:arguments|parameters)"')
     opening = form.opening.removeprefix(form.mark)
@@ -299,11 +311,16 @@ def _shapes_of(form: CallForm) -> _Shapes:
 
 
 def _loosely(text: str) -> str:
-    """Return a pattern of a text with or without blanks around its signs."""
+    """Return a pattern of a text with or without blanks before its signs."""
     parts = _TOKENS.findall(text)
-    return r"\s*+" + "".join(
-        "" if part.isspace() else rf"{regex.escape(part)}\s*+" for part in parts
-    )
+    return "".join(rf"\s*+{regex.escape(part)}" for part in parts if not part.isspace())
 
 
-_BARE_TAIL: Final = regex.compile(r"\s*+\}")
+def _unquoted(written: str) -> str | None:
+    """Return what a JSON string says; None if it is none, or has halves of characters."""
+    try:
+        text: str = json.loads(written)
+        text.encode()
+    except ValueError:
+        return None
+    return text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.serve.anthropic.errors import error_form
-from twostroke.serve.http.errors import HeaderSizeError, one_line, to_response
+from twostroke.serve.http.errors import HeaderSizeError, note_fault, to_response
 from twostroke.serve.http.limits import check_headers
 from twostroke.serve.observe.exchange import Exchange, attach
 
@@ -75,8 +75,7 @@ class Boundary:
         except HeaderSizeError as error:
             await to_response(error, scope)(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
-            self._log(request_id, error)
-            exchange.error = "server_error"
+            note_fault(error, scope)
             if not exchange.status:
                 fault = to_response(TwostrokeError("An unforeseen failure."), scope)
                 await fault(scope, receive, send_with_id)
@@ -90,16 +89,6 @@ class Boundary:
                 watcher.watch(exchange)
             except Exception as error:  # noqa: BLE001 who watches must not be what fails
                 _logger.error("An exchange could not be told of: %s", type(error).__name__)  # noqa: TRY400
-
-    def _log(self, request_id: bytes, error: Exception) -> None:
-        """Say what failed; the trace only for those who debug the server itself."""
-        _logger.error(
-            "Request %s failed: %s: %s",
-            request_id.decode(),
-            type(error).__name__,
-            one_line(str(error)),
-            exc_info=_logger.isEnabledFor(logging.DEBUG),
-        )
 
 
 def _request_id(scope: Scope) -> bytes:

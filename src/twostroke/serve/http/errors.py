@@ -5,6 +5,7 @@ Other protocols have forms of their own (`ErrorForm`).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_MESSAGE_LENGTH = 1000
 RETRY_AFTER_S = 1
 RETRY_STATUSES: Final = frozenset((429, 503, 529))
+_logger = logging.getLogger("twostroke.serve")
 
 
 class BodySyntaxError(RequestError):
@@ -162,6 +164,20 @@ def form_of(scope: Scope) -> tuple[ErrorForm, str]:
     """Return the form and the request id that the outermost layer noted; OpenAI's without it."""
     state = scope.get("state", {})
     return state.get("error_form", OPENAI), state.get("request_id", "")
+
+
+def note_fault(error: Exception, scope: Scope) -> None:
+    """Log what nobody foresaw; the trace only for those who debug the server itself."""
+    if (exchange := exchange_of(scope)) is not None:
+        exchange.error = "server_error"
+    _, request_id = form_of(scope)
+    _logger.error(
+        "Request %s failed: %s: %s",
+        request_id,
+        type(error).__name__,
+        one_line(str(error)),
+        exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None,
+    )
 
 
 def one_line(text: str) -> str:

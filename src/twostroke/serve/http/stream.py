@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.serve.dialect import FailureWriter
-from twostroke.serve.http.errors import ClientGoneError, form_of
+from twostroke.serve.http.errors import ClientGoneError, form_of, note_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncGenerator, Coroutine
 
     from starlette.types import Receive, Scope, Send
 
@@ -37,8 +38,9 @@ class EventStream:
     """A response of server-sent events.
 
     The headers wait for the first event, so that a request which fails before it has an ordinary
-    status; they go out with a comment when that takes long. Whatever ends the stream early (the
-    client left, or does not read, or the server fails) cancels the job in the engine.
+    status; they go out with a comment when that takes long. A failure behind it, foreseen or not,
+    is told by an event. Whatever ends the stream early (the client left, or does not read, or the
+    server fails) cancels the job in the engine.
     """
 
     def __init__(self, answers: Answers, writer: Writer, options: ServeOptions) -> None:
@@ -51,7 +53,7 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond. Raises what happened, if it happened before the first byte."""
+        """Respond. Raises what happened, if it happened before the first byte or in sending."""
         pump = asyncio.create_task(self._pump(scope, send))
         gone = asyncio.create_task(_until_gone(receive))
         tasks = [pump, gone]
@@ -78,23 +80,39 @@ class EventStream:
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         """Pass on every event, then the end."""
+        async with aclosing(self._events(scope)) as events:
+            async for data in events:
+                await self._send(send, data)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
+        """Yield what is to be sent; the last of it may tell of a failure."""
         writer = self._writer
         try:
             async for output in self._answers:
                 if events := writer.feed(output):
-                    await self._send(send, events)
-            last = writer.finish(self._answers.usage)
+                    yield events
+            yield writer.finish(self._answers.usage)
         except TwostrokeError as error:
             if not self._has_begun:
                 raise
-            if isinstance(writer, FailureWriter):
-                last = writer.fail(error)
-            else:
-                form, request_id = form_of(scope)
-                last = form.event(form.body(error, request_id))
             _logger.warning("A stream failed: %s", error.message)
-        await self._send(send, last)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield self._failed(error, scope)
+        except Exception as error:
+            if not self._has_begun:
+                raise
+            note_fault(error, scope)
+            yield self._failed(TwostrokeError("An unforeseen failure."), scope)
+
+    def _failed(self, error: TwostrokeError, scope: Scope) -> bytes:
+        """Return the end of a stream that goes no further, as its protocol has it."""
+        if isinstance(self._writer, FailureWriter):
+            try:
+                return self._writer.fail(error)
+            except Exception as fault:  # noqa: BLE001 what broke the writer may break this, too
+                _logger.debug("Nor could the writer tell of it: %s", type(fault).__name__)
+        form, request_id = form_of(scope)
+        return form.event(form.body(error, request_id))
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()
