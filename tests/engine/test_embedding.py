@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,8 @@ from twostroke.core.errors import (
 )
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.engine.client import Caller
-from twostroke.engine.embedding import Embeddings, embed
+from twostroke.engine.client import Caller, Generation
+from twostroke.engine.embedding import Embeddings, Line, embed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,10 +64,22 @@ def test_many_texts_come_in_order_however_few_the_queue_takes(tmp_path: Path) ->
             right = twin(backend.trace(texts[place], [name])[name], "mean")
             np.testing.assert_allclose(found[place].vector, right, atol=1e-4)
         totals = client.loop.totals().services[DEFAULT_SERVICE]
-        assert (totals.answers, totals.completion_tokens) == (300, 0)
-        assert totals.prompt_tokens == sum(map(len, texts))
-        assert sum(totals.latencies["ttft"].counts) == 0
-        assert sum(totals.latencies["e2e"].counts) == sum(totals.latencies["queue"].counts) == 300
+        assert totals.embedded_texts == 300
+        assert totals.embedded_tokens == sum(map(len, texts))
+
+
+def test_texts_to_embed_are_not_counted_as_answers(tmp_path: Path) -> None:
+    with tiny_client(tmp_path) as (client, backend):
+        assert len(list(embed(client, texts_of(3), EmbeddingParams(), CALLER))) == 3
+        backend.gate.clear()
+        left = Generation(client.loop)
+        Line(client, texts_of(3), EmbeddingParams(), CALLER, left)
+        left.cancel()
+        backend.gate.set()
+        totals = client.loop.totals().services[DEFAULT_SERVICE]
+    assert (totals.embedded_texts, totals.embedded_tokens) == (3, 1 + 2 + 3)
+    assert (totals.ends, totals.prompt_tokens, totals.completion_tokens) == ({}, 0, 0)
+    assert {found.count for found in totals.latencies.values()} == {0}
 
 
 def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBackend]) -> None:
@@ -85,6 +98,75 @@ def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBa
     assert len(list(embed(client, texts_of(5), EmbeddingParams(), CALLER))) == 5
 
 
+async def read_all(client: Client, count: int) -> list[int]:
+    found = [one async for one in Embeddings(client, texts_of(count), EmbeddingParams(), CALLER)]
+    return sorted(one.index for one in found)
+
+
+def refuse(
+    client: Client, monkeypatch: pytest.MonkeyPatch, first: int, last: int = sys.maxsize
+) -> list[int]:
+    """Let the queue be full for some submissions, counted from 1; return those so far."""
+    submit, seen = client.loop.submit, []
+
+    def submit_or_not(choices: Any) -> None:
+        seen.append(len(seen) + 1)
+        if first <= seen[-1] <= last:
+            raise OverloadedError("The queue is full.")
+        submit(choices)
+
+    monkeypatch.setattr(client.loop, "submit", submit_or_not)
+    return seen
+
+
+def test_texts_wait_for_a_full_queue_once_one_of_them_was_taken(
+    gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = gated
+    refuse(client, monkeypatch, 4, 12)
+    found = embed(client, texts_of(20), EmbeddingParams(), CALLER)
+    assert [one.index for one in found] == [*range(20)]
+    refuse(client, monkeypatch, 4, 12)
+    assert asyncio.run(read_all(client, 20)) == [*range(20)]
+    refuse(client, monkeypatch, 1)
+    with pytest.raises(OverloadedError):
+        next(embed(client, texts_of(2), EmbeddingParams(), CALLER))
+    with pytest.raises(OverloadedError):
+        asyncio.run(read_all(client, 2))
+
+
+def test_texts_that_wait_for_a_full_queue_can_be_cancelled(
+    gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = gated
+    seen = refuse(client, monkeypatch, 3)
+
+    async def read_until_cancelled() -> None:
+        embeddings = Embeddings(client, texts_of(5), EmbeddingParams(), CALLER)
+
+        async def cancel() -> None:
+            await asyncio.to_thread(wait_for, lambda: len(seen) > 8)  # it tries again and again
+            embeddings.cancel()
+
+        cancelling = asyncio.create_task(cancel())
+        async for _ in embeddings:
+            pass
+        await cancelling
+
+    with pytest.raises(EngineStoppedError):
+        asyncio.run(asyncio.wait_for(read_until_cancelled(), 30))
+    assert not client.loop._choices
+
+
+def test_no_policy_waits_for_more_texts_than_may_be_open(tmp_path: Path) -> None:
+    batch = BatchOptions(policy="static", batch_size=256)
+    with tiny_client(tmp_path, batch=batch) as (client, _):
+        reading = asyncio.wait_for(read_all(client, 300), 30)
+        assert asyncio.run(reading) == [*range(300)]
+        found = list(embed(client, texts_of(300), EmbeddingParams(), CALLER))
+        assert [one.index for one in found] == [*range(300)]
+
+
 def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBackend]) -> None:
     client, _ = gated
     stream = embed(client, texts_of(600), EmbeddingParams(), CALLER)
@@ -92,7 +174,7 @@ def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBacken
     stream.close()
     wait_for(lambda: client.loop.stats().num_running + client.loop.stats().num_waiting == 0)
     assert client.loop.stats().num_referenced_pages == 0
-    assert client.loop.totals().services[DEFAULT_SERVICE].answers < 600
+    assert client.loop.totals().services[DEFAULT_SERVICE].embedded_texts < 600
 
 
 def test_one_text_that_fails_is_told_and_takes_no_other_request_along(

@@ -8,7 +8,6 @@ import numpy as np
 
 from twostroke.engine.embedding import Embedder
 from twostroke.engine.mail import Mailbox
-from twostroke.engine.tally import Tally
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +25,4 @@ def twin(states: NDArray[np.float32], pooling: str) -> NDArray[np.float64]:
 
 def embedder_of(request: Request) -> Embedder:
     """Return what adds up the states of a request that no engine runs."""
-    embedder = Embedder(request, 0, Mailbox(lambda _: None))
-    embedder.tally = Tally()
-    return embedder
+    return Embedder(request, 0, Mailbox(lambda _: None))

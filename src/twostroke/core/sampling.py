@@ -74,6 +74,8 @@ class SamplingParams:
     nothing can be added any more it ends, whatever `min_tokens` says. A `preface`, such as a
     model's reasoning, is left alone by it and by stop strings, which both apply behind it.
     `shown_ids` are special tokens that the answer's text shows, which else it leaves out.
+    `end_ids` end it as `stop_token_ids` do; they are the model's, not the caller's, so that none of
+    the caller's limits holds for them.
 
     Raises:
         RequestError: a value is outside its bounds; `param` names the field.
@@ -100,6 +102,7 @@ class SamplingParams:
     constraint: Constraint | None = None
     preface: Preface | None = None
     shown_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""

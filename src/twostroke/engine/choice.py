@@ -36,6 +36,9 @@ class Listener(Protocol):
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
         """Return the last output of a request that ends by itself no more."""
 
+    def count_end(self, reason: FinishReason, timings: Timings | None = None) -> None:
+        """Count the end; one that ended well has `timings`."""
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
@@ -113,6 +116,10 @@ class Choice:
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
         """Return the last output of a choice that ends without another token."""
         return self._last(self.decoder.finish(), None, reason, None, error)
+
+    def count_end(self, reason: FinishReason, timings: Timings | None = None) -> None:
+        """Count the end of the answer."""
+        self.tally.end(reason, timings, self.num_output)
 
     def _last(
         self,

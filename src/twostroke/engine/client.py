@@ -307,7 +307,7 @@ class Client:
     ) -> Iterator[Request]:
         """Yield one prompt's n requests."""
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
-        ends, constraint = frozenset(params.stop_token_ids), params.constraint
+        ends, constraint = params.end_ids.union(params.stop_token_ids), params.constraint
         if not params.ignore_eos:
             ends |= self.card.tokenizer.eos_ids
         for index in range(params.n):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -14,6 +15,7 @@ from twostroke.core.request import FinishReason
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.client import AsyncGeneration, Caller, Generation
 from twostroke.engine.output import Output, Timings, Usage
+from twostroke.engine.tally import WELL_ENDED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 # How many texts of one caller the engine has at a time: enough to fill its steps, and few enough to
 # leave others a place in the queue.
 _MOST_OPEN: Final = 256
+# How long a caller whose texts the full queue does not take waits before it tries again.
+_RETRY_S: Final = 0.02
+_STOPPED: Final = "The engine was stopped before all embeddings were ready."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,12 +83,16 @@ class Embedder:
             self._add(delta.states)
         if self.request.finish_reason is None:
             return Output(self.index, "", ())
-        self.tally.begin_reading(self.request)
         return self._last(self.request.finish_reason, now_s, vector=self._vector())
 
     def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
         """Return the last output of a text that has no vector."""
         return self._last(reason, 0.0, error=error)
+
+    def count_end(self, reason: FinishReason, _timings: Timings | None = None) -> None:
+        """Count a text that has its vector; it is no answer."""
+        if reason in WELL_ENDED:
+            self.tally.count_embedded(self.request)
 
     def _add(self, states: Vector) -> None:
         end = self.request.num_computed
@@ -122,7 +131,11 @@ class Embedder:
 
 
 class Line:
-    """The texts of one caller, which come to the engine as it has places for them."""
+    """The texts of one caller, which come to the engine as it has places for them.
+
+    A full queue refuses a caller as long as it has taken none of its texts; afterwards these wait,
+    so that nothing that has been computed is thrown away.
+    """
 
     def __init__(
         self,
@@ -155,20 +168,31 @@ class Line:
         """Whether all outputs have come."""
         return not self._waiting and not self._generation.num_open
 
+    @property
+    def is_shut_out(self) -> bool:
+        """Whether no output can come before `feed` has handed over another text."""
+        return bool(self._waiting) and not self._generation.num_open
+
     def feed(self) -> None:
         """Hand over as many texts as may be open and as the queue takes.
 
+        No policy may wait for more of them then: it is told that none come for now.
+
         Raises:
-            OverloadedError: it takes none, and none of ours is in it.
+            OverloadedError: it has not taken a single one yet.
+            EngineStoppedError: the engine no longer runs.
         """
-        while self._waiting and self._generation.num_open < _MOST_OPEN:
-            try:
+        generation = self._generation
+        if not self._waiting or generation.num_open >= _MOST_OPEN:
+            return
+        try:
+            while self._waiting and generation.num_open < _MOST_OPEN:
                 self._client.loop.submit([self._waiting[0]])
-            except OverloadedError:
-                if not self._generation.num_open:
-                    raise
-                return
-            self._generation.request_ids.append(self._waiting.popleft().request.id)
+                generation.request_ids.append(self._waiting.popleft().request.id)
+        except OverloadedError:
+            if not generation.request_ids:
+                raise
+        self._client.loop.flush()
 
 
 def embed(
@@ -185,8 +209,9 @@ def embed(
         line = Line(client, texts, params, caller, generation)
         for index in range(len(texts)):
             while index not in known:
-                client.loop.flush()
-                if (found := _read(generation.next())) is not None:
+                if line.is_shut_out:
+                    time.sleep(_RETRY_S)
+                elif (found := _read(generation.next())) is not None:
                     known[found.index] = found
                 line.feed()
             yield known.pop(index)
@@ -207,22 +232,35 @@ class Embeddings:
         """Begin in the running event loop; raises as `Line`."""
         self._generation = AsyncGeneration(client.loop)
         self._line = Line(client, texts, params, caller, self._generation)
+        self._is_cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Embedding]:
         """Yield embeddings; a caller that leaves early calls `cancel`.
 
         Raises:
+            EngineStoppedError: it was stopped, or this was cancelled.
             TwostrokeError: the engine failed under a text.
         """
         while not self._line.is_done:
-            found = _read(await self._generation.next())
+            found = await self._next()
+            if self._is_cancelled:
+                raise EngineStoppedError(_STOPPED)
             self._line.feed()
             if found is not None:
                 yield found
 
     def cancel(self) -> None:
         """Stop whatever still runs."""
+        self._is_cancelled = True
         self._generation.cancel()
+
+    async def _next(self) -> Embedding | None:
+        from asyncio import sleep  # blocking callers do without it
+
+        if self._line.is_shut_out:
+            await sleep(_RETRY_S)
+            return None
+        return _read(await self._generation.next())
 
 
 def choose_pooling(card: ModelCard, params: EmbeddingParams) -> Pooling:
@@ -254,7 +292,7 @@ def _dimensions(card: ModelCard, params: EmbeddingParams) -> int | None:
 def _read(output: Output) -> Embedding | None:
     """Return the embedding that an output brings, if it does."""
     if output.finish_reason is FinishReason.CANCEL:  # by nobody who still reads
-        raise EngineStoppedError("The engine was stopped before all embeddings were ready.")
+        raise EngineStoppedError(_STOPPED)
     if output.embedding is None:
         return None
     assert output.usage is not None

@@ -243,7 +243,6 @@ class AsyncLLM:
         tokens = [encode_text(card, text) for text in _as_prompts(texts)]
         params = EmbeddingParams(pooling, dimensions)
         embeddings = Embeddings(client, tokens, params, _READER)
-        client.loop.flush()
         try:
             found = [one async for one in embeddings]
         finally:

@@ -199,7 +199,7 @@ class EngineLoop:
     def _end(self, choice: Listener, reason: FinishReason, timings: Timings | None = None) -> None:
         """Forget a choice, end its request and count it; the lock is held."""
         self._forget(choice, reason)
-        choice.tally.end(reason, timings, choice.num_output)
+        choice.count_end(reason, timings)
 
     def _forget(self, choice: Listener, reason: FinishReason) -> None:
         """Have a request end; the lock is held.
@@ -224,7 +224,7 @@ class EngineLoop:
             left = list(self._choices.values())
             self._choices.clear()
             for choice in left:
-                choice.tally.end(FinishReason.ERROR, None, choice.num_output)
+                choice.count_end(FinishReason.ERROR)
             post([(c.mailbox, c.cut(FinishReason.ERROR, stopped)) for c in left])
 
     def _step(self) -> bool:

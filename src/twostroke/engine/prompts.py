@@ -117,10 +117,8 @@ def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
     Raises:
         RequestError: the model has no tokens for that.
     """
-    ends = sorted(_infill_tokens(card).end_ids)
-    if params.ignore_eos:
-        return params
-    return replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+    ends = _infill_tokens(card).end_ids
+    return params if params.ignore_eos else replace(params, end_ids=ends)
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:

@@ -22,9 +22,9 @@ WELL_ENDED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 class ServiceTotals:
     """Sums of one class since the engine started.
 
-    Prompts count when their first token has come, or the vector of a text to embed,
-    `completion_tokens` as they are made, `ends` by
-    why. `latencies` are by the names in `LATENCIES`, in seconds.
+    Prompts count when their first token has come, `completion_tokens` as they are made, `ends` by
+    why. `latencies` are by the names in `LATENCIES`, in seconds. Texts to embed are no answers:
+    they have counts of their own, from their vectors on.
     """
 
     prompt_tokens: int
@@ -32,6 +32,8 @@ class ServiceTotals:
     completion_tokens: int
     ends: dict[FinishReason, int]
     latencies: dict[str, Distribution]
+    embedded_texts: int
+    embedded_tokens: int
 
     @property
     def answers(self) -> int:
@@ -46,26 +48,36 @@ class Tally:
     they are all the same.
     """
 
-    __slots__ = (*LATENCIES, "_cached", "_ends", "_prompt", "gaps", "num_tokens")
+    __slots__ = (
+        *LATENCIES,
+        "_cached",
+        "_ends",
+        "_prompt",
+        "_read_texts",
+        "_read_tokens",
+        "gaps",
+        "num_tokens",
+    )
 
     def __init__(self) -> None:
         """Count from nothing."""
         self.queue, self.ttft, self.tpot, self.itl, self.e2e = (Histogram() for _ in LATENCIES)
         self.gaps: list[float] = []  # when the tokens before those of this step were made
         self.num_tokens = 0
-        self._prompt = self._cached = 0
+        self._prompt = self._cached = self._read_texts = self._read_tokens = 0
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
         """Count a request whose first token has come."""
-        self.begin_reading(request)
-        self.ttft.observe(now_s - request.arrival_s)
-
-    def begin_reading(self, request: Request) -> None:
-        """Count a request whose prompt has been computed, and that may have no token to come."""
         self._prompt += request.num_prompt
         self._cached += request.num_cached
         self.queue.observe(request.started_s - request.arrival_s)
+        self.ttft.observe(now_s - request.arrival_s)
+
+    def count_embedded(self, request: Request) -> None:
+        """Count a text whose vector is ready."""
+        self._read_texts += 1
+        self._read_tokens += request.num_prompt
 
     def settle(self, now_s: float) -> None:
         """Count the gaps before the tokens of a step."""
@@ -91,5 +103,11 @@ class Tally:
         """Return the sums so far."""
         latencies = {name: getattr(self, name).read() for name in LATENCIES}
         return ServiceTotals(
-            self._prompt, self._cached, self.num_tokens, dict(self._ends), latencies
+            self._prompt,
+            self._cached,
+            self.num_tokens,
+            dict(self._ends),
+            latencies,
+            self._read_texts,
+            self._read_tokens,
         )

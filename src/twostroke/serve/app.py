@@ -30,7 +30,7 @@ from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import Answers, check_choices
-from twostroke.serve.observe.exchange import exchange_of
+from twostroke.serve.observe.exchange import Embedded, exchange_of
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.watchers import build_watchers
@@ -264,6 +264,8 @@ class Api:
             work = partial(prepare, tenant=self._tenant(request))
             job, texts, name = await _read(request, limits, work)
             vectors = Vectors(self.client, job, texts, self.metrics, self._open)
+            if (exchange := exchange_of(request.scope)) is not None:
+                exchange.embedded = Embedded(name, job.caller.service, vectors)
             try:
                 parts = await while_connected(request.receive, vectors.whole())
             finally:

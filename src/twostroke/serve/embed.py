@@ -60,7 +60,13 @@ class EmbeddingDialect(Generic[T]):
 
 
 class Vectors:
-    """The embeddings of a running job; `cancel` stops it, wherever it is."""
+    """The embeddings of a running job; `cancel` stops it, wherever it is.
+
+    Attributes:
+        num_texts: how many texts there are.
+        num_tokens: how many tokens they have.
+        num_cached: how many of these the prefix cache had, as far as the texts are done.
+    """
 
     def __init__(
         self,
@@ -77,9 +83,10 @@ class Vectors:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine no longer runs.
         """
+        self.num_texts = len(texts)
         self.num_tokens = sum(map(len, texts))
+        self.num_cached = 0
         self._client, self._job, self._metrics = client, job, metrics
-        self._count = len(texts)
         self._embeddings = Embeddings(client, texts, job.params, job.caller)
         self._running = running
         running.add(self)
@@ -91,9 +98,10 @@ class Vectors:
             EngineStoppedError: the engine or the server stopped under the job.
             TwostrokeError: the engine failed on the job.
         """
-        parts = [msgspec.Raw()] * self._count
+        parts = [msgspec.Raw()] * self.num_texts
         try:
             async for embedding in self._embeddings:
+                self.num_cached += embedding.usage.cached_tokens
                 parts[embedding.index] = self._job.write(embedding)
         except TwostrokeError as error:
             self._metrics.failures.inc()

@@ -65,6 +65,19 @@ def test_a_request_is_a_line_with_what_it_took(tmp_path: Path, log: Log) -> None
     assert "error" not in entry
 
 
+def test_the_line_of_embeddings_has_their_tokens(tmp_path: Path, log: Log) -> None:
+    with live_server(tmp_path, _OPTIONS) as server:
+        server.http.post("/v1/embeddings", json={"input": [[5] * 40, [6]], "service_tier": "flex"})
+        fields = {"input": [[5] * 40], "pooling": "last"}
+        server.http.post("/v1/embeddings", json=fields)
+        first, again = log.entries(2)
+    assert (first["model"], first["class"], first["texts"]) == ("tiny", "flex", 2)
+    assert (first["prompt_tokens"], first["cached_tokens"]) == (41, 0)
+    assert (again["prompt_tokens"], again["cached_tokens"]) == (40, 32)
+    assert "completion_tokens" not in first
+    assert "finish_reasons" not in first
+
+
 def test_streams_are_logged_at_their_end(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         server.complete(max_tokens=3, ignore_eos=True, stream=True)

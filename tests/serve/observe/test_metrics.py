@@ -63,6 +63,20 @@ def test_metrics_count_what_happened(tmp_path: Path) -> None:
     assert found["process_resident_memory_bytes",] > 0
 
 
+def test_embeddings_are_counted_apart_from_answers(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        fields = {"input": [[5, 6, 7], [8]], "service_tier": "flex"}
+        assert server.http.post("/v1/embeddings", json=fields).status_code == 200
+        found = _samples(server.http.get("/metrics").text)
+    assert found["twostroke_embedded_texts_total", "flex"] == 2
+    assert found["twostroke_embedded_tokens_total", "flex"] == 4
+    assert found["twostroke_embedded_texts_total", "default"] == 0
+    assert found["twostroke_answers_total", "flex", "length"] == 0
+    assert found["twostroke_prompt_tokens_total", "flex"] == 0
+    for name in ("queue", "request"):
+        assert found[f"twostroke_{name}_seconds_count", "flex"] == 0
+
+
 def test_openmetrics_is_spoken_where_asked_for(server: LiveServer) -> None:
     accept = {"accept": "application/openmetrics-text; version=1.0.0"}
     response = server.http.get("/metrics", headers=accept)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.servers import live_server, post_bytes, wait_for
+from twostroke.core.errors import OverloadedError
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
@@ -169,10 +170,30 @@ def test_a_full_queue_is_a_429(tmp_path: Path) -> None:
         response = embed(server)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
         assert response.headers["retry-after"]
+        assert "twostroke_failed_requests_total 0.0" in server.http.get("/metrics").text
         server.backend.gate.set()
         for thread in threads:
             thread.join()
         assert len(vectors(embed(server, input=["a"] * 20))) == 20
+
+
+def test_a_queue_that_is_full_half_way_throws_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live_server(tmp_path) as server:
+        submit, count = server.client.loop.submit, 0
+
+        def submit_or_not(choices: Any) -> None:
+            nonlocal count
+            count += 1
+            if 3 < count < 12:
+                raise OverloadedError("The queue is full.")
+            submit(choices)
+
+        monkeypatch.setattr(server.client.loop, "submit", submit_or_not)
+        assert len(vectors(embed(server, input=["the"] * 20))) == 20
+        assert count == 20 + 8
+        assert "twostroke_failed_requests_total 0.0" in server.http.get("/metrics").text
 
 
 def test_a_stopping_server_says_so(tmp_path: Path) -> None:

@@ -73,6 +73,17 @@ def test_the_head_of_another_file_ends_an_answer(server: LiveServer, stream: boo
         assert went_on["finish_reason"] == "length"
 
 
+def test_the_marks_of_the_model_take_no_place_among_the_clients_stop_ids(
+    server: LiveServer,
+) -> None:
+    fields = {**GAP, "logit_bias": {"7": 100}, "stop_token_ids": [7, *range(20, 275)]}
+    response = server.complete(**fields)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    error = server.complete(**fields | {"stop_token_ids": [*range(257)]}).json()["error"]
+    assert error["param"] == "stop_token_ids"
+
+
 def test_log_probabilities_are_those_of_the_answer(server: LiveServer) -> None:
     fields = {**GAP, "logprobs": 1, "temperature": 0, "ignore_eos": True}
     found = server.complete(**fields).json()["choices"][0]["logprobs"]

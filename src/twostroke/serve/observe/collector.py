@@ -196,6 +196,8 @@ def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
         ("prompt_tokens", "Prompt tokens of answers that have begun."),
         ("cached_tokens", "Those of them that the prefix cache had."),
         ("completion_tokens", "Tokens made."),
+        ("embedded_texts", "Texts whose embeddings were made."),
+        ("embedded_tokens", "Their tokens."),
     ):
         family = CounterMetricFamily(f"twostroke_{name}", text, labels=("class",))
         for service, totals in services.items():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import FinishReason
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Usage
+    from twostroke.serve.embed import Vectors
     from twostroke.serve.job import Answers, Job
 
 _KEY: Final = "exchange"
@@ -88,13 +89,22 @@ class Generated:
         return sum(known) / len(known) if known else None
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The part of an exchange whose texts become `vectors`, which come while this is read."""
+
+    model: str
+    service: str
+    vectors: Vectors
+
+
 @dataclass(slots=True)
 class Exchange:
     """What is known of a request; layers that know more add it.
 
     Times are those of the monotonic clock. `endpoint` is the route that answered. `status` is 0
-    until a response begins. `error` is the code of what went wrong, `generated` None where the
-    engine was not asked.
+    until a response begins. `error` is the code of what went wrong, `generated` None where no
+    answer was asked for, `embedded` where no embedding was.
     """
 
     request_id: str
@@ -107,6 +117,7 @@ class Exchange:
     status: int = 0
     error: str | None = None
     generated: Generated | None = None
+    embedded: Embedded | None = None
     is_client_gone: bool = False
     trace_id: str = ""
 

@@ -16,7 +16,7 @@ from twostroke.serve.http.errors import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.serve.observe.exchange import Exchange, Generated
+    from twostroke.serve.observe.exchange import Embedded, Exchange, Generated
 
 _MOST_PATH: Final = 200
 _POLLED: Final = ("/health", "/metrics", "/api/state")  # every second, by programs
@@ -54,6 +54,8 @@ def figures(exchange: Exchange) -> dict[str, Any]:
         found["error"] = exchange.error
     if exchange.generated is not None:
         found |= _generated(exchange.generated)
+    if exchange.embedded is not None:
+        found |= _embedded(exchange.embedded)
     return found
 
 
@@ -79,6 +81,16 @@ def _generated(generated: Generated) -> dict[str, Any]:
         "e2e_s": None if timings is None else timings.e2e_s,
     }
     return found | {name: round(s, 6) for name, s in seconds.items() if s is not None}
+
+
+def _embedded(embedded: Embedded) -> dict[str, Any]:
+    return {
+        "model": embedded.model,
+        "class": embedded.service,
+        "texts": embedded.vectors.num_texts,
+        "prompt_tokens": embedded.vectors.num_tokens,
+        "cached_tokens": embedded.vectors.num_cached,
+    }
 
 
 class TextFormatter(logging.Formatter):
