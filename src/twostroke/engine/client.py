@@ -257,7 +257,7 @@ class Client:
         """
         requests = []
         for tokens in texts:
-            self._check_tokens(tokens, caller.prompt_field)
+            self._check_tokens(tokens, _UNDRAWN, caller.prompt_field, pooling)
             request = Request(
                 id=f"r{next(_serial)}",
                 tokens=list(tokens),
@@ -270,7 +270,6 @@ class Client:
                 prompt_field=caller.prompt_field,
                 pooling=pooling,
             )
-            self.loop.check(request)
             requests.append(request)
         return requests
 
@@ -285,7 +284,7 @@ class Client:
     ) -> None:
         self._check_hints(hints)
         for tokens in prompts:
-            self._check(tokens, params)
+            self._check(tokens, params, caller.prompt_field)
         if grammar is None and params.constraint is not None:
             grammar = self.grammars.compile(params.constraint)
         choices: list[Choice] = []
@@ -335,19 +334,29 @@ class Client:
         if any(not 0 <= token < self.card.cost.program.vocab_size for token in hints.prediction):
             raise RequestError("prediction has unknown token ids.", param="prediction")
 
-    def _check_tokens(self, tokens: Sequence[int], field: str) -> None:
-        vocab_size = self.card.cost.program.vocab_size
+    def _check_tokens(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        field: str,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """Refuse a prompt that can never run; one that cannot fit is not even read."""
         if not tokens:
             raise RequestError(
                 f"The {field} is empty: it must have at least one token.", param=field
             )
+        size = len(tokens)
+        probe = Request("", list(tokens), size, params, 0, prompt_field=field, pooling=pooling)
+        self.loop.check(probe)
+        vocab_size = self.card.cost.program.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             message = f"The {field} has token ids outside 0 to {vocab_size - 1}."
             raise RequestError(message, param=field)
 
-    def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, tokens: Sequence[int], params: SamplingParams, field: str) -> None:
         vocab_size = self.card.cost.program.vocab_size
-        self._check_tokens(tokens, "prompt")
+        self._check_tokens(tokens, params, field)
         for param, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),

@@ -180,6 +180,7 @@ REFUSED: list[tuple[Fields, str]] = [
     *[({"stop_sequences": value}, "stop_sequences") for value in (["a"] * 17, [""], ["x" * 1001])],
     ({"stop_sequences": "a"}, "stop_sequences must be a list, not a string."),
     ({"stream": 1}, "stream must be a boolean"),
+    ({"service_tier": "priority"}, "service_tier"),
     ({"max_token": 1}, "Unknown field 'max_token'. Did you mean 'max_tokens'?"),
     ({"n": 2}, "Unknown field 'n'."),
     ({"messages": []}, "messages must have at least one message."),

@@ -155,6 +155,14 @@ def test_large_prompt_is_read_beside_the_event_loop(server: LiveServer) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
+def test_ids_that_cannot_fit_are_neither_read_nor_copied_for_each_answer(
+    server: LiveServer,
+) -> None:
+    """A hundred copies of a body of ids would be gigabytes."""
+    error = server.complete(prompt=[10**9] * 100_000, n=128).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
 def test_request_id_is_the_clients_own_where_it_is_harmless(server: LiveServer) -> None:
     own = server.http.get("/health", headers={"x-request-id": "abc-1.2:3"})
     assert own.headers.get_list("x-request-id") == ["abc-1.2:3"]

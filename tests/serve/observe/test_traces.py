@@ -67,6 +67,19 @@ def test_a_request_is_a_span_with_its_parts(server: LiveServer) -> None:
 
 
 @needs_extra
+def test_embeddings_are_a_span_with_their_tokens(server: LiveServer) -> None:
+    with _traced(server) as spans:
+        fields = {"input": ["hello", "hello there"], "service_tier": "flex"}
+        response = server.http.post("/v1/embeddings", json=fields)
+        told = spans(1)["embeddings tiny"].attributes
+    assert told["gen_ai.operation.name"] == "embeddings"
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "tiny"
+    assert told["gen_ai.usage.input_tokens"] == response.json()["usage"]["prompt_tokens"]
+    assert told["twostroke.texts"] == 2
+    assert told["twostroke.class"] == "flex"
+
+
+@needs_extra
 def test_spans_join_the_trace_of_their_client(server: LiveServer) -> None:
     with _traced(server) as spans:
         server.http.post("/v1/completions", json={"prompt": "hello"}, headers=_PARENT)

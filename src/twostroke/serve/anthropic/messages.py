@@ -137,7 +137,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
 
     # Harmless: they change nothing about the answer.
     metadata: Any = None
-    service_tier: Any = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):

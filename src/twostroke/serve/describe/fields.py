@@ -203,7 +203,7 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
         "MessagesRequest": {
             "temperature": {"maximum": 1.0},
             "system": system,
-            "service_tier": _HARMLESS,
+            "service_tier": _text("There is one tier here: changes nothing about the answer."),
         },
         "CountRequest": {"system": system},
         "TokenizeRequest": {

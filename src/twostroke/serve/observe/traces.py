@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from twostroke.engine.output import Timings
-    from twostroke.serve.observe.exchange import Exchange, Generated
+    from twostroke.serve.observe.exchange import Embedded, Exchange, Generated
 
 _PATH: Final = "/v1/traces"
 _TIMEOUT_S: Final = 5.0
@@ -30,6 +30,7 @@ _OPERATIONS: Final = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
 }
 _SAME_NAME: Final = (
     *("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"),
@@ -139,9 +140,10 @@ class Traces:
 
 
 def _name(exchange: Exchange) -> str:
-    if exchange.generated is None:
+    asked = exchange.generated or exchange.embedded
+    if asked is None:
         return f"{exchange.method} {exchange.endpoint}"
-    return f"{_operation(exchange)} {exchange.generated.model}"
+    return f"{_operation(exchange)} {asked.model}"
 
 
 def _operation(exchange: Exchange) -> str:
@@ -160,16 +162,33 @@ def _attributes(exchange: Exchange) -> dict[str, Any]:
         found["error.type"] = exchange.error
     if exchange.generated is not None:
         found |= _generated(exchange, exchange.generated)
+    if exchange.embedded is not None:
+        found |= _embedded(exchange, exchange.embedded)
     return found
+
+
+def _model(exchange: Exchange, name: str) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": _operation(exchange),
+        "gen_ai.provider.name": "twostroke",
+        "gen_ai.request.model": name,
+        "gen_ai.response.model": name,
+    }
+
+
+def _embedded(exchange: Exchange, embedded: Embedded) -> dict[str, Any]:
+    return _model(exchange, embedded.model) | {
+        "gen_ai.usage.input_tokens": embedded.vectors.num_tokens,
+        "gen_ai.usage.cache_read.input_tokens": embedded.vectors.num_cached,
+        "twostroke.class": embedded.service,
+        "twostroke.texts": embedded.vectors.num_texts,
+    }
 
 
 def _generated(exchange: Exchange, generated: Generated) -> dict[str, Any]:
     usage, params = generated.usage, generated.params
     found: dict[str, Any] = {
-        "gen_ai.operation.name": _operation(exchange),
-        "gen_ai.provider.name": "twostroke",
-        "gen_ai.request.model": generated.model,
-        "gen_ai.response.model": generated.model,
+        **_model(exchange, generated.model),
         "gen_ai.response.id": generated.response_id,
         "gen_ai.request.choice.count": generated.num_choices,
         "gen_ai.request.stream": generated.is_stream,
