@@ -20,10 +20,11 @@ DRAFT = byte_tokenizer(more_merges=("o Ġ", "b c", "d Ċ"))
 WORDS = Words(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
 
 
-def follower_of(words: Words | None = WORDS) -> Follower:
+def follower_of(words: Words | None = WORDS, stride: int = 2048) -> Follower:
     mirror = Request("m", [], 0, SamplingParams(), 0)
     ticket = Ticket(mirror, (0, 0), 1000, PrefixIndex(PagePool(8, 16, (None,))).chain(b""))
-    return Follower(mirror, ticket, Odds(PRIOR).for_request(), words, Hope(0.75, 0.75), 500)
+    odds, hope = Odds(PRIOR).for_request(), Hope(0.75, 0.75)
+    return Follower(mirror, ticket, odds, words, hope, 500, stride=stride)
 
 
 def request_of(text: str) -> Request:
@@ -43,6 +44,35 @@ def test_a_text_is_followed_in_the_drafts_own_tokens() -> None:
         text = TARGET.decode(request.tokens, skip_special=False)
         assert follower.mirror.tokens == DRAFT.encode(text, parse_special=True)
         assert follower.mirror.num_prompt <= follower.num_same <= len(follower.mirror.tokens)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 16])
+@pytest.mark.parametrize(
+    "text", ["hello world abc hello world abc\n" * 3, f"{START}user\nhello{END}" * 3, "é" * 40, ""]
+)
+def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
+    """So that no step waits for all of it, and with the tokens that it would have at once."""
+    at_once, request = follower_of(), request_of(text + " abc")
+    at_once.go_on(request)
+    follower = follower_of(stride=stride)
+    num_rounds = 0
+    while follower.go_on(request) or follower.is_behind:
+        num_rounds += 1
+        assert num_rounds <= 3 * len(request.tokens)
+        said = follower.mirror.tokens
+        assert follower.is_done
+        assert len(said) == follower.num_same
+        assert said == at_once.mirror.tokens[: len(said)]
+    assert num_rounds or stride >= len(request.tokens)
+    assert (follower.is_new, follower.is_done) == (False, False)
+    assert follower.mirror.tokens == at_once.mirror.tokens
+    assert 0 < follower.mirror.num_prompt <= follower.num_same
+    num_prompt = follower.mirror.num_prompt
+    request.tokens += TARGET.encode(" world" * 40)
+    while follower.go_on(request) or follower.is_behind:
+        pass
+    assert DRAFT.decode(follower.mirror.tokens) == TARGET.decode(request.tokens)
+    assert follower.mirror.num_prompt == num_prompt
 
 
 def test_what_is_settled_never_changes() -> None:

@@ -125,17 +125,19 @@ class DraftModel:
 
     def _follow(self, request: Request, price: Price, least: float) -> Follower | None:
         """Return the draft's view of a request, brought up to date; None if it is not worth it."""
-        follower = self._followers.pop(request, None)
+        follower = self._followers.pop(request, None) or self._meet(request)
         if follower is None:
-            follower = self._meet(request, price, least)
-            if follower is None:
-                return None
-        else:
-            follower.go_on(request)
+            return None
+        is_new = follower.is_new
+        follower.go_on(request)
         self._followers[request] = follower
+        has_met = is_new and not follower.is_new
+        if has_met and not self._pays(request, follower, price, least):
+            self._hope.come_back(_DECLINED_RETURN)
+            self._decline(request)
+            return None
         if len(follower.mirror.tokens) + price.most > self._context_length:
-            self._drop(request)
-            self._declined.add(request)
+            self._decline(request)
             return None
         if request.params.has_penalties:
             self._runner.forget(follower.mirror)  # it knows guesses that were wrong
@@ -150,6 +152,8 @@ class DraftModel:
 
         Each guess costs as much time as `least` tokens take without any.
         """
+        if not follower.mirror.tokens:
+            return False
         hit = self._prefixes.match(follower.ticket)
         num_known = hit.num_places * self._pool.page_size if hit is not None else 0
         num_new = max(1, len(follower.mirror.tokens) - num_known)
@@ -159,18 +163,18 @@ class DraftModel:
         prompt_s = self._pace.seconds(BatchShape.prefill(num_new, num_known))
         return _share_saved(self._hope.value, least, price.most) * left >= price.rate * prompt_s
 
-    def _meet(self, request: Request, price: Price, least: float) -> Follower | None:
+    def _meet(self, request: Request) -> Follower | None:
         """Return the draft's view of a new request, or None once it was found not to pay."""
         if request in self._declined:
             return None
         if len(request.tokens) < self._context_length:
-            follower = self._new_follower(request)
-            follower.go_on(request)
-            if follower.mirror.tokens and self._pays(request, follower, price, least):
-                return follower
-            self._hope.come_back(_DECLINED_RETURN)
+            return self._new_follower(request)
         self._declined.add(request)
         return None
+
+    def _decline(self, request: Request) -> None:
+        self._drop(request)
+        self._declined.add(request)
 
     def _new_follower(self, request: Request) -> Follower:
         params, end_ids = replace(request.params, logprobs=0), request.end_ids
@@ -201,7 +205,7 @@ class DraftModel:
         """
         ready, computed, slices, budget = [], [], [], self._token_budget
         for follower in followers:
-            if not follower.mirror.pages and not self._start(follower):
+            if not (follower.is_done or follower.mirror.pages or self._start(follower)):
                 follower.is_done = True
         waiting = [f for f in followers if not f.is_done]
         for follower in sorted(waiting, key=lambda f: f.mirror.num_pending):

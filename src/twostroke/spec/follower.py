@@ -22,6 +22,7 @@ _UNFINISHED = 0.7  # of the odds: the end of a text that may be the beginning of
 _SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
 PRIOR: Final = (*_SURE_PRIOR, *[_UNFINISHED * prior for prior in _SURE_PRIOR])
 _UNSETTLED = 2  # tokens at the end of a text that more of it may change
+_STRIDE = 2048  # a long prompt must not hold up everybody's step
 _STRANGER = 0  # stands for a token that the draft has no row for
 
 
@@ -45,7 +46,9 @@ class Follower:
 
     `mirror.num_computed` rows have keys and values in the draft's pages. The first `num_same` of
     the mirror's tokens say what the first `num_seen` of the request's do and will stay; those
-    before `guesses` say what the others do as well as can be known by now.
+    before `guesses` say what the others do as well as can be known by now. It `is_behind` while
+    there is more of the request than was said so far, some `stride` tokens at once, and it
+    `is_new` until all of the prompt was said.
     """
 
     mirror: Request
@@ -60,7 +63,11 @@ class Follower:
     sure: list[float] = field(default_factory=list)  # the draft of each
     chance: float = 1.0  # that all are right
     is_done: bool = False
+    stride: int = _STRIDE
+    is_new: bool = True
+    is_behind: bool = True
     _waits: bool = False  # for the rest of a character, of which the draft has heard nothing
+    _span: int = 0  # how much more than `stride` has to be said at once
 
     def go_on(self, request: Request) -> None:
         """Take over what the request has become; what was guessed rightly is computed already."""
@@ -69,21 +76,34 @@ class Follower:
             mirror.tokens += self.words.before(request)
             self.num_same = len(mirror.tokens)
         first = self.num_same
-        new = request.tokens[self.num_seen :]
         if self.words is None:
+            new = request.tokens[self.num_seen :]
             said = [token if token < self.vocab_size else _STRANGER for token in new]
             self.num_seen, self.num_same = len(request.tokens), len(request.tokens)
+            self.is_behind = False
         else:
-            is_prompt = not self.num_seen
-            said = self._said(new, self.words.to_draft)
-            if is_prompt:
-                mirror.num_prompt = self.num_same
+            said = self._go_on_saying(request, self.words.to_draft)
         agreed = first + num_accepted(mirror.tokens[first:], said)
         mirror.tokens[first:] = said
         # One is always left over, to be computed for its logits.
         mirror.num_computed = max(0, min(mirror.num_computed, agreed, len(mirror.tokens) - 1))
         self.guesses, self.sure, self.chance = [], [], 1.0
-        self.is_done = self._waits or not mirror.tokens
+        self.is_new &= self.is_behind
+        self.is_done = self.is_behind or self._waits or not mirror.tokens
+
+    def _go_on_saying(self, request: Request, translation: Translation) -> list[int]:
+        """Return the draft's tokens for some more of the request's, behind those that will stay."""
+        end = self.num_seen + self.stride + self._span
+        new, num_same = request.tokens[self.num_seen : end], self.num_same
+        self.is_behind = end < len(request.tokens)
+        said = self._said(new, translation)
+        if self.is_new:
+            self.mirror.num_prompt = self.num_same
+        if not self.is_behind:
+            return said
+        # What follows a cut may change what is before it; where that is all, take a longer piece.
+        self._span = self.stride + 2 * self._span if self.num_same == num_same else 0
+        return said[: self.num_same - num_same]
 
     def _said(self, new: list[int], translation: Translation) -> list[int]:
         """Return the draft's tokens for the request's, and settle all but the last of them."""
