@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import resource
@@ -93,12 +94,18 @@ def command(**given: Any) -> int:
     listener = bind(serving.host, serving.port)
     with listener, logging_to(sys.stderr, *log), open_engine(model, options) as engine:
         name = serving.model_names[0] if serving.model_names else engine.card.name
+
+        def on_ready(url: str) -> None:
+            gc.collect()
+            gc.freeze()  # what is here stays: no collection need look at it, while all streams wait
+            _announce(url, name, engine, form=log[0])
+
         return run_server(
             engine.client,
             serving,
             listener=listener,
             limits=engine.limits,
-            on_ready=lambda url: _announce(url, name, engine, form=log[0]),
+            on_ready=on_ready,
             on_stop=partial(_say_stop, form=log[0]),
         )
 
