@@ -184,6 +184,24 @@ def test_refusals_are_sentences(visit: Visiting, server: Any) -> None:
     visit.page.wait_for_selector(".reply .trouble:has-text('temperature')")
 
 
+def test_refusal_of_several_answers_is_told_once(visit: Visiting, server: Any) -> None:
+    visit = visit(server, allowed=("400 (Bad Request)",))
+    visit.set(n=3, extra='{"temperatur": 1}')
+    visit.send("Hello.")
+    assert "temperature" in visit.page.inner_text(".reply .trouble")
+    assert "of 3" not in visit.page.inner_text(".reply .tools")
+    assert visit.page.locator(".reply .figures").count() == 0  # of figures, where there are none
+
+
+def test_verdict_is_where_it_is_seen(visit: Visiting, server: Any) -> None:
+    visit = visit(server, viewport={"width": 1280, "height": 800})
+    visit.set(form="json_schema", form_json_schema=json.dumps(SCHEMA))
+    visit.page.click("button.small:has-text('Check')")
+    visit.page.wait_for_selector(".verdict[data-kind=right]")
+    box = visit.page.locator(".verdict").bounding_box()
+    assert box["y"] + box["height"] <= 800
+
+
 def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> None:
     visit = visit(server)
     visit.set(max_tokens=20, logprobs=True)

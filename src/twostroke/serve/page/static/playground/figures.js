@@ -10,11 +10,12 @@ const ENDS = {
   stopped: "stopped by you",
 };
 
-/** Return the line of figures under a choice, which opens into a table; null before there are any. */
+/** Return the line of figures under a choice, which opens into a table; null where there are none. */
 export function figuresOf(choice) {
   const { figures } = choice;
-  if (!figures) return null;
-  const line = h("summary", {}, main(choice, figures).flatMap((part, index) => [index ? " · " : "", h("span.figure", {}, part)]));
+  const parts = figures ? main(choice, figures) : [];
+  if (!parts.length) return null;
+  const line = h("summary", {}, parts.flatMap((part, index) => [index ? " · " : "", h("span.figure", {}, part)]));
   return h("details.figures", {}, line, table(figures));
 }
 

@@ -63,6 +63,7 @@ export class FormEditor {
       put(JSON.stringify(readObject(this.#settings.form_json_schema, "The schema"), null, 2));
     } catch (error) {
       say(verdict, error.message, "wrong");
+      verdict.scrollIntoView({ block: "nearest" });
     }
   }
 
@@ -87,6 +88,7 @@ export class FormEditor {
     } catch (error) {
       say(verdict, error.message, "wrong");
     }
+    verdict.scrollIntoView({ block: "nearest" }); // it may stand below the panel's edge
   }
 }
 

@@ -148,6 +148,7 @@ export class Playground {
     await collect(body, choices, controller.signal, () => view()?.later(() => this.transcript.follow()));
     this.#running.delete(key);
     for (const choice of choices) choice.figures.form = judgeAnswer(conversation.settings[column], choice);
+    if (choices.every((choice) => choice.error && choice.text === begun)) this.#dropChoices(reply, choices.slice(1));
     view()?.setBusy(false);
     this.transcript.follow();
     this.#afterwards(conversation, choices[0], column);
@@ -165,6 +166,12 @@ export class Playground {
     reply.choices = reply.choices.filter((choice) => choice.text || choice.calls.length || choice.reasoning);
     reply.shown = reply.choices.length;
     reply.choices.push(...choices);
+  }
+
+  /** Leave one of several that have failed alike. */
+  #dropChoices(reply, choices) {
+    reply.choices = reply.choices.filter((choice) => !choices.includes(choice));
+    reply.shown = Math.min(reply.shown, reply.choices.length - 1);
   }
 
   #removeChoice(turn, column) {
