@@ -54,7 +54,7 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
     [
         (("a", "-f", "b"), b"", 2, "not both"),
         ((), None, 2, "There is no text"),
-        ((), b"", 2, "The input is empty"),
+        ((), b"", 2, "There is no text"),
         (("a", " "), b"", 2, "Text 2 is empty"),
         ((), b"a\n\nb\n", 2, "Text 2 is empty"),
         (("-f", "/nowhere/x"), b"", 2, "'/nowhere/x' cannot be read"),

@@ -106,6 +106,24 @@ def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ("Hello.", "messages must be a list."),
+        (None, "messages must be a list."),
+        ({"role": "user", "content": "x"}, "messages must be a list."),
+        ([5], "messages[0] must be an object with role and content."),
+        ([[{"role": "user", "content": "x"}]], "messages[0] must be an object"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_a_sentence(
+    llm: LLM, messages: Any, why: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.chat(messages, SamplingParams(max_tokens=1))
+    assert refused.value.message.startswith(why)
+
+
 def test_a_prompt_that_is_too_long_is_called_what_the_caller_calls_it(llm: LLM) -> None:
     tokens, text = [5] * 600, "x" * 600
     with pytest.raises(ContextLengthError, match=r"your prompt resulted .* the prompt\.") as error:

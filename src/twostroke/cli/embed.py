@@ -78,11 +78,12 @@ def _texts(given: Sequence[str], path: Path | None) -> list[str]:
     elif path is not None or (sys.stdin is not None and not sys.stdin.isatty()):
         found = decoded(sys.stdin.buffer.read(), "Standard input").splitlines()
     else:
+        found = []
+    if not found:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
-    empty = [place for place, text in enumerate(found, 1) if not text.strip()]
-    if empty or not found:
-        which = f"Text {empty[0]}" if found else "The input"
-        raise UsageError(f"{which} is empty: each must have at least one word.")
+    empty = next((place for place, text in enumerate(found, 1) if not text.strip()), None)
+    if empty:
+        raise UsageError(f"Text {empty} is empty: each must have at least one word.")
     return found
 
 

@@ -13,7 +13,7 @@ from twostroke.engine.thinking import AS_IT_IS, marks_of, preface_of, variables_
 from twostroke.engine.tool_prompt import fitted
 from twostroke.sample.lark import special_marks
 from twostroke.tokenize import encode_infill
-from twostroke.tokenize.messages import checked_messages
+from twostroke.tokenize.messages import check_are_messages, checked_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,6 +76,7 @@ class Chat:
         """
         template = self._template
         shown, is_text = None, False
+        check_are_messages(messages)
         if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             checked = checked_messages(messages, has_text_arguments=True)
             messages = fitted(checked, tools, self.manners)

@@ -340,4 +340,4 @@ def _first_line(text: str) -> str:
     lines = text.strip().splitlines() or [""]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (told or lines)[0][:_MAX_ERROR]
-    return line if line.endswith(".") else f"{line}."
+    return line if line.endswith((".", "?")) else f"{line}."

@@ -66,7 +66,7 @@ def _inside(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for keyword, value in schema.items():
         place = f"{path}/{keyword}"
         if keyword not in _KNOWN:
-            raise ValueError(f"'{keyword}' ({place}) is not supported{nearest(keyword, _KNOWN)}")
+            raise ValueError(f"'{keyword}' ({place}) is not supported.{nearest(keyword, _KNOWN)}")
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             yield from ((f"{place}/{name}", inner) for name, inner in value.items())
         elif keyword in SCHEMAS:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import RequestError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_DEPTH = 64
@@ -27,10 +28,7 @@ def checked_messages(
     arguments of tool calls, a JSON string in OpenAI's protocol, become what they stand for, as
     templates expect, unless one wants the string (`has_text_arguments`).
     """
-    if isinstance(messages, (str, bytes)) or not hasattr(messages, "__len__"):
-        raise RequestError("messages must be a list.", param="messages")
-    if not messages:
-        raise RequestError("messages is empty; a chat needs at least one.", param="messages")
+    check_are_messages(messages)
     checked = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
     for place, message in enumerate(checked):
         for call in message.get("tool_calls") or ():
@@ -40,6 +38,18 @@ def checked_messages(
         if isinstance(message["content"], list) and not keep_parts:
             message["content"] = "\n".join(part["text"] for part in message["content"])
     return checked
+
+
+def check_are_messages(messages: Sequence[Mapping[str, object]]) -> None:
+    """Raise RequestError unless `messages` is a list of objects, and not an empty one."""
+    if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__len__"):
+        raise RequestError("messages must be a list.", param="messages")
+    if not messages:
+        raise RequestError("messages is empty; a chat needs at least one.", param="messages")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            where = f"messages[{place}]"
+            raise RequestError(f"{where} must be an object with role and content.", param=where)
 
 
 def plain(value: object, where: str, *, depth: int = 0) -> Any:
@@ -56,8 +66,6 @@ def plain(value: object, where: str, *, depth: int = 0) -> Any:
 
 
 def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
-    if not hasattr(message, "items"):
-        raise RequestError(f"{where} must be an object with role and content.", param=where)
     checked: dict[str, Any] = plain(dict(message), where)
     role = checked.get("role")
     if not isinstance(role, str) or role not in ROLES:

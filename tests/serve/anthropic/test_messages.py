@@ -192,7 +192,7 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"messages": [*HELLO, {"role": "assistant", "content": "x "}]}, "cannot end in a space"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0].type does not support 'image'.",
+        "messages[0].content[0].type does not support 'image', only text,",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},

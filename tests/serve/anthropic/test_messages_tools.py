@@ -155,7 +155,10 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
             "tools[0].input_schema cannot be kept to",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools."),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type does not support 'some'."),
+        (
+            {"tool_choice": {"type": "some"}},
+            "tool_choice.type does not support 'some', only auto, any, tool, none.",
+        ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
             "tool_choice names 'f', which is not among the tools.",

@@ -141,7 +141,10 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
             "thinking.budget_tokens must be from 1 to max_tokens - 1, not 200.",
         ),
         ({"thinking": {"type": "enabled"}}, "The field 'thinking.budget_tokens' is missing."),
-        ({"thinking": {"type": "some"}}, "thinking.type does not support 'some'."),
+        (
+            {"thinking": {"type": "some"}},
+            "thinking.type does not support 'some', only enabled, adaptive, disabled.",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
             "messages[0].content[0] belongs to a message of the other role, not user.",

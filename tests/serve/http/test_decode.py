@@ -74,6 +74,25 @@ def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
     assert properties.keys() == set(kind.__struct_fields__)
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"tool_choice": "requird"}, ", only auto, none, required. Did you mean 'required'?"),
+        ({"response_format": {"type": "xml"}}, ", only text, json_object, json_schema."),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ", only text."),
+        ({"tool_choice": "x" * 1_000_000}, f"'{'x' * 100}', only auto, none, required."),
+    ],
+)
+def test_word_that_is_not_known_is_told_with_those_that_are(
+    fields: dict[str, Any], why: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(RequestError) as refused:
+        DECODER.decode(json.dumps(body).encode())
+    assert refused.value.message.endswith(why)
+    assert "does not support" in refused.value.message
+
+
 def _depth(value: Any) -> int:
     if isinstance(value, list):
         return 1 + max(map(_depth, value), default=0)

@@ -124,7 +124,7 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
         ({"prediction": "text"}, "prediction must be an object, not a string.", "prediction"),
         (
             {"prediction": {"type": "image", "content": ""}},
-            "prediction.type does not support 'image'.",
+            "prediction.type does not support 'image', only content.",
             "prediction.type",
         ),
     ],

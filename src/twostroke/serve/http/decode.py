@@ -22,7 +22,8 @@ _PLACE = re.compile(r"(?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
-_TAG = re.compile(r"Invalid value '(.*)'", re.DOTALL)
+_WORD = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
+_STEP = re.compile(r"\[[^]]*]|[^.[\]]+")
 _WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -42,7 +43,7 @@ class BodyDecoder(Generic[T]):
     def __init__(self, kind: type[T], max_depth: int) -> None:
         """Make a decoder of `kind`; bodies nested deeper than `max_depth` are refused."""
         self._decoder = msgspec.json.Decoder(kind)
-        self._known = field_names(kind)
+        self._kind = kind
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> T:
@@ -59,7 +60,7 @@ class BodyDecoder(Generic[T]):
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _explain(str(error), self._known) from None
+            raise _explain(str(error), self._kind) from None
         except msgspec.DecodeError as error:
             raise BodySyntaxError(f"The body is not valid JSON: {error}.") from None
         except UnicodeDecodeError:
@@ -75,7 +76,7 @@ def convert(value: object, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), field_names(kind), where) from None
+        raise _explain(str(error), kind, where) from None
 
 
 @cache
@@ -103,13 +104,13 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
     return False
 
 
-def _explain(text: str, known: Iterable[str], where: str = "") -> RequestError:
-    what, path = _split(text)
-    path = _join(where, path) if path else where
+def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestError:
+    what, inner = _split(text)
+    path = _join(where, inner) if inner else where
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
         param = _join(path, word)
-        hint = nearest(word, known)
+        hint = nearest(word, field_names(kind))
         return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
     if found := _MISSING.fullmatch(what):
         param = _join(path, found[1])
@@ -118,8 +119,11 @@ def _explain(text: str, known: Iterable[str], where: str = "") -> RequestError:
     if found := _EXPECTED.fullmatch(what):
         wanted = _in_words(found[1])
         message = f"{name} must be {wanted}, not {_in_words(found[2])}."
-    elif found := _TAG.fullmatch(what):
-        message = f"{name} does not support '{found[1]}'."
+    elif found := _WORD.fullmatch(what):
+        word, known = found[1][:MAX_NAME_LENGTH], _words_at(kind, inner)
+        message = (
+            f"{name} does not support '{word}', only {', '.join(known)}.{nearest(word, known)}"
+        )
     else:
         message = f"{name}: {what}."
     return RequestError(message, param=path or None)
@@ -130,6 +134,30 @@ def _split(text: str) -> tuple[str, str]:
     what, _, place = text.rpartition(" - at ")
     found = _PLACE.fullmatch(place)
     return (what, found[1]) if what and found else (text, "")
+
+
+def _words_at(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """Return the words that may stand at a place inside a struct that takes no others."""
+    here = [msgspec.inspect.type_info(kind)]
+    for step in _STEP.findall(path):
+        here = [inner for part in _parts(here) for inner in _into(part, step)]
+    literals = (part for part in _parts(here) if isinstance(part, msgspec.inspect.LiteralType))
+    return [str(word) for part in literals for word in part.values]
+
+
+def _into(kind: msgspec.inspect.Type, step: str) -> Iterator[msgspec.inspect.Type]:
+    """Yield the types of what stands one step inside: a field, an item, or a struct's tag."""
+    if isinstance(kind, msgspec.inspect.ListType) and step.startswith("["):
+        yield kind.item_type
+    elif isinstance(kind, msgspec.inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == step)
+        if kind.tag_field == step:
+            yield msgspec.inspect.LiteralType((str(kind.tag),))
+
+
+def _parts(kinds: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
+    for kind in kinds:
+        yield from kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
 
 
 def _join(path: str, name: str) -> str:
