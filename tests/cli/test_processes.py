@@ -139,6 +139,28 @@ def test_a_log_for_programs_is_an_object_a_line(tiny: str, shared_cache: Path) -
     assert 'objective="all",result="met"} 1.0' in metrics
 
 
+def test_a_server_for_others_asks_for_keys_or_says_that_it_does_not(
+    tiny: str, shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("anna sk-file\n")
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "sk-variable")
+    arguments = ("--port", "0", "--host", "0.0.0.0", "--api-keys", str(tmp_path / "keys"))
+    with started("serve", tiny, *arguments) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline().decode()
+        url = said.split(" at ")[1].split()[0]
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            assert http.get("/v1/models").status_code == 401
+            for key in ("sk-file", "sk-variable"):
+                headers = {"authorization": f"Bearer {key}"}
+                assert http.get("/v1/models", headers=headers).status_code == 200
+        assert b"Bearer KEY" in process.stderr.readline()
+    monkeypatch.delenv("TWOSTROKE_API_KEY")
+    with started("serve", tiny, *arguments[:4]) as process:
+        assert process.stderr is not None
+        assert b"--api-keys asks them for keys" in process.stderr.readline()
+
+
 def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -> None:
     few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 4096))"
     command = ("serve", tiny, "--port", "0")
@@ -176,6 +198,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         (("--port", "0", "--objective", "tttf=1"), 2, "Did you mean 'ttft'?"),
         (("--port", "0", *["--objective", "e2e=1"] * 2), 2, "two objectives of e2e"),
         (("--port", "0", "--otlp-endpoint", "localhost"), 2, "no address of a collector"),
+        (("--port", "0", "--api-keys", "/nowhere/keys"), 2, "cannot be read: No such file"),
         (("--port", "0", "--log-format", "xml"), 2, "'xml' is not one of text, json"),
         (("--port", "0", "--log-level", "inf"), 2, "Did you mean 'info'?"),
     ],

@@ -8,6 +8,7 @@ import logging
 import resource
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,9 +22,11 @@ from twostroke.cli.options import (
     engine_options,
     lasting_speculation_options,
 )
+from twostroke.core import env
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
+    from twostroke.serve.options import ServeOptions
 
 _logger = logging.getLogger("twostroke.serve")
 
@@ -35,6 +38,13 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option(
     "--port", type=int, default=8000, show_default=True, help="The port; 0 takes a free one."
+)
+@click.option(
+    "--api-keys",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Ask clients for a key; a line of FILE is KEY or TENANT KEY. TWOSTROKE_API_KEY is one "
+    "more [default: nobody is asked].",
 )
 @click.option(
     "--name", "names", multiple=True, help="What clients call the model [default: its own name]."
@@ -73,6 +83,7 @@ def command(**given: Any) -> int:
 
     Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
     """
+    from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.logs import logging_to
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.run import bind, run_server
@@ -81,6 +92,7 @@ def command(**given: Any) -> int:
     serving = ServeOptions(
         host=given.pop("host"),
         port=given.pop("port"),
+        api_keys=ApiKeys.read(given.pop("api_keys"), env.api_key()),
         model_names=given.pop("names"),
         drain_s=given.pop("drain_s"),
         max_stored=given.pop("max_stored"),
@@ -98,7 +110,7 @@ def command(**given: Any) -> int:
         def on_ready(url: str) -> None:
             gc.collect()
             gc.freeze()  # what is here stays: no collection need look at it, while all streams wait
-            _announce(url, name, engine, form=log[0])
+            _announce(url, name, engine, serving, form=log[0])
 
         return run_server(
             engine.client,
@@ -118,8 +130,12 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _announce(url: str, name: str, engine: Engine, *, form: str) -> None:
+def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, form: str) -> None:
     """Say where the server is, and to people a request that this model can answer."""
+    if serving.api_keys is None and not serving.is_private:
+        _logger.warning(
+            "Whoever reaches %s may use this server: --api-keys asks them for keys.", url
+        )
     if form == "json":
         _logger.info("Serving %s at %s (%s).", name, url, engine.facts.detail)
         return
@@ -130,11 +146,12 @@ def _announce(url: str, name: str, engine: Engine, *, form: str) -> None:
         route = "chat/completions"
     body = {"model": name, **what, "max_tokens": 128, "temperature": 0}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    key = "" if serving.api_keys is None else " -H 'Authorization: Bearer KEY'"
     draft = f", {engine.draft} guesses ahead" if engine.draft else ""
     click.echo(
         f"Twostroke serves {name} at {url} ({engine.facts.detail}{draft}; Ctrl-C stops it). "
         "Try it:\n"
-        f"  curl {url}/v1/{route} -H 'Content-Type: application/json' \\\n"
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'",
         err=True,
     )

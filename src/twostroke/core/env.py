@@ -37,6 +37,11 @@ def native_dir() -> Path | None:
     return Path(path) if path else None
 
 
+def api_key() -> str | None:
+    """Return the key that `TWOSTROKE_API_KEY` lets clients of a server have, or None."""
+    return os.environ.get("TWOSTROKE_API_KEY") or None
+
+
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with `changes`, for a program that it starts."""
     return {**os.environ, **changes}

@@ -27,6 +27,7 @@ from twostroke.serve.embed import Vectors, check_texts
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
+from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import Answers, check_choices
@@ -169,6 +170,7 @@ class Api:
             vocab_size=self.client.card.cost.program.vocab_size,
             embedding_width=self.client.card.embedding_width,
             guessers=("auto", "off", *self.client.loop.methods),
+            has_keys=self.options.api_keys is not None,
             limits=self.options.limits,
         )
 
@@ -353,7 +355,9 @@ def build_app(api: Api) -> ASGIApp:
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Boundary(app, api.metrics, api.options.limits, api.watchers)
+    keys = api.options.api_keys
+    inner = app if keys is None else KeyCheck(app, keys)
+    return Boundary(inner, api.metrics, api.options.limits, api.watchers)
 
 
 async def _read(

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.objectives import Objective
 
 
@@ -49,6 +50,7 @@ class ServeOptions:
 
     Attributes:
         host, port: the address; port 0 takes a free one.
+        api_keys: who may ask, and on whose behalf; None for everybody.
         model_names: what clients may call the model; the first is the one that is listed. Empty
             for the model's own name.
         keep_alive_s: a silent stream gets a comment this often, so that nothing between the
@@ -68,6 +70,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_keys: ApiKeys | None = None
     model_names: tuple[str, ...] = ()
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
@@ -81,9 +84,14 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
 
     @property
+    def is_private(self) -> bool:
+        """Whether only programs of this machine reach the server."""
+        return _is_loopback(self.host)
+
+    @property
     def shows_dashboard(self) -> bool:
         """Whether the dashboard is shown."""
-        return _is_loopback(self.host) if self.dashboard is None else self.dashboard
+        return self.is_private if self.dashboard is None else self.dashboard
 
 
 def _is_loopback(host: str) -> bool:

@@ -128,10 +128,13 @@ def test_no_text_speaks_of_fields_that_are_not_there(server: LiveServer, schemas
 def test_a_field_that_takes_anything_is_not_described_as_another_of_its_name(
     schemas: Schemas,
 ) -> None:
-    for name in ("ChatRequest", "MessagesRequest"):
+    for name, word in (("ChatRequest", "flex"), ("MessagesRequest", "standard_only")):
         tier = schemas.components[name]["properties"]["service_tier"]
-        assert ("enum" in tier) == (name == "ChatRequest")
+        assert word in tier["enum"]
         assert tier["description"]
+    chat, messages = (schemas.components[f"{name}Request"] for name in ("Chat", "Messages"))
+    one, other = (kind["properties"]["service_tier"] for kind in (chat, messages))
+    assert set(one["enum"]) & set(other["enum"]) == {"auto", None}
 
 
 def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from twostroke.serve.anthropic.errors import ANTHROPIC, error_form
 from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS
 from twostroke.serve.describe.schemas import Schemas
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
+from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ EVENTS: Final = "text/event-stream"
 
 _ABOUT: Final = (
     "A large language model, in the protocols of OpenAI and Anthropic and with vLLM's further "
-    "fields. No key is asked for. A field that is not known is refused with the name of the "
+    "fields. A field that is not known is refused with the name of the "
     "nearest one; null is the same as leaving a field out. Errors have the form of the path's "
     "protocol; requests with the header `anthropic-version` get Anthropic's everywhere."
 )
@@ -45,6 +46,22 @@ _HEADERS: Final[Parts] = {
         "description": "Seconds to wait before the next try.",
         "required": True,
         "schema": {"type": "integer", "const": RETRY_AFTER_S},
+    },
+}
+_WANTED: Final[Parts] = {
+    "www-authenticate": {
+        "description": "What is wanted.",
+        "required": True,
+        "schema": {"type": "string", "const": "Bearer"},
+    },
+}
+_SCHEMES: Final[Parts] = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "As OpenAI's clients send it."},
+    "x-api-key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "As Anthropic's clients send it.",
     },
 }
 _REQUEST_ID: Final[Parts] = {
@@ -73,7 +90,7 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
     schemas = Schemas(bodies.values(), dict.fromkeys([*answers, *forms]), facts)
     paths: Parts = {}
     for (method, path), operation in found.items():
-        described = _operation(method, path, operation, schemas)
+        described = _operation(method, path, operation, schemas, has_keys=facts.has_keys)
         if path in bodies and method == "POST":
             described["requestBody"] = _body(operation, schemas.ref(bodies[path]), facts)
         paths.setdefault(path, {})[method.lower()] = described
@@ -86,9 +103,13 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
-        "security": [],
+        "security": [{name: []} for name in _SCHEMES] if facts.has_keys else [],
         "paths": paths,
-        "components": {"schemas": schemas.components, "headers": _HEADERS},
+        "components": {
+            "schemas": schemas.components,
+            "headers": _HEADERS | (_WANTED if facts.has_keys else {}),
+            **({"securitySchemes": _SCHEMES} if facts.has_keys else {}),
+        },
     }
 
 
@@ -106,15 +127,20 @@ def _answers(operation: Operation) -> Iterator[type[msgspec.Struct]]:
     yield from operation.events
 
 
-def _operation(method: str, path: str, operation: Operation, schemas: Schemas) -> Parts:
+def _operation(
+    method: str, path: str, operation: Operation, schemas: Schemas, *, has_keys: bool
+) -> Parts:
     form = error_form({"path": path, "headers": []})
+    is_open = path == OPEN_PATH
     described: Parts = {
         "operationId": _id(method, path),
         "summary": operation.summary,
         "tags": [operation.tag],
         "parameters": [_REQUEST_ID, *operation.parameters],
-        "responses": _responses(operation, form, schemas),
+        "responses": _responses(operation, form, schemas, asks=has_keys and not is_open),
     }
+    if has_keys and is_open:
+        described["security"] = []
     if operation.description:
         described["description"] = operation.description
     return described
@@ -133,7 +159,7 @@ def _body(operation: Operation, schema: Parts, facts: Facts) -> Parts:
     return {"required": True, "content": {JSON: {"schema": schema, "examples": examples}}}
 
 
-def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts:
+def _responses(operation: Operation, form: ErrorForm, schemas: Schemas, *, asks: bool) -> Parts:
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
     if operation.answer is not None:
@@ -147,13 +173,14 @@ def _responses(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts
         responses["503"] = _response("Not now.", content, [*ids, "retry-after"])
     failure = {JSON: {"schema": schemas.ref(form.struct)}}
     said: dict[int, str] = {}
-    for kind in (*operation.errors, *ANYWHERE):
+    for kind in (*operation.errors, *ANYWHERE, *([KeyMissingError] if asks else [])):
         said.setdefault(
             form.status(kind("")), " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         )
     said[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."
     for status in sorted(said):
         headers = [*ids, "retry-after"] if status in RETRY_STATUSES else ids
+        headers = [*ids, "www-authenticate"] if status == HTTPStatus.UNAUTHORIZED else headers
         responses.setdefault(str(status), _response(said[status], failure, headers))
     return responses
 

@@ -14,7 +14,7 @@ class Facts:
     """One running server.
 
     `names` are what clients may call the model, the first the one to use; `guessers` the words that
-    `speculate` takes.
+    `speculate` takes. With `has_keys` a request needs one.
     """
 
     version: str
@@ -23,4 +23,5 @@ class Facts:
     vocab_size: int
     embedding_width: int
     guessers: tuple[str, ...]
+    has_keys: bool
     limits: Limits

@@ -203,7 +203,8 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
         "MessagesRequest": {
             "temperature": {"maximum": 1.0},
             "system": system,
-            "service_tier": _text("There is one tier here: changes nothing about the answer."),
+            "service_tier": _text("There is one tier here: changes nothing about the answer.")
+            | {"enum": ["auto", "standard_only", None]},
         },
         "CountRequest": {"system": system},
         "TokenizeRequest": {
@@ -362,7 +363,12 @@ def _answered() -> dict[str, dict[str, Schema]]:
         "Deleted": {"object": {"const": "response"}, "deleted": {"const": True}},
         "End": {"stop_reason": {"enum": stops}},
         "OpenaiErrorDetail": {
-            "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+            "type": {
+                "enum": [
+                    *("invalid_request_error", "authentication_error"),
+                    *("rate_limit_error", "server_error"),
+                ]
+            },
             "message": _text("One sentence: what was wrong, and the limit."),
             "param": _text("The field at fault."),
             "code": _text("A word for programs."),

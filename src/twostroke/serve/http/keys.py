@@ -1,0 +1,167 @@
+"""Who may ask: keys, the tenants that they belong to, and the layer that looks at them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from typing import TYPE_CHECKING, Final, Self
+
+from starlette.requests import Request
+
+from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.serve.http.errors import to_response
+from twostroke.serve.page.site import wants_page
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_LENGTH: Final = 512  # of a key or a tenant's name
+_MAX_FILE_BYTES: Final = 1 << 20
+_WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
+_BEARER: Final = b"bearer "
+OPEN_PATH: Final = "/health"  # load balancers have no keys
+_FILES: Final = "/page/"
+_PARAM: Final = "api_keys"
+
+
+class KeyMissingError(TwostrokeError):
+    """No key came, or none that is known here."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class ApiKeys:
+    """Keys and their tenants; only the digests of keys are kept.
+
+    A key is looked for among all digests, each compared in constant time, so that neither which
+    key is nearly right nor how long keys are can be told by the clock.
+    """
+
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """Know the tenants of some keys.
+
+        Raises:
+            UsageError: there are none, or one is no word of printable ASCII characters.
+        """
+        if not tenants:
+            raise UsageError("There are no keys: give at least one.", param=_PARAM)
+        for key, tenant in tenants.items():
+            if not _WORD.fullmatch(key) or (tenant and not _WORD.fullmatch(tenant)):
+                message = f"A key is 1 to {MAX_LENGTH} printable ASCII characters without spaces."
+                raise UsageError(message, param=_PARAM)
+        self._tenants = {_digest(key.encode()): tenant for key, tenant in tenants.items()}
+
+    @classmethod
+    def read(cls, path: Path | None, key: str | None) -> Self | None:
+        """Return the keys of a file, and one more; None where there is neither.
+
+        A line of the file is `KEY` or `TENANT KEY`; empty ones and those that begin with # are
+        passed over. A key without a tenant is of the tenant without a name.
+
+        Raises:
+            UsageError: the file cannot be read, or a line is neither; no message has a key in it.
+        """
+        if path is None and key is None:
+            return None
+        found = _read(path) if path is not None else {}
+        if key is not None:
+            found.setdefault(key, "")
+        return cls(found)
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """Return whose key this is, None if nobody's."""
+        asked, found = _digest(key), None
+        for digest, tenant in self._tenants.items():
+            if hmac.compare_digest(digest, asked):
+                found = tenant
+        return found
+
+
+class KeyCheck:
+    """Lets requests pass that have a key, and notes their tenant.
+
+    `GET /health` needs none, nor do the page's files, which a browser asks for without one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        """Stand before `app`."""
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and not _is_open(scope):
+            key = _key(scope)
+            tenant = self._keys.tenant_of(key) if key is not None else None
+            if tenant is None:
+                response = to_response(_refusal(key), scope)
+                response.headers["www-authenticate"] = "Bearer"
+                response.headers["connection"] = "close"  # a body may still come
+                await response(scope, receive, send)
+                return
+            scope.setdefault("state", {})["tenant"] = tenant
+        await self._app(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _is_open(scope: Scope) -> bool:
+    if scope["method"] not in {"GET", "HEAD"}:
+        return False
+    path = scope["path"]
+    is_page = path == "/" and wants_page(Request(scope))
+    return is_page or path == OPEN_PATH or path.startswith(_FILES)
+
+
+def _key(scope: Scope) -> bytes | None:
+    """Return the key of the header of OpenAI's clients or, without it, of Anthropic's."""
+    found: bytes | None = None
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            return bytes(value[len(_BEARER) :].strip())
+        if name == b"x-api-key":
+            found = bytes(value.strip())
+    return found
+
+
+def _refusal(key: bytes | None) -> KeyMissingError:
+    if key is None:
+        return KeyMissingError("A key is needed: send the header 'Authorization: Bearer KEY'.")
+    return KeyMissingError("This key is not known here.")
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1).decode("ascii")
+    except OSError as error:
+        message = f"The keys in {path} cannot be read: {error.strerror}."
+        raise UsageError(message, param=_PARAM) from None
+    except UnicodeDecodeError:
+        message = f"The keys in {path} must be ASCII characters."
+        raise UsageError(message, param=_PARAM) from None
+    if len(text) > _MAX_FILE_BYTES:
+        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.", param=_PARAM)
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2 or not all(_WORD.fullmatch(word) for word in words):
+            message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
+            raise UsageError(message, param=_PARAM)
+        *tenant, key = words
+        if key in found:
+            message = f"Line {number} of {path} has a key that stands above."
+            raise UsageError(message, param=_PARAM)
+        found[key] = tenant[0] if tenant else ""
+    if not found:
+        raise UsageError(f"{path} has no keys.", param=_PARAM)
+    return found
