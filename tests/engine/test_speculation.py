@@ -145,6 +145,17 @@ def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
         assert one.usage.rejected_tokens <= 4  # behind the end
 
 
+def test_guesses_behind_a_stop_string_are_of_no_use(path: Path) -> None:
+    with engine_of(path, method="draft", draft=str(path), count=20) as llm:
+        [[answer]] = llm.generate("hello the world", GREEDY)
+        for letter in sorted(set(answer.text)):
+            [[one]] = llm.generate("hello the world", replace(GREEDY, stop=[letter]))
+            usage = one.usage
+            assert one.token_ids == answer.token_ids[: usage.completion_tokens]
+            assert 0 <= usage.accepted_tokens <= usage.completion_tokens
+            assert usage.rejected_tokens >= 0
+
+
 def test_words_said_before_are_guessed(path: Path) -> None:
     with engine_of(path, method="ngram", count=6) as llm:
         [[answer]] = llm.generate("hello", GREEDY)

@@ -51,6 +51,7 @@ class Choice:
     service: str = DEFAULT_SERVICE
     tally: Tally = field(init=False)  # the loop's, from submission on
     num_output: int = 0
+    num_unwanted: int = 0  # guesses that were right, behind a stop string
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
@@ -99,6 +100,7 @@ class Choice:
             text += decoder.feed(token)
             if decoder.stop is not None:  # what was drawn behind it is nobody's
                 tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
+                self.num_unwanted = max(0, len(delta.tokens) - 1 - count)  # the last was no guess
                 delta = Delta(delta.request, tokens, logprobs, delta.scores)
                 self.num_output += count
                 tally.num_tokens += count
@@ -147,10 +149,11 @@ class Choice:
 
     def _usage(self) -> Usage:
         request = self.request
+        num_accepted = request.num_accepted - self.num_unwanted
         return Usage(
             request.num_prompt,
             request.num_cached,
             self.num_output,
-            request.num_accepted,
-            request.num_drafted - request.num_accepted,
+            num_accepted,
+            request.num_drafted - num_accepted,
         )
