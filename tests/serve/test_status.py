@@ -20,6 +20,7 @@ def test_models_are_listed_in_openais_form(server: LiveServer) -> None:
         "created": 1_700_000_000,
         "owned_by": "twostroke",
         "max_model_len": 512,
+        "capabilities": {"completion_chat": True, "completion_fim": False},
     }
     assert server.http.get("/v1/models").json() == {"object": "list", "data": [model]}
     assert server.http.get("/v1/models/tiny").json() == model

@@ -36,7 +36,7 @@ from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.watchers import build_watchers
 from twostroke.serve.openai import chat, completions, embeddings, tokens
-from twostroke.serve.openai.models import ModelBody, ModelList
+from twostroke.serve.openai.models import Capabilities, ModelBody, ModelList
 from twostroke.serve.openai.responses import answer as responses
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
@@ -311,7 +311,11 @@ class Api:
 
     def _model(self, name: str) -> ModelBody:
         card = self.client.card
-        return ModelBody(id=name, created=card.created_s, max_model_len=card.context_length)
+        abilities = Capabilities(
+            completion_chat=card.chat_template is not None,
+            completion_fim=card.tokenizer.infill is not None,
+        )
+        return ModelBody(name, card.created_s, card.context_length, abilities)
 
 
 def create_app(

@@ -105,3 +105,8 @@ def test_a_gap_that_is_too_long_is_refused_as_prompts_are(server: LiveServer) ->
     error = server.complete(**GAP | {"suffix": "x" * 600}).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "your prompt resulted in 604 tokens" in error["message"]
+
+
+def test_model_says_that_it_fills_gaps(server: LiveServer) -> None:
+    [model] = server.http.get("/v1/models").json()["data"]
+    assert model["capabilities"]["completion_fim"] is True
