@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -107,6 +108,13 @@ def own_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def gap_server(browser: Any, real_model: Callable[[str], Path]) -> Iterator[Server]:
+    """A server whose model fills gaps; skips where that is not in the cache."""
+    with _served(real_model("qwen2.5-coder-0.5b")) as server:
+        yield server
+
+
 @dataclass
 class Visit:
     """A page with the things that people do on it."""
@@ -137,13 +145,34 @@ class Visit:
         for name, value in settings.items():
             field = self.page.locator(f"#setting-{name}")
             if not field.is_visible():
-                self.page.click(".panel details summary")
+                self.page.click(f".panel details:has(#setting-{name}) summary")
             if isinstance(value, bool):
                 field.set_checked(value)
             elif field.evaluate("field => field.tagName") == "SELECT":
                 field.select_option(str(value))
             else:
                 field.fill(str(value))
+
+    def write(self, text: str) -> None:
+        """Go to the mode for texts and write one."""
+        self.page.click("[data-kind=text]")
+        self.page.fill("#text", text)
+
+    def continue_text(self) -> None:
+        """Have the model continue the text, and wait until it has."""
+        self.page.click(".continue")
+        self.wait_continued()
+
+    def wait_continued(self) -> None:
+        self.page.wait_for_selector(".continue:not(.stop)", timeout=_ANSWER_MS)
+        self.wait_for("!document.querySelector('.reply.busy')")
+
+    def tell(self, *answers: list[dict[str, Any]]) -> None:
+        """Have chat requests answered by these deltas, one list after the other."""
+        left = list(answers)
+        self.page.route(
+            "**/v1/chat/completions", lambda route: route.fulfill(**_stream(left.pop(0)))
+        )
 
     def answers(self) -> list[str]:
         """The texts of the answers that are shown."""
@@ -176,6 +205,15 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
         context.close()
         left = [one for one in visit.complaints if not any(part in one for part in allowed)]
         assert not left
+
+
+def _stream(deltas: list[dict[str, Any]]) -> dict[str, str]:
+    end = "tool_calls" if any("tool_calls" in delta for delta in deltas) else "stop"
+    parts: list[dict[str, Any]] = [{"index": 0, "delta": delta} for delta in deltas]
+    parts.append({"index": 0, "delta": {}, "finish_reason": end})
+    chunks = [json.dumps({"choices": [part]}) for part in parts]
+    body = "".join(f": keep-alive\n\ndata: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+    return {"content_type": "text/event-stream", "body": body}
 
 
 def _note(visit: Visit, said: Any) -> None:

@@ -37,7 +37,8 @@ def _fill(visit: Any) -> None:
     visit.page.click("[title='The same messages to two settings']")
     if visit.page.locator(".settings").is_hidden():
         visit.page.click(".head [aria-label=Settings]")
-    visit.page.click(".panel details summary")
+    for group in ("Tools", "More"):
+        visit.page.click(f".panel summary:has-text('{group}')")
     visit.set(max_tokens=12, logprobs=True, form="json_schema")
     visit.page.click("#column-B")
     visit.set(max_tokens=12)
@@ -45,7 +46,45 @@ def _fill(visit: Any) -> None:
     visit.send("Hello.")
 
 
-@pytest.mark.parametrize("view", ["playground", "dashboard"])
+def _fill_tools(visit: Any) -> None:
+    """Have calls that wait for their results, and some that were sent."""
+    first, second = (
+        {"index": index, "id": f"c{index}", "function": {"name": name, "arguments": "{}"}}
+        for index, name in enumerate(("weather", "population"))
+    )
+    calls = [{"content": "Let me look."}, {"tool_calls": [first]}, {"tool_calls": [second]}]
+    visit.tell(calls, [{"content": "Done."}], calls)
+    visit.send("What is it like in Rome?")
+    for name in ("weather", "population"):
+        visit.page.fill(f"[aria-label='Result of {name}']", "a " * 200)
+    visit.page.press("[aria-label='Result of population']", "Enter")
+    visit.page.wait_for_selector(".next .reply:not(.busy) .tools .icon")
+    visit.send("And now?")
+    visit.page.press("[aria-label='Result of weather']", "Enter")
+
+
+def _fill_text(visit: Any) -> None:
+    """Have a text with marks and shades, a gap, and two continuations."""
+    able = {"id": "smollm2", "capabilities": {"completion_chat": True, "completion_fim": True}}
+    visit.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [able]}))
+    visit.page.reload()
+    visit.page.wait_for_selector("#lamp[data-state=ok]")
+    visit.write("Once upon a time " * 12)
+    visit.page.wait_for_selector("#suffix")
+    if visit.page.locator(".settings").is_hidden():
+        visit.page.click(".head [aria-label=Settings]")
+    visit.set(max_tokens=12, logprobs=True)
+    visit.page.keyboard.press("Escape")
+    visit.continue_text()
+    visit.page.click("[title='The same messages to two settings']")
+    visit.page.click("text=Take >> nth=0")
+    visit.continue_text()
+
+
+FILL = {"playground": _fill, "tools": _fill_tools, "text": _fill_text}
+
+
+@pytest.mark.parametrize("view", [*FILL, "dashboard"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_no_barrier_is_found(
@@ -55,8 +94,8 @@ def test_no_barrier_is_found(
     if not axe.is_file():
         pytest.skip("needs axe-core: run by `make test-page`")
     visit = visit(server, color_scheme=scheme, **screen)
-    if view == "playground":
-        _fill(visit)
+    if view in FILL:
+        FILL[view](visit)
     else:
         visit.page.click("#tab-dashboard")
         visit.page.wait_for_timeout(1500)
@@ -66,11 +105,11 @@ def test_no_barrier_is_found(
     assert not faults
 
 
-@pytest.mark.parametrize("view", ["playground", "dashboard"])
+@pytest.mark.parametrize("view", [*FILL, "dashboard"])
 def test_phone_does_not_scroll_sideways(visit: Visiting, server: Any, view: str) -> None:
     visit = visit(server, **PHONE)
-    if view == "playground":
-        _fill(visit)
+    if view in FILL:
+        FILL[view](visit)
     else:
         visit.page.tap("#tab-dashboard")
         visit.page.wait_for_timeout(1500)
@@ -146,7 +185,7 @@ def test_colours_follow_the_system_until_chosen(visit: Visiting, server: Any) ->
 
 def test_motion_is_left_out_where_it_is_unwanted(visit: Visiting, server: Any) -> None:
     visit = visit(server, reduced_motion="reduce")
-    visit.set(max_tokens=300)
+    visit.set(max_tokens=900, extra='{"ignore_eos": true}')
     visit.send("Count to a hundred.", wait=False)
     visit.page.wait_for_selector(".busy .body > .markdown > *")
     assert visit.page.evaluate(ANIMATION) == "none"

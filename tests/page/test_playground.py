@@ -198,7 +198,7 @@ def test_verdict_is_where_it_is_seen(visit: Visiting, server: Any) -> None:
     visit.set(form="json_schema", form_json_schema=json.dumps(SCHEMA))
     visit.page.click("button.small:has-text('Check')")
     visit.page.wait_for_selector(".verdict[data-kind=right]")
-    box = visit.page.locator(".verdict").bounding_box()
+    box = visit.page.locator("#verdict-form_json_schema").bounding_box()
     assert box["y"] + box["height"] <= 800
 
 
@@ -210,11 +210,11 @@ def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> 
     visit.page.hover(".token >> nth=3")
     assert visit.page.locator(".token-card li").count() >= 5
     visit.page.mouse.move(0, 0)
-    assert visit.page.locator(".token-card").is_hidden()
+    assert visit.page.locator(".reply .token-card").is_hidden()
     visit.page.focus(".token >> nth=0")
     visit.page.keyboard.press("ArrowRight")
     assert visit.page.evaluate("document.activeElement.dataset.place") == "1"
-    assert visit.page.locator(".token-card").is_visible()
+    assert visit.page.locator(".reply .token-card").is_visible()
 
 
 def test_characters_of_several_tokens_are_put_together(visit: Visiting, server: Any) -> None:
@@ -317,11 +317,7 @@ def test_markdown_is_drawn(visit: Visiting, server: Any) -> None:
 
 def test_reasoning_is_folded_and_calls_are_shown(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in DELTAS]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
-    body = "".join(f": keep-alive\n\ndata: {json.dumps(chunk)}\n\n" for chunk in chunks)
-    stream = {"content_type": "text/event-stream", "body": f"{body}data: [DONE]\n\n"}
-    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
+    visit.tell(list(DELTAS), [{"content": "It will."}])
     visit.send("Will it rain in Rome?")
     thoughts = visit.page.locator(".thoughts")
     assert thoughts.get_attribute("open") is None

@@ -3,7 +3,7 @@
 import { Dashboard } from "./dashboard/view.js";
 import { Playground } from "./playground/view.js";
 import { icon } from "./shared/dom.js";
-import { watchServer } from "./shared/server.js";
+import { abilitiesOf, watchServer } from "./shared/server.js";
 import { makeTabs } from "./shared/tabs.js";
 
 const playground = new Playground(document.getElementById("view-playground"));
@@ -56,4 +56,5 @@ function showServer({ status, model }) {
   document.getElementById("served").textContent = words[status] ?? status;
   document.getElementById("lamp").dataset.state = status;
   if (model) playground.setModel(model);
+  if (status === "ok") abilitiesOf(model).then((abilities) => playground.setAbilities(abilities));
 }

@@ -54,14 +54,14 @@ function drawTable({ head, sides, rows }) {
   return h("div.wide", { tabindex: "0", role: "group", "aria-label": "Table" }, table);
 }
 
-/** A block of code with its language and a button that copies it. */
-export function codeBlock(language, text) {
+/** A block of code with its language, or another `title`, and a button that copies it. */
+export function codeBlock(language, text, title = language || "text") {
   const button = iconButton("copy", "Copy the code", () => copy(text, "Code copied."));
   const code = h("code", {}, paint(text, language));
   return h(
     "figure.code",
     {},
-    h("figcaption", {}, h("span", {}, language || "text"), button),
+    h("figcaption", {}, h("span", {}, title), button),
     h("pre", { tabindex: "0", "aria-label": "Code" }, code),
   );
 }

@@ -1,7 +1,7 @@
-// What an answer has to look like: an editor for the schema, pattern, texts or grammar, and its check.
+// What an answer has to look like: an editor for the schema, pattern, texts or grammar.
 
 import { h } from "../shared/dom.js";
-import { ask } from "../shared/server.js";
+import { checkedField } from "./checked.js";
 import { formFields, readObject } from "./settings.js";
 
 const KINDS = {
@@ -34,67 +34,27 @@ export class FormEditor {
 
   /** Show the field of the chosen kind, or nothing. */
   show() {
-    const kind = KINDS[this.#settings.form];
+    const settings = this.#settings;
+    const kind = KINDS[settings.form];
     if (!kind) {
       this.element.replaceChildren();
       return;
     }
-    const name = `form_${this.#settings.form}`;
-    const area = h("textarea.mono", { id: `setting-${name}`, rows: kind.rows, spellcheck: "false", "aria-describedby": "form-verdict" });
-    area.value = this.#settings[name];
-    const verdict = h("p.verdict", { id: "form-verdict", role: "status" });
-    const put = (text) => {
-      area.value = text;
-      this.#settings[name] = text;
-      this.#onChange();
-      this.#judge(verdict);
+    const id = `form_${settings.form}`;
+    const act = {
+      put: (text) => {
+        settings[id] = text;
+        this.#onChange();
+      },
+      read: () => formFields(settings),
+      // One token is enough to know.
+      toTry: () => ({ path: "v1/completions", body: { model: this.#model(), prompt: "x", max_tokens: 1, temperature: 0, ...formFields(settings) } }),
     };
-    area.addEventListener("input", () => put(area.value));
-    const button = (word, onclick) => h("button.small", { type: "button", onclick }, word);
-    const buttons = [button("Check", () => this.#check(verdict)), button("Example", () => put(kind.example))];
-    if (this.#settings.form === "json_schema") {
-      buttons.push(button("Tidy", () => this.#tidy(put, verdict)));
+    if (settings.form === "json_schema") {
+      act.tidy = () => JSON.stringify(readObject(settings.form_json_schema, "The schema"), null, 2);
     }
-    this.element.replaceChildren(h("label", { for: area.id }, kind.label), area, h("div.row", {}, buttons), verdict);
+    this.element.replaceChildren(...checkedField({ id, text: settings[id], ...kind }, act));
   }
-
-  #tidy(put, verdict) {
-    try {
-      put(JSON.stringify(readObject(this.#settings.form_json_schema, "The schema"), null, 2));
-    } catch (error) {
-      say(verdict, error.message, "wrong");
-      verdict.scrollIntoView({ block: "nearest" });
-    }
-  }
-
-  /** While it is typed: only whether it can be read. */
-  #judge(verdict) {
-    try {
-      formFields(this.#settings);
-      say(verdict, "", "");
-    } catch (error) {
-      say(verdict, this.#settings[`form_${this.#settings.form}`].trim() ? error.message : "", "wrong");
-    }
-  }
-
-  /** On demand: whether the server takes it. One token is enough to know. */
-  async #check(verdict) {
-    try {
-      const form = formFields(this.#settings);
-      say(verdict, "Asking the server …", "");
-      const body = { model: this.#model(), prompt: "x", max_tokens: 1, temperature: 0, ...form };
-      await ask("v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
-      say(verdict, "The server takes this.", "right");
-    } catch (error) {
-      say(verdict, error.message, "wrong");
-    }
-    verdict.scrollIntoView({ block: "nearest" }); // it may stand below the panel's edge
-  }
-}
-
-function say(verdict, text, kind) {
-  verdict.textContent = text;
-  verdict.dataset.kind = kind;
 }
 
 /** Return whether an answer fits its form, as far as that can be seen here; null if it asks for none. */

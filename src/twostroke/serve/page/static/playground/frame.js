@@ -5,17 +5,25 @@ import { makeTabs } from "../shared/tabs.js";
 
 const WIDE = matchMedia("(min-width: 1100px)"); // as in playground.css
 
+const KINDS = [
+  ["chat", "Chat", "Messages, in the model’s chat template"],
+  ["text", "Text", "A text that the model continues as it stands"],
+];
+
 export class Frame {
   #place;
   #split;
   #columns;
+  #kinds;
+  #parts;
   #title = h("h2.title");
   #news = h("p.unseen", { role: "status", "aria-live": "polite" });
   #sides = [];
 
-  /** `parts` has the sidebar, transcript, composer and panel; `act` has split, column, request. */
+  /** `parts` has the sidebar, transcript, composer, text and panel; `act` has kind, split, column, request. */
   constructor(place, parts, act) {
     this.#place = place;
+    this.#parts = parts;
     this.#split = h("button.with-words", { type: "button", "aria-pressed": "false", title: "The same messages to two settings", onclick: () => act.split(this.#split.getAttribute("aria-pressed") !== "true") }, icon("columns"), h("span", {}, "Side by side"));
     this.#columns = h("div.tabs.columns", { role: "tablist", "aria-label": "Whose settings", hidden: true }, ["A", "B"].map((name, column) =>
       h("button", { type: "button", role: "tab", id: `column-${name}`, "aria-controls": "column-settings", "aria-selected": String(column === 0), tabindex: column ? "-1" : "0" }, name)));
@@ -24,8 +32,10 @@ export class Frame {
     const aside = h("aside.settings", { id: "settings", "aria-label": "Settings" }, h("header", {}, h("h2", {}, "Settings"), this.#columns, this.#closer()), settings);
     parts.sidebar.element.firstChild.append(this.#closer());
     const code = h("button.with-words", { type: "button", title: "This request as curl or Python", onclick: act.request }, icon("code"), h("span", {}, "Code"));
-    const tools = h("div.head", {}, this.#side("menu", "Conversations", parts.sidebar.element), this.#title, this.#split, code, this.#side("sliders", "Settings", aside));
-    const middle = h("div.middle", {}, tools, parts.transcript.element, parts.composer.element, this.#news);
+    this.#kinds = h("div.kinds", { role: "group", "aria-label": "What the model gets" }, KINDS.map(([kind, word, title]) =>
+      h("button", { type: "button", "aria-pressed": "false", "data-kind": kind, title, onclick: () => act.kind(kind) }, word)));
+    const tools = h("div.head", {}, this.#side("menu", "Conversations", parts.sidebar.element), this.#kinds, this.#title, this.#split, code, this.#side("sliders", "Settings", aside));
+    const middle = h("div.middle", {}, tools, parts.transcript.element, parts.composer.element, parts.text.element, this.#news);
     const shade = h("div.shade", { onclick: () => this.closeSides() });
     place.append(parts.sidebar.element, middle, aside, shade);
     place.addEventListener("keydown", (event) => {
@@ -35,7 +45,12 @@ export class Frame {
   }
 
   show(conversation) {
-    this.#title.textContent = conversation.title || "New chat";
+    const isText = conversation.kind === "text";
+    this.#title.textContent = conversation.title || (isText ? "New text" : "New chat");
+    for (const button of this.#kinds.children) button.setAttribute("aria-pressed", String(button.dataset.kind === conversation.kind));
+    this.#parts.transcript.element.hidden = isText;
+    this.#parts.composer.element.hidden = isText;
+    this.#parts.text.element.hidden = !isText;
     this.#split.setAttribute("aria-pressed", String(conversation.isSplit));
     this.#columns.hidden = !conversation.isSplit;
     this.#place.classList.toggle("is-split", conversation.isSplit);

@@ -2,13 +2,15 @@
 
 import { h } from "../shared/dom.js";
 import { FormEditor } from "./form.js";
-import { FIELDS } from "./settings.js";
+import { defaultSettings, FIELDS } from "./settings.js";
+import { toolsEditor } from "./toolbox.js";
 
 const GROUPS = [
-  { fields: ["system"] },
+  { fields: ["system"], isOfChats: true },
   { title: "Sampling", fields: ["temperature", "max_tokens", "top_p", "top_k", "min_p", "seed"] },
   { fields: ["logprobs"] },
   { title: "Form of the answer", fields: ["form"] },
+  { title: "Tools", isFolded: true, isOfChats: true, fields: ["tools", "tool_choice", "parallel_tool_calls"] },
   { title: "More", isFolded: true, fields: ["presence_penalty", "frequency_penalty", "repetition_penalty", "n", "speculate", "service_tier", "stop", "extra"] },
 ];
 
@@ -22,11 +24,13 @@ export class Panel {
     this.element.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  show(settings, model) {
-    const groups = GROUPS.map(({ title, isFolded, fields }) => {
+  /** `kind` is that of the conversation: chats have settings that texts have not. */
+  show(settings, model, kind) {
+    const start = defaultSettings(kind);
+    const groups = GROUPS.filter(({ isOfChats }) => !isOfChats || kind === "chat").map(({ title, isFolded, fields }) => {
       const rows = fields.map((name) => this.#row(FIELDS.find((field) => field.name === name), settings, model));
       if (isFolded) {
-        const isUsed = fields.some((name) => settings[name] !== "");
+        const isUsed = fields.some((name) => settings[name] !== start[name]);
         return h("details.group", { open: isUsed }, h("summary", {}, title), h("div.grid", {}, rows));
       }
       return h("fieldset.group", {}, title ? h("legend", {}, title) : h("legend.unseen", {}, rows[0].textContent), h("div.grid", {}, rows));
@@ -35,6 +39,7 @@ export class Panel {
   }
 
   #row(field, settings, model) {
+    if (field.kind === "tools") return h("div.cell.wide-cell", {}, toolsEditor(settings, model, this.#onChange));
     const id = `setting-${field.name}`;
     const put = (value) => {
       settings[field.name] = value;
@@ -49,7 +54,7 @@ export class Panel {
       return h("div.cell.wide-cell", {}, label, input, editor.element);
     }
     if (field.kind === "switch") return h("div.cell.wide-cell.switch", {}, input, label);
-    return h(`div.cell${field.kind === "text" ? ".wide-cell" : ""}`, {}, label, input);
+    return h(`div.cell${field.isWide || field.kind === "text" ? ".wide-cell" : ""}`, {}, label, input);
   }
 }
 

@@ -1,19 +1,30 @@
 // One column's reply to a turn: the choice that is shown, its figures, and what can be done with it.
 
-import { codeBlock, draw } from "../markdown/draw.js";
+import { draw } from "../markdown/draw.js";
 import { copy } from "../shared/clipboard.js";
 import { h, iconButton } from "../shared/dom.js";
+import { CallsView } from "./calls.js";
 import { figuresOf } from "./figures.js";
+import { shownOf } from "./request.js";
 import { TokenView } from "./tokens.js";
 
-/** Draws a reply; `act` has what its buttons do: again, remove, edit, goOn, choose. */
+/**
+ * Draws a reply, and behind a choice that called tools the reply to their results.
+ *
+ * `act` has what its buttons do: again, remove, edit, goOn, choose, keep, sendResults, and take where
+ * an answer is `isRaw`: a text as it stands, no Markdown. `view(reply)` makes the view of a reply.
+ */
 export class ReplyView {
   #reply;
   #act;
-  #text = h("div.markdown");
+  #view;
+  #isRaw;
+  #text;
   #thinking = h("div.markdown");
   #thoughts = h("details.thoughts", { hidden: true }, h("summary", {}, "Reasoning"), this.#thinking);
-  #calls = h("div.calls");
+  #calls;
+  #next = h("div.next");
+  #nextReply = null;
   #wait = h("p.wait", { hidden: true }, h("span", {}, "Waiting for the first token"));
   #trouble = h("p.trouble", { role: "alert", hidden: true });
   #figures = h("div");
@@ -21,11 +32,16 @@ export class ReplyView {
   #tokens = null;
   #scheduled = 0;
 
-  constructor(reply, name, act) {
+  constructor(reply, act, view, { name = "", isRaw = false } = {}) {
     this.#reply = reply;
     this.#act = act;
-    this.body = h("div.body", {}, this.#thoughts, this.#wait, this.#text, this.#calls, this.#trouble);
-    this.element = h("article.reply", { "aria-label": name ? `Answer ${name}` : "Answer" }, name ? h("p.column-name", { "aria-hidden": "true" }, name) : null, this.body, this.#figures, this.#tools);
+    this.#view = view;
+    this.#isRaw = isRaw;
+    this.#text = h(isRaw ? "div.raw" : "div.markdown");
+    this.#calls = new CallsView({ keep: act.keep, send: (results) => act.sendResults(this.choice, results) });
+    this.body = h("div.body", {}, this.#thoughts, this.#wait, this.#text, this.#calls.element, this.#trouble);
+    const label = h("p.column-name", { "aria-hidden": "true", hidden: name === "" }, name);
+    this.element = h("article.reply", { "aria-label": name ? `Answer ${name}` : "Answer" }, label, this.body, this.#figures, this.#tools, this.#next);
     this.isBusy = false;
     this.update();
   }
@@ -37,7 +53,7 @@ export class ReplyView {
   }
 
   get choice() {
-    return this.#reply.choices[this.#reply.shown] ?? null;
+    return shownOf(this.#reply);
   }
 
   /** Draw soon, at most once a frame: for news that come many times a second. */
@@ -54,6 +70,7 @@ export class ReplyView {
     const { choice } = this;
     this.element.setAttribute("aria-busy", String(this.isBusy));
     this.element.classList.toggle("busy", this.isBusy);
+    this.#showNext(choice?.after ?? null);
     if (!choice) {
       this.#tools.replaceChildren(...this.#buttons());
       return;
@@ -62,7 +79,7 @@ export class ReplyView {
     this.#showText(choice);
     this.#thoughts.hidden = !choice.reasoning;
     if (choice.reasoning) draw(this.#thinking, choice.reasoning);
-    this.#calls.replaceChildren(...choice.calls.filter(Boolean).map(drawCall));
+    this.#calls.update(choice, this.isBusy);
     this.#trouble.hidden = !choice.error;
     this.#trouble.textContent = choice.error;
     if (this.isBusy) this.#tools.replaceChildren();
@@ -75,7 +92,7 @@ export class ReplyView {
   #showText(choice) {
     if (choice.tokens?.length) {
       if (!this.#tokens) {
-        this.#tokens = new TokenView();
+        this.#tokens = new TokenView(choice.text.slice(0, choice.lead));
         this.#text.replaceChildren(this.#tokens.element);
       }
       this.#tokens.update(choice.tokens);
@@ -85,15 +102,23 @@ export class ReplyView {
       this.#tokens = null;
       this.#text.replaceChildren();
     }
-    draw(this.#text, choice.text);
+    if (this.#isRaw) this.#text.textContent = choice.text;
+    else draw(this.#text, choice.text);
+  }
+
+  /** Below a choice whose results were sent stands the reply to them. */
+  #showNext(reply) {
+    if (reply === this.#nextReply) return;
+    this.#nextReply = reply;
+    this.#next.replaceChildren(...(reply ? [this.#view(reply).element] : []));
   }
 
   /** Show another of the choices. */
   #turnTo(place) {
     this.#reply.shown = place;
     this.#tokens = null;
-    this.#text.replaceChildren();
-    draw(this.#text, "");
+    if (this.#isRaw) this.#text.replaceChildren();
+    else draw(this.#text, "");
     this.update();
     this.#act.choose();
   }
@@ -109,6 +134,7 @@ export class ReplyView {
         iconButton("right", "The next answer", () => this.#turnTo(shown + 1), { disabled: shown === choices.length - 1 }),
       );
     }
+    if (this.#isRaw && choice?.text) buttons.push(h("button.small", { type: "button", title: "Put this into the text and go on from it", onclick: () => this.#act.take() }, "Take"));
     if (choice?.text) buttons.push(iconButton("copy", "Copy the answer", () => copy(choice.text, "Answer copied.")));
     buttons.push(iconButton("again", choice ? "Answer again" : "Answer", () => this.#act.again()));
     if (choice?.text) buttons.push(iconButton("edit", "Edit the answer", () => this.#edit()));
@@ -125,16 +151,6 @@ export class ReplyView {
     this.body.after(editor);
     editor.querySelector("textarea").focus();
   }
-}
-
-function drawCall(call) {
-  let text = call.arguments;
-  try {
-    text = JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    // it is still being written
-  }
-  return h("section.call", { "aria-label": `Call of ${call.name}` }, h("p", {}, "Calls ", h("code", {}, call.name)), codeBlock("json", text));
 }
 
 /** A field to change a message in, with its buttons; it removes itself. */

@@ -40,20 +40,33 @@ export const FIELDS = [
   { name: "form_choice", kind: "form", start: "" },
   { name: "form_grammar", kind: "form", start: "" },
 
+  { name: "tools", label: "Tools", kind: "tools", start: "", rows: 9 },
+  {
+    name: "tool_choice", label: "Calls", kind: "choice", start: "", isWide: true,
+    options: [["", "if the model likes"], ["required", "at least one, until results are sent"], ["none", "none"]],
+  },
+  { name: "parallel_tool_calls", label: "Several calls at once", kind: "switch", start: true },
+
   { name: "extra", label: "Further fields of the request", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
 ];
 
-export function defaultSettings() {
-  return Object.fromEntries(FIELDS.map(({ name, start }) => [name, start]));
+const OF_THEIR_OWN = new Set(["form", "tool_choice"]); // what they mean depends on other settings
+
+/** Settings as they are at first; texts that go on would go on for long. */
+export function defaultSettings(kind = "chat") {
+  const settings = Object.fromEntries(FIELDS.map(({ name, start }) => [name, start]));
+  if (kind === "text") settings.max_tokens = "200";
+  return settings;
 }
 
 /** Whether nobody has changed anything yet. */
-export function isUntouched(settings) {
-  return FIELDS.every(({ name, start }) => settings[name] === start);
+export function isUntouched(settings, kind) {
+  const start = defaultSettings(kind);
+  return FIELDS.every(({ name }) => settings[name] === start[name]);
 }
 
 /**
- * Return what the settings mean in a request.
+ * Return what the settings mean in a request of either kind; `toolFields` has what only chats have.
  *
  * Throws an Error with a sentence for the user where one cannot be meant.
  */
@@ -63,13 +76,12 @@ export function toFields(settings) {
     const typed = settings[field.name];
     if (field.kind === "number" || field.kind === "integer") {
       if (typed.trim() !== "") fields[field.name] = readNumber(field, typed);
-    } else if (field.kind === "choice" && field.name !== "form" && typed) {
+    } else if (field.kind === "choice" && !OF_THEIR_OWN.has(field.name) && typed) {
       fields[field.name] = typed;
     }
   }
   const stops = settings.stop.split("\n").filter((line) => line !== "").map(unescapeStop);
   if (stops.length) fields.stop = stops;
-  if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
   return { ...fields, ...formFields(settings), ...extraFields(settings.extra) };
 }
 
@@ -104,20 +116,47 @@ export function formFields(settings) {
   return { [`guided_${settings.form}`]: settings[`form_${settings.form}`] };
 }
 
+/**
+ * Return the fields that offer tools; `isFirst` tells that the turn has no results yet.
+ *
+ * A model that had to call again after each result would never answer.
+ */
+export function toolFields(settings, isFirst) {
+  if (settings.tools.trim() === "") return {};
+  const fields = { tools: readTools(settings.tools) };
+  if (settings.tool_choice === "none" || (settings.tool_choice && isFirst)) fields.tool_choice = settings.tool_choice;
+  if (!settings.parallel_tool_calls) fields.parallel_tool_calls = false;
+  if (settings.form) throw new Error("Tools and a form of the answer exclude each other: choose “any text”, or clear the tools.");
+  return fields;
+}
+
+/** Return the list of tools that a text spells: one function or several, bare or as requests have them. */
+export function readTools(typed) {
+  const value = readJson(typed, "The list of tools");
+  return (Array.isArray(value) ? value : [value]).map((tool, index) => {
+    const found = tool?.function ?? tool;
+    if (typeof found?.name !== "string" || found.name === "") throw new Error(`Tool ${index + 1} needs a “name”.`);
+    return tool.function ? tool : { type: "function", function: tool };
+  });
+}
+
 function extraFields(typed) {
   return typed.trim() === "" ? {} : readObject(typed, "“Further fields”");
 }
 
 /** Return the JSON object that a text spells, or throw an Error that says where it goes wrong. */
 export function readObject(typed, what) {
-  let value;
-  try {
-    value = JSON.parse(typed);
-  } catch {
-    throw new Error(`${what} is no JSON: ${whereBroken(typed)}.`);
-  }
+  const value = readJson(typed, what);
   if (value === null || typeof value !== "object" || Array.isArray(value)) {
     throw new Error(`${what} must be a JSON object.`);
   }
   return value;
+}
+
+function readJson(typed, what) {
+  try {
+    return JSON.parse(typed);
+  } catch {
+    throw new Error(`${what} is no JSON: ${whereBroken(typed)}.`);
+  }
 }

@@ -8,13 +8,14 @@ export class Sidebar {
   #store;
   #act;
   #list = h("ul.conversations");
+  #new = h("span", {}, "New chat");
   #file = h("input.unseen", { type: "file", accept: ".json,application/json", tabindex: "-1", "aria-hidden": "true" });
 
   /** `act` has `open(conversation)`, `start()` and `remove(conversation)`. */
   constructor(store, act) {
     this.#store = store;
     this.#act = act;
-    const start = h("button.primary", { type: "button", onclick: () => act.start() }, icon("plus"), "New chat");
+    const start = h("button.primary", { type: "button", onclick: () => act.start() }, icon("plus"), this.#new);
     const take = h("button.plain", { type: "button", onclick: () => this.#file.click() }, "Import");
     const give = h("button.plain", { type: "button", onclick: () => this.#export() }, "Export");
     this.#file.addEventListener("change", () => this.#import());
@@ -22,9 +23,10 @@ export class Sidebar {
   }
 
   show(current) {
+    this.#new.textContent = current.kind === "text" ? "New text" : "New chat";
     const items = this.#store.all.map((conversation) => {
       const isHere = conversation.id === current.id;
-      const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.title || "Without words");
+      const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.kind === "text" ? icon("text") : null, h("span", {}, conversation.title || "Without words"));
       const remove = h("button.icon", { type: "button", "aria-label": `Delete “${conversation.title}”`, title: "Delete", onclick: () => this.#act.remove(conversation) }, icon("close"));
       return h("li", {}, open, remove);
     });

@@ -1,15 +1,28 @@
 // Keeps conversations in the browser, bounded in number and size, and moves them in and out as JSON.
 
+import { newChoice } from "./answer.js";
 import { defaultSettings, FIELDS } from "./settings.js";
 
 const KEY = "twostroke.conversations";
 const MAX_CONVERSATIONS = 60;
 const MAX_CHARACTERS = 3_000_000; // of JSON; browsers give a page some five million
+const MAX_STEPS = 64; // replies to results, one behind the other, in a turn that is read
+const TOO_MUCH = new Set(["tokens", "pieces"]);
 const FORMAT = "twostroke-conversations-1";
 
-/** A fresh conversation; `settings` are those of columns A and B. */
-export function newConversation(settings = [defaultSettings(), defaultSettings()], isSplit = false) {
-  return { id: newId(), title: "", changed: Date.now(), isSplit, settings: structuredClone(settings), turns: [] };
+/**
+ * A fresh conversation; `settings` are those of columns A and B.
+ *
+ * `kind` is "chat", or "text" for one that is continued as it stands: that has a single turn.
+ */
+export function newConversation(kind = "chat", settings = [defaultSettings(kind), defaultSettings(kind)], isSplit = false) {
+  const turns = kind === "text" ? [newTurn("")] : [];
+  return { id: newId(), kind, title: "", changed: Date.now(), isSplit, settings: structuredClone(settings), turns };
+}
+
+/** A message, or a text with what stands behind it; `marks` are the parts that the model wrote. */
+export function newTurn(prompt) {
+  return { id: newId(), prompt, suffix: "", marks: [], replies: [] };
 }
 
 export function newId() {
@@ -27,7 +40,7 @@ export class Store {
     conversation.changed = Date.now();
     conversation.title = titleOf(conversation);
     this.all = this.all.filter((one) => one.id !== conversation.id);
-    if (conversation.turns.length) this.all.unshift(conversation);
+    if (!isEmpty(conversation)) this.all.unshift(conversation);
     this.#write();
   }
 
@@ -72,7 +85,7 @@ export class Store {
 /** Return conversations as a text to keep. What each token could have been is too much to keep. */
 export function exportAll(conversations) {
   const body = { format: FORMAT, conversations };
-  return JSON.stringify(body, (key, value) => (key === "tokens" ? undefined : value));
+  return JSON.stringify(body, (key, value) => (TOO_MUCH.has(key) ? undefined : value));
 }
 
 /**
@@ -94,44 +107,64 @@ export function importAll(text) {
 }
 
 function readConversation(found) {
-  const conversation = newConversation();
+  const conversation = newConversation(found?.kind === "text" ? "text" : "chat");
   if (typeof found?.id === "string") conversation.id = found.id;
   if (Number.isFinite(found?.changed)) conversation.changed = found.changed;
   conversation.isSplit = found?.isSplit === true;
-  conversation.settings = [0, 1].map((place) => readSettings(found?.settings?.[place]));
-  conversation.turns = list(found?.turns).map((turn) => ({
-    id: newId(),
-    prompt: text(turn?.prompt),
-    replies: list(turn?.replies).slice(0, 2).map(readReply),
-  }));
+  conversation.settings = [0, 1].map((place) => readSettings(found?.settings?.[place], conversation.kind));
+  const turns = list(found?.turns).map(readTurn);
+  if (conversation.kind === "chat") conversation.turns = turns;
+  else if (turns.length) conversation.turns = turns.slice(0, 1);
   conversation.title = titleOf(conversation);
   return conversation;
 }
 
-function readSettings(found) {
-  const settings = defaultSettings();
+function readTurn(found) {
+  const turn = newTurn(text(found?.prompt));
+  turn.suffix = text(found?.suffix);
+  turn.replies = list(found?.replies).slice(0, 2).map((reply) => readReply(reply));
+  let place = 0;
+  for (const { start, end } of list(found?.marks).filter(Boolean)) {
+    if (!(Number.isInteger(start) && Number.isInteger(end) && place <= start && start < end && end <= turn.prompt.length)) continue;
+    turn.marks.push({ start, end, base: start, pieces: [] });
+    place = end;
+  }
+  return turn;
+}
+
+function readSettings(found, kind) {
+  const settings = defaultSettings(kind);
   for (const { name } of FIELDS) {
     if (typeof found?.[name] === typeof settings[name]) settings[name] = found[name];
   }
   return settings;
 }
 
-function readReply(found) {
+function readReply(found, step = 0) {
   const choices = list(found?.choices).map((choice) => ({
+    ...newChoice(),
     text: text(choice?.text),
+    lead: text(choice?.text).length,
+    start: [...text(choice?.text)].length,
     reasoning: text(choice?.reasoning),
     calls: list(choice?.calls).map((call) => ({
-      id: text(call?.id),
+      id: text(call?.id) || `call_${newId()}`,
       name: text(call?.name),
       arguments: text(call?.arguments),
+      result: text(call?.result),
     })),
     finish: text(choice?.finish),
     error: text(choice?.error),
     isEdited: choice?.isEdited === true,
     figures: choice?.figures && typeof choice.figures === "object" ? choice.figures : null,
+    after: choice?.after && step < MAX_STEPS ? readReply(choice.after, step + 1) : null,
   }));
   const shown = Number.isInteger(found?.shown) ? found.shown : 0;
   return { choices, shown: Math.min(Math.max(shown, 0), Math.max(choices.length - 1, 0)) };
+}
+
+function isEmpty({ turns }) {
+  return !turns.some(({ prompt, suffix, replies }) => prompt || suffix || replies.some((reply) => reply?.choices.length));
 }
 
 function titleOf(conversation) {

@@ -2,14 +2,17 @@
 
 import { copy } from "../shared/clipboard.js";
 import { h, iconButton } from "../shared/dom.js";
+import { newReply } from "./answer.js";
 import { makeEditor, ReplyView } from "./reply.js";
 
 const NEAR_END = 80; // pixels from the end within which the view follows a growing answer
 
+const ACTS = ["again", "remove", "edit", "goOn", "choose", "keep", "sendResults"]; // of replies
+
 /** Draws the conversation that it is shown; `act` has what buttons in it do. */
 export class Transcript {
   #act;
-  #views = new Map(); // "turn's id/column" -> ReplyView
+  #views = new Map(); // reply -> ReplyView
   #follows = true;
 
   constructor(act) {
@@ -21,18 +24,18 @@ export class Transcript {
     });
   }
 
-  /** Draw all turns anew; `isBusy` tells whether a turn's column is being answered. */
+  /** Draw all turns anew; `isBusy` tells whether a reply is being written. */
   show(conversation, isBusy) {
     this.#views.clear();
     const turns = conversation.turns.map((turn) => this.#turn(conversation, turn));
     this.element.replaceChildren(...(turns.length ? turns : [this.#welcome()]));
-    for (const [key, view] of this.#views) view.setBusy(isBusy(key));
+    for (const [reply, view] of this.#views) view.setBusy(isBusy(reply));
     this.toEnd();
   }
 
   /** The view of a reply; none if another conversation is shown. */
-  view(key) {
-    return this.#views.get(key);
+  view(reply) {
+    return this.#views.get(reply);
   }
 
   /** Go to the end and stay there. */
@@ -49,15 +52,17 @@ export class Transcript {
   #turn(conversation, turn) {
     const columns = conversation.isSplit ? [0, 1] : [0];
     const replies = columns.map((column) => {
-      turn.replies[column] ??= { choices: [], shown: 0 };
-      const act = Object.fromEntries(
-        ["again", "remove", "edit", "goOn", "choose"].map((name) => [name, (...given) => this.#act[name](turn, column, ...given)]),
-      );
-      const view = new ReplyView(turn.replies[column], conversation.isSplit ? "AB"[column] : "", act);
-      this.#views.set(`${turn.id}/${column}`, view);
-      return view.element;
+      turn.replies[column] ??= newReply();
+      return this.#reply(turn, column, turn.replies[column], conversation.isSplit ? "AB"[column] : "").element;
     });
     return h("section.turn", {}, this.#prompt(turn), h(`div.replies${conversation.isSplit ? ".split" : ""}`, {}, replies));
+  }
+
+  #reply(turn, column, reply, name = "") {
+    const act = Object.fromEntries(ACTS.map((one) => [one, (...given) => this.#act[one]({ turn, column, reply }, ...given)]));
+    const view = new ReplyView(reply, act, (after) => this.#reply(turn, column, after), { name });
+    this.#views.set(reply, view);
+    return view;
   }
 
   #prompt(turn) {

@@ -1,26 +1,30 @@
-// The playground: conversations with the model, one column or two, and what one can do with them.
+// The playground: conversations and texts, one column or two, and what one can do with them.
 
 import { notice } from "../shared/notice.js";
-import { collect, newChoice } from "./answer.js";
+import { newChoice, newReply } from "./answer.js";
+import { addChoices, Answering, removeChoice } from "./answering.js";
 import { Composer } from "./composer.js";
 import { showRequest } from "./dialog.js";
-import { judgeAnswer } from "./form.js";
 import { Frame } from "./frame.js";
 import { Panel } from "./panel.js";
-import { PATH, shownChoice, toBody } from "./request.js";
+import { lastReply, shownOf, toRequest } from "./request.js";
 import { Sidebar } from "./sidebar.js";
 import { isUntouched } from "./settings.js";
-import { newConversation, newId, Store } from "./store.js";
+import { newConversation, newTurn, Store } from "./store.js";
+import { takeInto } from "./marks.js";
+import { TextView } from "./text.js";
 import { Transcript } from "./transcript.js";
 
-const MAX_CHOICES = 8;
+const KEEP_AFTER_MS = 400; // what is typed is kept when the fingers rest
 
 export class Playground {
   #store = new Store();
   #conversation = newConversation();
+  #last = {}; // kind -> the conversation that was open
   #model = null;
   #column = 0; // whose settings are shown
-  #running = new Map(); // "turn's id/column" -> AbortController
+  #answering = new Answering();
+  #keeping = 0;
 
   constructor(place) {
     this.sidebar = new Sidebar(this.#store, {
@@ -28,26 +32,40 @@ export class Playground {
       start: () => this.#start(),
       remove: (conversation) => this.#removeConversation(conversation),
     });
-    this.transcript = new Transcript({
-      again: (turn, column) => this.#answer(turn, [column]),
-      goOn: (turn, column) => this.#answer(turn, [column], { goesOn: true }),
-      remove: (turn, column) => this.#removeChoice(turn, column),
-      edit: (turn, column, text) => this.#editChoice(turn, column, text),
+    const replies = {
+      again: (goal) => this.#answerOne(goal),
+      goOn: (goal) => this.#answerOne(goal, { goesOn: true }),
+      remove: (goal) => this.#removeChoice(goal),
+      edit: (goal, text) => this.#editChoice(goal, text),
       choose: () => this.#keep(),
+      keep: () => this.#keepSoon(),
+    };
+    this.transcript = new Transcript({
+      ...replies,
+      sendResults: (goal, choice, results) => this.#sendResults(goal, choice, results),
       editPrompt: (turn, text) => this.#editPrompt(turn, text),
       removeTurn: (turn) => this.#removeTurn(turn),
       tryOut: (text) => this.#send(text),
     });
+    this.text = new TextView({
+      ...replies,
+      start: (turn) => this.#answer(turn),
+      take: (goal) => this.#take(goal),
+      undoable: (text, change) => this.#withUndo(text, change),
+      stop: () => this.stop(),
+    });
     this.composer = new Composer((text) => this.#send(text), () => this.stop());
-    this.panel = new Panel(() => this.#keep());
+    this.panel = new Panel(() => this.#keepSoon());
     this.frame = new Frame(place, this, {
+      kind: (kind) => this.#switchTo(kind),
       split: (isSplit) => this.#split(isSplit),
       column: (column) => this.#showColumn(column),
       request: () => this.#showRequest(),
     });
     place.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.#running.size) this.stop();
+      if (event.key === "Escape" && this.#answering.isBusy) this.stop();
     });
+    window.addEventListener("pagehide", () => this.#keepNow());
     this.#show();
   }
 
@@ -55,9 +73,21 @@ export class Playground {
     this.#model = model;
   }
 
+  /** Take to heart what the server says that the model can do; null if it does not say. */
+  setAbilities(abilities) {
+    this.text.setFills(abilities?.completion_fim === true);
+    const isNew = this.#conversation.kind === "chat" && !this.#conversation.turns.length;
+    if (abilities?.completion_chat === false && isNew) this.#switchTo("text");
+  }
+
   /** Stop every answer that is being written. */
   stop() {
-    for (const controller of this.#running.values()) controller.abort();
+    this.#answering.stop();
+  }
+
+  /** What draws the conversation. */
+  get #page() {
+    return this.#conversation.kind === "text" ? this.text : this.transcript;
   }
 
   #show() {
@@ -68,32 +98,55 @@ export class Playground {
   }
 
   #showTurns() {
-    this.transcript.show(this.#conversation, (key) => this.#running.has(key));
+    this.#page.show(this.#conversation, (reply) => this.#answering.has(reply));
   }
 
   #showColumn(column) {
     this.#column = column;
-    this.panel.show(this.#conversation.settings[column], () => this.#model);
+    this.panel.show(this.#conversation.settings[column], () => this.#model, this.#conversation.kind);
     this.frame.showColumn(column);
   }
 
   #keep() {
+    clearTimeout(this.#keeping);
+    this.#keeping = 0;
     this.#store.keep(this.#conversation);
     this.sidebar.show(this.#conversation);
     this.frame.show(this.#conversation);
   }
 
+  #keepSoon() {
+    this.#keeping ||= setTimeout(() => this.#keep(), KEEP_AFTER_MS);
+  }
+
+  #keepNow() {
+    if (this.#keeping) this.#keep();
+  }
+
   #open(conversation) {
     this.stop();
+    this.#keepNow();
+    this.#last[this.#conversation.kind] = this.#conversation;
     this.#conversation = conversation;
     this.frame.closeSides();
     this.#show();
   }
 
-  /** Begin a new conversation with the same settings. */
+  /** Begin a new conversation of the same kind with the same settings. */
   #start() {
-    this.#open(newConversation(this.#conversation.settings, this.#conversation.isSplit));
-    this.composer.area.focus();
+    const { settings, isSplit, kind } = this.#conversation;
+    this.#open(newConversation(kind, settings, isSplit));
+    this.#focus();
+  }
+
+  /** Go to where one was in the other kind. */
+  #switchTo(kind) {
+    if (kind === this.#conversation.kind) return;
+    this.#open(this.#last[kind] ?? newConversation(kind));
+  }
+
+  #focus() {
+    (this.#conversation.kind === "text" ? this.text : this.composer).area.focus();
   }
 
   #split(isSplit) {
@@ -101,8 +154,8 @@ export class Playground {
     const conversation = this.#conversation;
     conversation.isSplit = isSplit;
     if (isSplit) {
-      const { settings } = conversation;
-      if (isUntouched(settings[1])) settings[1] = structuredClone(settings[0]);
+      const { settings, kind } = conversation;
+      if (isUntouched(settings[1], kind)) settings[1] = structuredClone(settings[0]);
       for (const { replies } of conversation.turns) replies[1] ??= structuredClone(replies[0]); // the same past
     }
     this.#keep();
@@ -110,84 +163,84 @@ export class Playground {
   }
 
   #send(text) {
-    const turn = { id: newId(), prompt: text, replies: [] };
+    const turn = newTurn(text);
     this.#conversation.turns.push(turn);
     this.#keep();
     this.#showTurns();
     this.#answer(turn);
   }
 
-  /** Let columns answer a turn, each with its settings, at the same time. */
-  async #answer(turn, columns = this.#conversation.isSplit ? [0, 1] : [0], { goesOn = false } = {}) {
-    await Promise.all(columns.map((column) => this.#answerIn(turn, column, goesOn)));
-    this.composer.setBusy(this.#running.size > 0);
+  /** Let all columns answer a turn, each with its settings, at the same time. */
+  async #answer(turn) {
+    const columns = this.#conversation.isSplit ? [0, 1] : [0];
+    await Promise.all(columns.map((column) => this.#answerOne({ turn, column, reply: turn.replies[column] })));
   }
 
-  async #answerIn(turn, column, goesOn) {
-    const key = `${turn.id}/${column}`;
-    if (this.#running.has(key)) return;
+  async #answerOne(goal, { goesOn = false } = {}) {
     const conversation = this.#conversation;
-    const view = () => this.transcript.view(key);
-    const reply = turn.replies[column];
-    const begun = goesOn ? shownChoice(turn, column).text : "";
-    let body;
-    try {
-      body = toBody(conversation, column, conversation.turns.indexOf(turn), this.#model, begun);
-    } catch (error) {
-      this.#addChoices(reply, [{ ...newChoice(begun), error: error.message }]);
-      view().update();
-      return;
-    }
-    const choices = Array.from({ length: Math.max(1, Math.min(body.n ?? 1, MAX_CHOICES)) }, () => newChoice(begun));
-    this.#addChoices(reply, choices);
-    const controller = new AbortController();
-    this.#running.set(key, controller);
-    this.composer.setBusy(true);
-    view().setBusy(true);
-    this.transcript.toEnd();
-    await collect(body, choices, controller.signal, () => view()?.later(() => this.transcript.follow()));
-    this.#running.delete(key);
-    for (const choice of choices) choice.figures.form = judgeAnswer(conversation.settings[column], choice);
-    if (choices.every((choice) => choice.error && choice.text === begun)) this.#dropChoices(reply, choices.slice(1));
+    const page = this.#page;
+    const view = () => page.view(goal.reply);
+    const choice = await this.#answering.answer(conversation, goal, this.#model, {
+      goesOn,
+      onBegin: () => {
+        this.#showBusy();
+        view().setBusy(true);
+        page.toEnd();
+      },
+      onNews: () => view()?.later(() => page.follow()),
+    });
+    if (!choice) return;
     view()?.setBusy(false);
-    this.transcript.follow();
-    this.#afterwards(conversation, choices[0], column);
-  }
-
-  #afterwards(conversation, choice, column) {
+    view()?.update();
+    page.follow();
+    this.#showBusy();
     if (this.#store.has(conversation.id)) this.#store.keep(conversation); // not deleted meanwhile
     if (conversation !== this.#conversation) return;
     this.sidebar.show(conversation);
-    this.frame.announce(spoken(choice, conversation.isSplit ? "AB"[column] : ""));
+    this.frame.announce(spoken(choice, conversation.isSplit ? "AB"[goal.column] : ""));
   }
 
-  /** Put choices behind the others and show the first of them; failed ones make room. */
-  #addChoices(reply, choices) {
-    reply.choices = reply.choices.filter((choice) => choice.text || choice.calls.length || choice.reasoning);
-    reply.shown = reply.choices.length;
-    reply.choices.push(...choices);
+  #showBusy() {
+    this.composer.setBusy(this.#answering.isBusy);
+    this.text.setBusy(this.#answering.isBusy);
   }
 
-  /** Leave one of several that have failed alike. */
-  #dropChoices(reply, choices) {
-    reply.choices = reply.choices.filter((choice) => !choices.includes(choice));
-    reply.shown = Math.min(reply.shown, reply.choices.length - 1);
-  }
-
-  #removeChoice(turn, column) {
-    this.stop();
-    this.#withUndo("Answer deleted.", () => {
-      const reply = turn.replies[column];
-      reply.choices.splice(reply.shown, 1);
-      reply.shown = Math.max(0, Math.min(reply.shown, reply.choices.length - 1));
+  /** Go on behind a choice that called tools; with other results than before, it is another choice. */
+  #sendResults(goal, choice, results) {
+    let target = choice;
+    if (choice.after) {
+      target = structuredClone({ ...choice, after: null });
+      addChoices(goal.reply, [target]);
+    }
+    target.calls.forEach((call, index) => {
+      call.result = results[index];
     });
+    target.after = newReply();
+    this.#keep();
+    this.transcript.view(goal.reply).update();
+    this.#answerOne({ ...goal, reply: target.after });
   }
 
-  #editChoice(turn, column, text) {
-    const reply = turn.replies[column];
-    this.#addChoices(reply, [{ ...newChoice(text), isEdited: true, finish: "stop", figures: {} }]);
+  #removeChoice({ reply }) {
+    this.stop();
+    this.#withUndo(this.#conversation.kind === "text" ? "Continuation deleted." : "Answer deleted.", () => removeChoice(reply));
+  }
+
+  #editChoice({ reply }, text) {
+    const { calls } = shownOf(reply);
+    const edited = { ...newChoice(), text, calls: structuredClone(calls), isEdited: true, figures: {} };
+    addChoices(reply, [{ ...edited, finish: calls.length ? "tool_calls" : "stop" }]);
     this.#keep();
-    this.transcript.view(`${turn.id}/${column}`).update();
+    this.#page.view(reply).update();
+  }
+
+  /** Make a column's continuation a part of the text, so that the next one goes on from it. */
+  #take({ turn, reply }) {
+    this.stop();
+    this.#withUndo("Taken into the text.", () => {
+      takeInto(turn, shownOf(reply));
+      turn.replies = [newReply(), newReply()];
+    });
   }
 
   /** Another message in a turn's place: what came after it is another conversation's. */
@@ -197,7 +250,7 @@ export class Playground {
     const place = turns.indexOf(turn);
     const later = turns.length - place - 1;
     const change = () => {
-      turns.splice(place, turns.length - place, { id: newId(), prompt: text, replies: [] });
+      turns.splice(place, turns.length - place, newTurn(text));
     };
     if (later) this.#withUndo("What came after the message was removed.", change);
     else change();
@@ -217,8 +270,12 @@ export class Playground {
   #removeConversation(conversation) {
     this.stop();
     this.#store.remove(conversation.id);
-    if (conversation.id === this.#conversation.id) this.#start();
-    else this.sidebar.show(this.#conversation);
+    if (conversation.id === this.#conversation.id) {
+      clearTimeout(this.#keeping); // or it would come back
+      this.#keeping = 0;
+      this.#start();
+    } else this.sidebar.show(this.#conversation);
+    if (this.#last[conversation.kind]?.id === conversation.id) delete this.#last[conversation.kind];
     const restore = () => {
       this.#store.add([conversation]);
       this.#open(conversation);
@@ -243,20 +300,28 @@ export class Playground {
 
   /** Show the request that would be sent, or the one behind the last answer. */
   #showRequest() {
-    const typed = this.composer.area.value;
-    const turns = [...this.#conversation.turns];
-    if (typed.trim() || !turns.length) turns.push({ prompt: typed || "Why is the sky blue?", replies: [] });
     try {
-      const body = toBody({ ...this.#conversation, turns }, this.#column, turns.length - 1, this.#model);
-      showRequest(PATH, body);
+      const [conversation, turn] = this.#nextRequest();
+      const { path, body } = toRequest(conversation, turn, this.#column, this.#model, { reply: lastReply(turn, this.#column) });
+      showRequest(path, body);
     } catch (error) {
       notice(error.message);
     }
   }
+
+  #nextRequest() {
+    const conversation = this.#conversation;
+    if (conversation.kind === "text") return [conversation, this.text.nextTurn(this.#column)];
+    const typed = this.composer.area.value;
+    const turns = [...conversation.turns];
+    if (typed.trim() || !turns.length) turns.push(newTurn(typed || "Why is the sky blue?"));
+    return [{ ...conversation, turns }, turns.at(-1)];
+  }
 }
 
-function spoken({ text, error, finish }, name) {
+function spoken({ text, error, finish, calls }, name) {
   if (error) return `Answer ${name} failed: ${error}`;
   if (finish === "stopped") return `Answer ${name} stopped.`;
+  if (calls.length) return `Answer ${name} calls ${calls.map((call) => call.name).join(", ")}. ${text.slice(0, 1000)}`;
   return `Answer ${name}: ${text.slice(0, 1000)}`;
 }

@@ -40,6 +40,7 @@ const ICONS = {
   sliders: "M2.5 5h5m3 0h3M2.5 11h2m3 0h6M9 3.5v3M6 9.5v3",
   code: "M5.5 4.5 2 8l3.5 3.5M10.5 4.5 14 8l-3.5 3.5",
   columns: "M2.5 3h11v10h-11zM8 3v10",
+  text: "M3 4h10M3 8h10M3 12h6",
   copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3",
   again: "M13 8a5 5 0 1 1-1.5-3.6M13 2v3h-3",
   edit: "M3 13l.6-2.8L10.8 3l2.2 2.2-7.2 7.2zM9.3 4.5l2.2 2.2",

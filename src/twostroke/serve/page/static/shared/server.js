@@ -51,6 +51,16 @@ export function watchServer(onChange) {
   look();
 }
 
+/** Return what the server says that a model can do, or null. */
+export async function abilitiesOf(model) {
+  try {
+    const { data } = await (await ask("v1/models")).json();
+    return data.find(({ id }) => id === model)?.capabilities ?? null;
+  } catch {
+    return null; // the lamp tells that it is gone
+  }
+}
+
 async function state() {
   try {
     const response = await fetch("health", { cache: "no-store" });
