@@ -9,7 +9,8 @@ const MAX_ROWS = 12;
 export class CallsView {
   #act;
   #choice = null;
-  #isEditing = false;
+  #isEditing = false; // results that were sent
+  #asks = false; // whether there are fields
 
   constructor(act) {
     this.#act = act;
@@ -20,11 +21,14 @@ export class CallsView {
   update(choice, isBusy) {
     const calls = choice.calls.filter(Boolean); // while they are written, one may come before another
     if (choice !== this.#choice) this.#isEditing = false;
+    const asks = !isBusy && choice.finish === "tool_calls" && (!choice.after || this.#isEditing);
+    if (asks && this.#asks && choice === this.#choice) return; // drawn again, it would lose who types in it
+    this.#asks = asks;
     this.#choice = choice;
     if (!calls.length) this.element.replaceChildren();
     else if (isBusy || choice.finish !== "tool_calls") this.element.replaceChildren(...calls.map((call) => drawCall(call, null)));
-    else if (choice.after && !this.#isEditing) this.#showSent(calls);
-    else this.#showForm(calls, choice.after !== null);
+    else if (asks) this.#showForm(calls, choice.after !== null);
+    else this.#showSent(calls);
   }
 
   #showSent(calls) {

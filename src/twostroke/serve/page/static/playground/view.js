@@ -191,7 +191,7 @@ export class Playground {
     });
     if (!choice) return;
     view()?.setBusy(false);
-    view()?.update();
+    view()?.update(); // also if it failed before it was busy
     page.follow();
     this.#showBusy();
     if (this.#store.has(conversation.id)) this.#store.keep(conversation); // not deleted meanwhile
