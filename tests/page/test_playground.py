@@ -69,7 +69,7 @@ def test_answer_comes_in_pieces_with_its_figures(visit: Visiting, server: Any) -
 
 def test_escape_stops_and_the_answer_goes_on_from_there(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    visit.set(temperature=0, max_tokens=900)
+    visit.set(temperature=0, max_tokens=900, extra='{"ignore_eos": true}')
     visit.send(COUNT, wait=False)
     visit.wait_for("document.querySelector('.body > .markdown')?.textContent.length > 20")
     visit.page.keyboard.press("Escape")

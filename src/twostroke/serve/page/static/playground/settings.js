@@ -22,7 +22,7 @@ export const FIELDS = [
   { name: "n", label: "Answers (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
   {
     name: "speculate", label: "Guess ahead", kind: "choice", start: "",
-    options: [["", "as the server does"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
+    options: [["", "default"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
   },
   {
     name: "service_tier", label: "Class of service", kind: "choice", start: "",
