@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from support.commands import MAIN, started
+from support.servers import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,6 +121,28 @@ def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
     assert (process.returncode, out) == (0, b"")
     assert err.decode().splitlines()[-1] == "Stopping."
     assert "curl" in err.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_server_whose_log_is_on_a_full_disk_serves(tiny: str, shared_cache: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        Path("/dev/full").open("wb") as full,
+        started("serve", tiny, "--port", str(port), stderr=full) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http,
+    ):
+        wait_for(lambda: process.poll() is not None or _answers(http), timeout_s=30)
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def _answers(http: httpx.Client) -> bool:
+    with suppress(httpx.TransportError):
+        return http.get("/health").is_success
+    return False
 
 
 def test_a_log_for_programs_is_an_object_a_line(tiny: str, shared_cache: Path) -> None:

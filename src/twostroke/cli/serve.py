@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,12 +149,11 @@ def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, for
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = "" if serving.api_keys is None else " -H 'Authorization: Bearer KEY'"
     draft = f", {engine.draft} guesses ahead" if engine.draft else ""
-    click.echo(
+    _tell(
         f"Twostroke serves {name} at {url} ({engine.facts.detail}{draft}; Ctrl-C stops it). "
         "Try it:\n"
         f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
-        f"    -d '{quoted}'",
-        err=True,
+        f"    -d '{quoted}'"
     )
 
 
@@ -165,4 +165,10 @@ def _say_stop(num_running: int, *, form: str) -> None:
     if form == "json":
         _logger.info(text)
     else:
+        _tell(text)
+
+
+def _tell(text: str) -> None:
+    """Say something to people; a full disk behind the log is no reason not to serve."""
+    with suppress(OSError):
         click.echo(text, err=True)
