@@ -217,6 +217,23 @@ def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> 
     assert visit.page.locator(".reply .token-card").is_visible()
 
 
+def test_tokens_of_an_answer_that_goes_on_follow_its_beginning(
+    visit: Visiting, server: Any
+) -> None:
+    visit = visit(server)
+    visit.set(max_tokens=6, temperature=0, extra='{"ignore_eos": true}')
+    visit.send("Why is the sky blue?")
+    [begun] = visit.answers()
+    visit.set(logprobs=True)
+    for number in (6, 12):  # of the beginning nothing is known
+        visit.page.click("[aria-label='Go on with the answer']")
+        visit.wait_for(f"document.querySelectorAll('.reply .token').length >= {number - 1}")
+        visit.wait_answered()
+        text = visit.page.inner_text(".reply .token-lead") + visit.page.inner_text(".token-text")
+        assert text.startswith(begun)
+        assert len(text) > len(begun)
+
+
 def test_characters_of_several_tokens_are_put_together(visit: Visiting, server: Any) -> None:
     visit = visit(server)
     visit.set(max_tokens=20, logprobs=True, form="regex", form_regex="🎉🦄𐍈!")
