@@ -38,6 +38,7 @@ class Server:
 
     model: Path
     port: int
+    key: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,7 +48,9 @@ class Server:
     def start(self) -> None:
         command = [sys.executable, "-m", "twostroke", "serve", str(self.model), "--name", "smollm2"]
         command += ["--port", str(self.port), "--drain", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        keys = {} if self.key is None else {"TWOSTROKE_API_KEY": self.key}
+        surroundings = {**os.environ, **keys}
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=surroundings)
         deadline = time.monotonic() + 60
         while not self._answers():
             assert self.process.poll() is None
@@ -68,11 +71,11 @@ class Server:
 
 
 @contextmanager
-def _served(model: Path) -> Iterator[Server]:
+def _served(model: Path, key: str | None = None) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(model, port)
+    server = Server(model, port, key)
     server.start()
     try:
         yield server
@@ -105,6 +108,13 @@ def server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
 def own_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server that the test may stop."""
     with _served(smollm2_path) as server:
+        yield server
+
+
+@pytest.fixture
+def key_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
+    """A server that asks for the key "sk-right"."""
+    with _served(smollm2_path, "sk-right") as server:
         yield server
 
 

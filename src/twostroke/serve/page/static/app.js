@@ -3,6 +3,7 @@
 import { Dashboard } from "./dashboard/view.js";
 import { Playground } from "./playground/view.js";
 import { icon } from "./shared/dom.js";
+import { askAnew, hasKey } from "./shared/key.js";
 import { abilitiesOf, watchServer } from "./shared/server.js";
 import { makeTabs } from "./shared/tabs.js";
 
@@ -11,6 +12,7 @@ const dashboard = new Dashboard(document.getElementById("view-dashboard"));
 
 startTabs();
 startTheme();
+startKey();
 watchServer(showServer);
 
 function startTabs() {
@@ -43,6 +45,15 @@ function startTheme() {
   };
   button.addEventListener("click", () => show(window.twostrokeTheme.next()));
   show(window.twostrokeTheme.get());
+}
+
+function startKey() {
+  const button = document.getElementById("key");
+  button.append(icon("key"));
+  button.hidden = !hasKey();
+  button.addEventListener("click", async () => {
+    if (await askAnew()) location.reload(); // so that all of the page asks with it
+  });
 }
 
 function showServer({ status, model }) {

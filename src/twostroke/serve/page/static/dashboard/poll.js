@@ -3,7 +3,7 @@
 import { ask } from "../shared/server.js";
 
 const EVERY_MS = 1000;
-const SELDOM_MS = 10_000; // when the server has no state to show
+const SELDOM_MS = 10_000; // when the server has no state to show, or not to this user
 
 /** `onState` gets each state, `onTrouble` the error when there is none. */
 export class Poller {
@@ -37,7 +37,7 @@ export class Poller {
       const response = await ask("api/state", { signal: AbortSignal.timeout(5000) });
       this.#onState(await response.json());
     } catch (error) {
-      if (error.status === 404) pause = SELDOM_MS;
+      if (error.status === 404 || error.status === 401) pause = SELDOM_MS;
       this.#onTrouble(error);
     }
     this.#isAsking = false;

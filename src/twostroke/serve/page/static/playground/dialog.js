@@ -2,13 +2,14 @@
 
 import { codeBlock } from "../markdown/draw.js";
 import { h, iconButton } from "../shared/dom.js";
+import { hasKey } from "../shared/key.js";
 import { makeTabs } from "../shared/tabs.js";
 import { snippets } from "./snippets.js";
 
 /** Open it for a request; it removes itself when closed. */
 export function showRequest(path, body) {
   const base = new URL(".", location.href).href.replace(/\/$/, "");
-  const found = snippets(base, path, body);
+  const found = snippets(base, path, body, hasKey());
   const tabs = h("div.tabs", { role: "tablist", "aria-label": "Languages" }, found.map(({ name }, index) =>
     h("button", { type: "button", role: "tab", id: `request-tab-${index}`, "aria-controls": `request-${index}`, "aria-selected": String(index === 0), tabindex: index ? "-1" : "0" }, name)));
   const panels = found.map(({ language, text }, index) =>

@@ -1,17 +1,22 @@
 // A request as a command or a program that makes the same one.
 
-/** Return `[{name, text}]`. `base` is the server's address, without a slash at the end. */
-export function snippets(base, path, body) {
+/**
+ * Return `[{name, language, text}]`. `base` is the server's address, without a slash at the end.
+ *
+ * With `hasKey` they send one out of the environment: the user's own would be taken along.
+ */
+export function snippets(base, path, body, hasKey) {
   return [
-    { name: "curl", language: "sh", text: curl(base, path, body) },
-    { name: "Python", language: "python", text: python(base, body) },
+    { name: "curl", language: "sh", text: curl(base, path, body, hasKey) },
+    { name: "Python", language: "python", text: python(base, body, hasKey) },
     { name: "JSON", language: "json", text: JSON.stringify(body, null, 2) },
   ];
 }
 
-function curl(base, path, body) {
+function curl(base, path, body, hasKey) {
   const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
-  return `curl -N ${base}/${path} \\\n  -H 'Content-Type: application/json' \\\n  -d '${json}'`;
+  const key = hasKey ? '  -H "Authorization: Bearer $TWOSTROKE_API_KEY" \\\n' : "";
+  return `curl -N ${base}/${path} \\\n  -H 'Content-Type: application/json' \\\n${key}  -d '${json}'`;
 }
 
 // What the client of OpenAI takes as arguments of its own; everything else goes into extra_body.
@@ -21,15 +26,16 @@ const KNOWN = new Set([
   "tool_choice", "parallel_tool_calls", "prediction", "echo", "suffix", "user", "service_tier",
 ]);
 
-function python(base, body) {
+function python(base, body, hasKey) {
   const isChat = "messages" in body;
   const extra = Object.fromEntries(Object.entries(body).filter(([name]) => !KNOWN.has(name)));
   const own = Object.entries(body).filter(([name]) => KNOWN.has(name));
   const lines = own.map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   if (Object.keys(extra).length) lines.push(`    extra_body=${literal(extra, 4)},`);
-  return `from openai import OpenAI  # pip install openai
+  const key = hasKey ? 'os.environ["TWOSTROKE_API_KEY"]' : '"none"';
+  return `${hasKey ? "import os\n\n" : ""}from openai import OpenAI  # pip install openai
 
-client = OpenAI(base_url=${literal(`${base}/v1`)}, api_key="none")
+client = OpenAI(base_url=${literal(`${base}/v1`)}, api_key=${key})
 stream = client.${isChat ? "chat.completions" : "completions"}.create(
 ${lines.join("\n")}
 )

@@ -1,5 +1,7 @@
 // What the page asks the server, besides answers: is it there, and which model does it run?
 
+import { keyHeaders, wantKey } from "./key.js";
+
 const LOOK_EVERY_MS = 4000;
 
 /** Errors that are sentences for the user. */
@@ -13,17 +15,28 @@ export class ServerError extends Error {
 
 export const GONE = "The server cannot be reached. Is it running?";
 
-/** Return the response to a request, or throw a `ServerError` that says what is wrong. */
+/**
+ * Return the response to a request, or throw a `ServerError` that says what is wrong.
+ *
+ * Where a key is wanted the user is asked for it, and the request is made again.
+ */
 export async function ask(path, options = {}) {
-  let response;
+  for (;;) {
+    const response = await send(path, options);
+    if (response.ok) return response;
+    const error = await refusal(response);
+    if (error.status !== 401 || !(await wantKey(error.message))) throw error;
+  }
+}
+
+async function send(path, options) {
+  const headers = { ...options.headers, ...keyHeaders() };
   try {
-    response = await fetch(path, { cache: "no-store", ...options });
+    return await fetch(path, { cache: "no-store", ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(GONE);
   }
-  if (!response.ok) throw await refusal(response);
-  return response;
 }
 
 async function refusal(response) {
