@@ -52,6 +52,14 @@ FORMS: dict[str, dict[str, object]] = {
     "allOf of anyOf": _schema(allOf=[{"anyOf": _PARTS[6 * i : 6 * i + 6]} for i in range(8)]),
     "anyOf of 60 objects": _schema(anyOf=[{"type": "object", "properties": _PATTERNS}] * 60),
     "heavy pattern": _schema(type="string", pattern="^(.{0,1000}[abc]){0,50}$"),
+    "a million forced": {"guided_regex": "(a{1000}){1000}"},
+    "a million forced later": {"guided_regex": "[bc](a{1000}){1000}"},
+    "minItems of a constant": _schema(type="array", minItems=1_000_000, items={"const": 1}),
+    "rules that double": {
+        "guided_grammar": "start: r0\n"
+        + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60))
+        + '\nr60: "a"'
+    },
     "ambiguous grammar": {"guided_grammar": 'start: s\ns: s s | "a" | ""'},
     "deep grammar": {
         "guided_grammar": "start: r0\n"

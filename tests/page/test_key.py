@@ -1,4 +1,4 @@
-"""A server that asks for keys: the page asks its user, once, and remembers while the tab is open."""
+"""A server that asks for keys: the page asks its user once, and remembers while the tab is open."""
 
 from __future__ import annotations
 

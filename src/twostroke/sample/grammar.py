@@ -18,6 +18,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
+from twostroke.sample.forcing import without_long_forcing
 from twostroke.sample.lark import behind
 from twostroke.sample.schema import JSON_FORM, check_keywords
 
@@ -151,7 +152,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, limits = _grammar(constraint), LLParserLimits(**_LIMITS)
+        text, limits = without_long_forcing(_grammar(constraint)), LLParserLimits(**_LIMITS)
         if constraint.preface is not None:
             text = behind(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
