@@ -134,9 +134,7 @@ def test_long_chains_of_rules_do_no_harm(server: LiveServer) -> None:
     grammar = "\n".join(["start: r0", *rules, 'r10000: "x"'])
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
     schema = {"$defs": definitions | {"d5000": {"const": 1}}, "$ref": "#/$defs/d0"}
-    response = server.chat(guided_grammar=grammar, max_tokens=5)
-    assert response.status_code == 400
-    assert "Too many items" in response.json()["error"]["message"]
+    assert set(text_of(server, guided_grammar=grammar, max_tokens=5)) == {"a"}
     assert text_of(server, guided_json=schema) == "1"
 
 
