@@ -29,6 +29,8 @@ API_ARGS ?=
 CLIENTS ?=
 CORE_REQUIREMENTS := build/core-requirements.txt
 NATIVE_BUILD := build/native
+AVX512 := build/avx512
+AVX512_TESTS ?= tests/native tests/backends
 ARM := build/aarch64
 ARM_TESTS ?= tests/native tests/backends/cpu
 ARM_CPU ?= max
@@ -38,7 +40,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-page test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -107,6 +109,14 @@ test-page: pull ## Drive the server's page with a real browser, in an environmen
 	@$(MAKE) --no-print-directory $(PAGE_STAMP)
 	@PYTHONPATH=src CHROMIUM=$(CHROMIUM) AXE=$(abspath $(PAGE))/node_modules/axe-core/axe.min.js \
 	  $(PAGE)/bin/python -m pytest -m page $(PYTEST_ARGS) tests/page
+
+test-avx512: $(STAMP) ## Test the AVX-512 and AMX kernels on emulated instructions, on any AVX2 (AVX512_TESTS=).
+	@$(BIN)/cmake -S native -B $(AVX512) -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \
+	  -DTS_EMULATED_AVX512=ON -DTS_EMULATED_TILES=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja >/dev/null
+	@$(BIN)/cmake --build $(AVX512)
+	@TWOSTROKE_NATIVE_DIR=$(abspath $(AVX512)) $(BIN)/python -m pytest \
+	  -k 'avx512 or amx_emulated or vector_levels' $(PYTEST_ARGS) $(AVX512_TESTS)
 
 test-aarch64: $(ARM)/python ## Build for AArch64, run the kernels' tests under emulation (ARM_TESTS=, ARM_CPU=cortex-a72).
 	@$(BIN)/cmake -S native -B $(ARM)/native -G Ninja -DCMAKE_BUILD_TYPE=Release -DTS_STRICT=ON \

@@ -59,6 +59,9 @@ int32_t probe() {
   const bool bfloat16 = avx512 && has(more.eax, 5);
   const bool amx = bfloat16 && (states & kTiles) == kTiles && has(extended.edx, 22) &&  // BF16
                    has(extended.edx, 24) && has(extended.edx, 25);  // TILE, INT8
+#ifdef TS_EMULATE_AVX512
+  if (avx2) return kAvx2 | kAvx512 | kBfloat16;  // built to run on it
+#endif
   return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0) |
          (bfloat16 ? kBfloat16 : 0);
 }
@@ -83,3 +86,8 @@ int32_t probe() { return 0; }
 /// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked),
 /// 8 NEON with dot products; and 16, AVX-512 with BF16.
 TS_EXPORT int32_t ts_probe() { return probe(); }
+
+#ifdef TS_EMULATE_AVX512
+/// There where level 2 and what is above it run on AVX2: tests look for it.
+TS_EXPORT void ts_emulates_avx512() {}
+#endif

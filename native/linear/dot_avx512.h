@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "linear/dot.h"
 #include "linear/lanes.h"
@@ -69,9 +70,15 @@ TS_INLINE Codes<T> load_codes(const uint8_t* quants) {
 /// sum += quads x one dword of four activations. GCC 12 would spend a register and an
 /// instruction on the broadcast.
 inline void dot_accumulate(__m512i* sum, __m512i quads, const uint8_t* activations) {
+#ifdef TS_EMULATE_AVX512
+  int32_t four;
+  std::memcpy(&four, activations, sizeof four);
+  *sum = _mm512_dpbusd_epi32(*sum, quads, _mm512_set1_epi32(four));
+#else
   asm("vpdpbusd %2%{1to16%}, %1, %0"
       : "+v"(*sum)
       : "v"(quads), "m"(*reinterpret_cast<const uint32_t (*)[1]>(activations)));
+#endif
 }
 
 /// What the sum of a row starts from before the high plane: for an offset of 128, which the shift

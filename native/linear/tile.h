@@ -1,7 +1,8 @@
 // AMX tile registers behind a few macros: the real ones, or an emulation of them in plain C++.
 //
 // Register numbers must be literals: GCC pastes them into assembler text. With TS_EMULATE_TILES
-// the same code runs on any processor of the AVX-512 level with BF16, so that tests reach it.
+// the same code runs on any processor of the AVX-512 level with BF16, so that tests reach it; on
+// emulated AVX-512 (emulated/avx512.h), on any with AVX2.
 #pragma once
 
 #include <cstdint>

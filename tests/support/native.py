@@ -49,7 +49,7 @@ def native_dir() -> Path:
 
 @cache
 def processor_flags() -> frozenset[str]:
-    """The instruction sets that the system reports for this processor."""
+    """The instruction sets that the system reports, and those that the libraries emulate."""
     if IS_ARM:  # an emulator's /proc/cpuinfo is that of its host
         word = ctypes.CDLL(None).getauxval(ctypes.c_ulong(16))
         return frozenset(name for name, bit in _ARM_BITS.items() if word >> bit & 1)
@@ -57,7 +57,17 @@ def processor_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(f for line in lines if line.startswith("flags") for f in line.split())
+    flags = frozenset(f for line in lines if line.startswith("flags") for f in line.split())
+    brought = NEEDS["avx512"] | NEEDS["amx_emulated"] if _is_avx512_emulated() else set()
+    return flags | brought
+
+
+def _is_avx512_emulated() -> bool:
+    """Whether the libraries bring AVX-512 with them (`make test-avx512`)."""
+    if (folder := env.native_dir()) is None:
+        return False
+    path = folder / "libtwostroke_portable.so"
+    return path.exists() and hasattr(ctypes.CDLL(str(path)), "ts_emulates_avx512")
 
 
 @cache
