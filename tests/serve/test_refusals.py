@@ -183,6 +183,56 @@ def test_prompt_longer_than_the_context_says_so_as_clients_expect(
     )
 
 
+LONG = "x" * 70_000
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/completions", "prompt", {"prompt": LONG}),
+        ("/v1/embeddings", "input", {"input": ["hello", LONG]}),
+        ("/v1/responses", "input", {"input": LONG}),
+        ("/v1/responses", "input", {"input": LONG, "truncation": "auto"}),
+    ],
+)
+def test_a_prompt_that_is_much_too_long_is_not_encoded_to_its_end(
+    server: LiveServer, path: str, field: str, body: Fields
+) -> None:
+    message = refused(server.http.post(path, json=body), 400, field, "context_length_exceeded")
+    assert message.startswith(
+        "This model's maximum context length is 512 tokens. "
+        f"However, your {field} resulted in at least 70"
+    )
+    assert message.endswith(f"tokens. Please reduce the length of the {field}.")
+
+
+def test_anthropic_clients_hear_of_such_a_prompt_in_their_words(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}
+    response = server.http.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    said = response.json()["error"]["message"]
+    assert said.startswith("prompt is too long: at least 70")
+    assert said.endswith(" tokens > 511 maximum")
+
+
+def test_counts_of_tokens_go_to_the_end_of_any_text(server: LiveServer) -> None:
+    found = server.http.post("/tokenize", json={"prompt": LONG})
+    assert found.json()["count"] == len(LONG)
+    body = {"messages": [{"role": "user", "content": LONG}]}
+    found = server.http.post("/v1/messages/count_tokens", json=body)
+    assert found.json()["input_tokens"] > len(LONG)
+
+
+def test_a_prediction_of_more_tokens_than_any_answer_has_is_refused(server: LiveServer) -> None:
+    prediction = {"type": "content", "content": LONG}
+    message = refused(server.chat(prediction=prediction), 400, "prediction")
+    assert message == (
+        "prediction has at least 70000 tokens, but no answer has more than the context length "
+        "of 512."
+    )
+
+
 def test_a_prompt_of_plain_text_is_called_a_prompt(server: LiveServer) -> None:
     response = server.complete(prompt="x" * 600)
     message = refused(response, 400, "prompt", "context_length_exceeded")

@@ -60,7 +60,7 @@ def command(**given: Any) -> None:
     from twostroke.engine.prompts import encode_text
 
     with open_engine(model, options, quiet=quiet) as engine, named_as_options():
-        tokens = [encode_text(engine.card, text) for text in texts]
+        tokens = [encode_text(engine.card, text, field="input") for text in texts]
         _check_lengths(engine, [len(one) for one in tokens])
         caller = Caller(prompt_field="input")
         for embedding in embed(engine.client, tokens, params, caller):

@@ -88,6 +88,7 @@ class ContextLengthError(RequestError):
 
     `sizes` are the tokens of the prompt, those asked for, and the context length that both exceed:
     protocols have sentences of their own for it. None where something else is too small.
+    With `is_counted` false, the prompt has at least so many tokens.
     """
 
     code = "context_length_exceeded"
@@ -98,9 +99,11 @@ class ContextLengthError(RequestError):
         *,
         param: str | None = None,
         sizes: tuple[int, int, int] | None = None,
+        is_counted: bool = True,
     ) -> None:
         super().__init__(message, param=param)
         self.sizes = sizes
+        self.is_counted = is_counted
 
 
 class OverloadedError(TwostrokeError):

@@ -133,7 +133,7 @@ class LLM:
             RequestError: a text is empty or can never fit, or the model does not embed so.
         """
         card = self.engine.card
-        tokens = [encode_text(card, text) for text in _as_prompts(texts)]
+        tokens = [encode_text(card, text, field="input") for text in _as_prompts(texts)]
         params = EmbeddingParams(pooling, dimensions)
         return list(embed(self.engine.client, tokens, params, _READER))
 
@@ -240,7 +240,7 @@ class AsyncLLM:
     ) -> list[Embedding]:
         """Return a vector of length 1 for each text, in order, as `LLM.embed`."""
         card, client = self.engine.card, self.engine.client
-        tokens = [encode_text(card, text) for text in _as_prompts(texts)]
+        tokens = [encode_text(card, text, field="input") for text in _as_prompts(texts)]
         params = EmbeddingParams(pooling, dimensions)
         embeddings = Embeddings(client, tokens, params, _READER)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from twostroke.engine.manners import manners_of
 from twostroke.engine.thinking import AS_IT_IS, marks_of, preface_of, variables_of, with_reasoning
 from twostroke.engine.tool_prompt import fitted
 from twostroke.sample.lark import special_marks
-from twostroke.tokenize import encode_infill
+from twostroke.schedule.limits import too_long
+from twostroke.tokenize import TooManyTokensError, encode_infill
 from twostroke.tokenize.messages import check_are_messages, checked_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
@@ -93,12 +95,20 @@ class Chat:
 
 
 def encode_text(
-    card: ModelCard, prompt: str | Sequence[int], *, add_special: bool = True
+    card: ModelCard, prompt: str | Sequence[int], *, field: str = "prompt"
 ) -> list[int]:
-    """Return the token ids of a prompt to be continued; ids pass through."""
-    if isinstance(prompt, str):
-        return card.tokenizer.encode(prompt, add_special=add_special)
-    return _listed(prompt)
+    """Return the token ids of a prompt to be continued; ids pass through.
+
+    `field` is what errors call it.
+
+    Raises:
+        ContextLengthError: a long text surely has more tokens than the context; it is not encoded
+            to its end. The engine refuses others that are too long.
+    """
+    if not isinstance(prompt, str):
+        return _listed(prompt)
+    with _within_context(card, field):
+        return card.tokenizer.encode(prompt, add_special=True, most=card.context_length)
 
 
 def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
@@ -106,10 +116,22 @@ def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> lis
 
     Raises:
         RequestError: the model has no tokens for that.
+        ContextLengthError: as `encode_text`.
     """
     tokens = _infill_tokens(card)
     prefix = prefix if isinstance(prefix, str) else _listed(prefix)
-    return encode_infill(card.tokenizer, tokens, prefix, suffix)
+    with _within_context(card, "prompt"):
+        return encode_infill(card.tokenizer, tokens, prefix, suffix, card.context_length)
+
+
+def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") -> list[int]:
+    """Return the token ids of a conversation that a chat template has rendered.
+
+    Raises:
+        ContextLengthError: as `encode_text`.
+    """
+    with _within_context(card, field):
+        return card.tokenizer.encode_prompt(prompt, most=card.context_length)
 
 
 def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
@@ -123,8 +145,22 @@ def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
-    """Return what may make a request faster; `prediction` is the text of the expected answer."""
-    return Hints(speculate, tuple(card.tokenizer.encode(prediction)) if prediction else ())
+    """Return what may make a request faster; `prediction` is the text of the expected answer.
+
+    Raises:
+        RequestError: that is long, and surely has more tokens than the context.
+    """
+    if not prediction:
+        return Hints(speculate)
+    try:
+        tokens = card.tokenizer.encode(prediction, most=card.context_length)
+    except TooManyTokensError as error:
+        message = (
+            f"prediction has at least {error.num_tokens} tokens, but no answer has more than the "
+            f"context length of {card.context_length}."
+        )
+        raise RequestError(message, param="prediction") from None
+    return Hints(speculate, tuple(tokens))
 
 
 def encode_chat(
@@ -140,6 +176,7 @@ def encode_chat(
 
     Raises:
         RequestError: the model has no chat template, or the messages do not suit it.
+        ContextLengthError: as `encode_text`.
     """
     prompt = chat_of(card).render(
         messages,
@@ -148,7 +185,7 @@ def encode_chat(
         continue_final_message=continue_final_message,
         thinking=thinking,
     )
-    return card.tokenizer.encode_prompt(prompt)
+    return encode_rendered(card, prompt)
 
 
 def encode_turn(
@@ -162,7 +199,7 @@ def encode_turn(
     chat = chat_of(card)
     prompt = chat.render(messages)
     params = behind_preface(params, chat.preface(prompt), card.tokenizer)
-    return card.tokenizer.encode_prompt(prompt), params
+    return encode_rendered(card, prompt), params
 
 
 def behind_preface(
@@ -195,6 +232,17 @@ def chat_of(card: ModelCard) -> Chat:
         message = f"{card.name} has no chat template: use plain completions instead."
         raise RequestError(message, param="messages")
     return card.chat_template
+
+
+@contextmanager
+def _within_context(card: ModelCard, field: str) -> Iterator[None]:
+    """Say in a caller's words that a prompt surely has too many tokens."""
+    try:
+        yield
+    except TooManyTokensError as error:
+        raise too_long(
+            field, (error.num_tokens, 1, card.context_length), is_counted=False
+        ) from None
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:

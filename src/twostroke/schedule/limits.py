@@ -26,18 +26,13 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     if not num_prompt:
         raise RequestError(f"The {prompt} is empty; give at least one token.", param=prompt)
     sizes = (num_prompt, 1 if answer is None else answer, context_length)
-    start = f"This model's maximum context length is {context_length} tokens. However, "
     if num_prompt + (answer != 0) > context_length:
-        message = (
-            f"{start}your {prompt} resulted in {num_prompt} tokens. "
-            f"Please reduce the length of the {prompt}."
-        )
-        raise ContextLengthError(message, param=prompt, sizes=sizes)
+        raise too_long(prompt, sizes)
     total = num_prompt + (1 if answer is None else answer)
     if total > context_length:
         message = (
-            f"{start}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
-            f"completion). Please reduce the length of the {prompt} or completion."
+            f"{_start(context_length)}you requested {total} tokens ({num_prompt} in the {prompt}, "
+            f"{answer} in the completion). Please reduce the length of the {prompt} or completion."
         )
         raise ContextLengthError(message, param="max_tokens", sizes=sizes)
     if total > num_slots:
@@ -48,6 +43,26 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
         )
         raise ContextLengthError(message, param="max_tokens" if answer else prompt)
     return total if answer is not None else min(context_length, num_slots)
+
+
+def too_long(
+    prompt: str, sizes: tuple[int, int, int], *, is_counted: bool = True
+) -> ContextLengthError:
+    """Return the error of a prompt that alone exceeds the context length.
+
+    `prompt` is the field that it stands in; `sizes` and `is_counted` are the error's.
+    """
+    num_prompt, _, context_length = sizes
+    count = num_prompt if is_counted else f"at least {num_prompt}"
+    message = (
+        f"{_start(context_length)}your {prompt} resulted in {count} tokens. "
+        f"Please reduce the length of the {prompt}."
+    )
+    return ContextLengthError(message, param=prompt, sizes=sizes, is_counted=is_counted)
+
+
+def _start(context_length: int) -> str:
+    return f"This model's maximum context length is {context_length} tokens. However, "
 
 
 def check_queue(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from twostroke.serve.dialect import Dialect, Inquiry
     from twostroke.serve.embed import EmbeddingDialect, EmbeddingJob
     from twostroke.serve.job import Encoded, Job, Running
-    from twostroke.serve.options import Limits as BodyLimits
 
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ STATE_PATH: Final = "/api/state"
 # A body longer than this is decoded, rendered and tokenized beside the event loop, which would
 # otherwise keep other streams waiting; a shorter one is done sooner than handed over.
 _LARGE_BODY_BYTES = 16 * 1024
+# Python runs one thread at a time: more of them would only take the event loop's turns from it.
+_NUM_READERS = 2
 
 _logger = logging.getLogger("twostroke.serve")
 
@@ -97,6 +99,7 @@ class Api:
         self._open: set[Running] = set()
         self._description: bytes | None = None
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._store = Store(options.max_stored, options.max_stored_bytes)
 
     def routes(self) -> list[Route]:
@@ -133,6 +136,7 @@ class Api:
     def close(self) -> None:
         """Give back what answering took; to be called when no request comes any more."""
         self._compiler.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         for watcher in self.watchers:
             watcher.close()
 
@@ -226,7 +230,7 @@ class Api:
 
         async def generate(request: Request) -> Any:
             work = partial(prepare, tenant=self._tenant(request))
-            job, encoded, name = await _read(request, limits, work, is_long=dialect.recalls)
+            job, encoded, name = await self._read(request, work, is_long=dialect.recalls)
             if (constraint := encoded.params.constraint) is not None:
                 compiling = self._compiler.grammar(encoded.calls or constraint)
                 encoded.grammar = await while_connected(request.receive, compiling)
@@ -264,7 +268,7 @@ class Api:
 
         async def embed(request: Request) -> Response:
             work = partial(prepare, tenant=self._tenant(request))
-            job, texts, name = await _read(request, limits, work)
+            job, texts, name = await self._read(request, work)
             vectors = Vectors(self.client, job, texts, self.metrics, self._open)
             if (exchange := exchange_of(request.scope)) is not None:
                 exchange.embedded = Embedded(name, job.caller.service, vectors)
@@ -286,10 +290,26 @@ class Api:
             return encode_json(inquiry.answer(asked, self.client.card))
 
         async def respond(request: Request) -> Response:
-            found = await _read(request, limits, answer)
+            found = await self._read(request, answer)
             return Response(found, media_type="application/json")
 
         return respond
+
+    async def _read(
+        self, request: Request, work: Callable[[bytes], T], *, is_long: bool = False
+    ) -> T:
+        """Return what `work` makes of the body, without keeping other streams waiting.
+
+        It may take long if the body says so by its size, or the caller by `is_long`.
+        """
+        body = await read_json(request, self.options.limits)
+        if not is_long and len(body) <= _LARGE_BODY_BYTES:
+            return work(body)
+
+        async def in_turn() -> T:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work, body)
+
+        return await while_connected(request.receive, in_turn())
 
     def _tenant(self, request: Request) -> Tenant:
         """Return who sends a request: whom the layers before this one have noted, else anybody."""
@@ -362,18 +382,6 @@ def build_app(api: Api) -> ASGIApp:
     keys = api.options.api_keys
     inner = app if keys is None else KeyCheck(app, keys)
     return Boundary(inner, api.metrics, api.options.limits, api.watchers)
-
-
-async def _read(
-    request: Request, limits: BodyLimits, work: Callable[[bytes], T], *, is_long: bool = False
-) -> T:
-    """Return what `work` makes of the body, without keeping other streams waiting.
-
-    It may take long if the body says so by its size, or the caller by `is_long`.
-    """
-    body = await read_json(request, limits)
-    is_long = is_long or len(body) > _LARGE_BODY_BYTES
-    return await asyncio.to_thread(work, body) if is_long else work(body)
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -40,8 +40,12 @@ class EmbeddingJob:
     write: Callable[[Embedding], msgspec.Raw]
 
     def encode(self, card: ModelCard) -> list[list[int]]:
-        """Return the texts as token ids, a list each."""
-        return [encode_text(card, text) for text in self.texts]
+        """Return the texts as token ids, a list each.
+
+        Raises:
+            ContextLengthError: one surely has more tokens than the context.
+        """
+        return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from twostroke.engine.prompts import (
     behind_preface,
     chat_of,
     encode_gap,
+    encode_rendered,
     encode_text,
     ending_gaps,
     to_hints,
@@ -139,6 +140,7 @@ class Job:
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model cannot
                 fill in the middle.
+            ContextLengthError: a prompt surely has more tokens than the context.
         """
         hints = to_hints(card, self.speculate, self.prediction)
         first = self.prompts[0]
@@ -159,7 +161,7 @@ class Job:
     ) -> Encoded:
         rendered = prompt.render(card)
         params = self.params
-        tokens = [card.tokenizer.encode_prompt(rendered)]
+        tokens = [encode_rendered(card, rendered, self.caller.prompt_field)]
         preface = prompt.preface(card, rendered)
         if preface is None and self.tools is None:
             return Encoded(tokens, params, hints)

@@ -6,6 +6,7 @@ Chat templates live in `twostroke.tokenize.templates`, which is imported by thos
 
 from __future__ import annotations
 
+from twostroke.tokenize.bound import TooManyTokensError
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
 from twostroke.tokenize.infill import InfillTokens, encode_infill
@@ -20,6 +21,7 @@ __all__ = [
     "Prompt",
     "StreamDecoder",
     "Tokenizer",
+    "TooManyTokensError",
     "Translation",
     "encode_infill",
     "from_gguf",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Final
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NOT_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -24,7 +29,12 @@ _VALUES = {char: value for value, char in enumerate(_CHARACTERS)}
 
 def byte_level_text(word: str) -> str:
     """Return a word's UTF-8 bytes, each as the character that byte-level tokens have for it."""
-    return "".join([_CHARACTERS[value] for value in word.encode()])
+    return byte_level_characters(word.encode())
+
+
+def byte_level_characters(values: Iterable[int]) -> str:
+    """Return the characters that byte-level tokens have for byte values."""
+    return "".join([_CHARACTERS[value] for value in values])
 
 
 def byte_level_bytes(text: str) -> bytes:

@@ -82,20 +82,32 @@ def infill_tokens(
 
 
 def encode_infill(
-    tokenizer: Tokenizer, tokens: InfillTokens, prefix: str | Sequence[int], suffix: str
+    tokenizer: Tokenizer,
+    tokens: InfillTokens,
+    prefix: str | Sequence[int],
+    suffix: str,
+    most: int | None = None,
 ) -> list[int]:
     """Return the prompt whose answer stands between `prefix` (a text, or ids) and `suffix`.
 
-    What looks like one of the special tokens in either text stays text.
+    What looks like one of the special tokens in either text stays text. Neither may surely have
+    more than `most` tokens, as in `Tokenizer.encode`.
     """
-    before = _encode(tokenizer, tokens, prefix) if isinstance(prefix, str) else prefix
-    behind = _encode(tokenizer, tokens, suffix, goes_on=True)
+    before = prefix
+    if isinstance(prefix, str):
+        before = _encode(tokenizer, tokens, prefix, most)
+    behind = _encode(tokenizer, tokens, suffix, most, goes_on=True)
     start = [*tokenizer.prefix_ids, tokens.prefix, *before]
     return [*start, tokens.suffix, *behind, tokens.middle]
 
 
 def _encode(
-    tokenizer: Tokenizer, tokens: InfillTokens, text: str, *, goes_on: bool = False
+    tokenizer: Tokenizer,
+    tokens: InfillTokens,
+    text: str,
+    most: int | None,
+    *,
+    goes_on: bool = False,
 ) -> list[int]:
     """Return the ids of a text; one that `goes_on` gets no space before it (SentencePiece)."""
     # Some files have these tokens as ordinary added ones, which are found in every text. None of
@@ -103,14 +115,17 @@ def _encode(
     cut = "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t)
     ids: list[int] = []
     for count, part in enumerate(re.split(cut, text) if cut else [text]):
-        ids += _going_on(tokenizer, part) if goes_on or count else tokenizer.encode(part)
+        if goes_on or count:
+            ids += _going_on(tokenizer, part, most)
+        else:
+            ids += tokenizer.encode(part, most=most)
     return ids
 
 
-def _going_on(tokenizer: Tokenizer, text: str) -> list[int]:
+def _going_on(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
     if not tokenizer.strip_space:
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, most=most)
     # No token reaches over this mark, so what follows it is as it would be behind other text.
     mark = tokenizer.encode("\n")
-    ids = tokenizer.encode("\n" + text)
-    return ids[len(mark) :] if ids[: len(mark)] == mark else tokenizer.encode(text)
+    ids = tokenizer.encode("\n" + text, most=None if most is None else most + len(mark))
+    return ids[len(mark) :] if ids[: len(mark)] == mark else tokenizer.encode(text, most=most)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.tokenize.alphabets import byte_level_text
+from twostroke.tokenize.alphabets import NOT_IN_UTF8, byte_level_characters, byte_level_text
+from twostroke.tokenize.bound import Fewest, TooManyTokensError
 from twostroke.tokenize.pairs import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from twostroke.tokenize.pairs import Pairs
     from twostroke.tokenize.vocabulary import Vocabulary
@@ -54,14 +56,52 @@ class Merges:
         self._options = options
         self._chars = _Characters(vocabulary)
         self._words: dict[str, list[int]] = {}
+        self._fewest = Fewest(vocabulary, byte_level=options.byte_level)
 
-    def encode(self, words: Iterable[str]) -> list[int]:
-        """Return the ids of words, one after the other."""
+    def encode(
+        self, words: Sequence[str], most: int | None = None, num_before: int = 0
+    ) -> list[int]:
+        """Return the ids of words, one after the other.
+
+        It gives up once it is sure that they, with `num_before` other tokens, are more than `most`.
+
+        Raises:
+            TooManyTokensError: they are.
+        """
+        if most is not None and self._keeps_all(words):
+            return self._encode_bounded(words, most, num_before)
         known = self._words
         ids: list[int] = []
         for word in words:
             ids += known.get(word) or self._learn(word)
         return ids
+
+    def _encode_bounded(self, words: Sequence[str], most: int, num_before: int) -> list[int]:
+        known, fewest = self._words, self._fewest.of_each(words)
+        least = num_before + len(words) + sum(fewest.get(word, 1) - 1 for word in words)
+        ids: list[int] = []
+        for word in words:
+            if least > most:
+                raise TooManyTokensError(least)
+            found = known.get(word) or self._learn(word)
+            least += len(found) - fewest.get(word, 1)
+            ids += found
+        return ids
+
+    def _keeps_all(self, words: Sequence[str]) -> bool:
+        """Whether no character of words gets lost, or becomes one token with others."""
+        lost = self._lost_bytes
+        return not lost or not any(lost.intersection(word.encode()) for word in words)
+
+    @cached_property
+    def _lost_bytes(self) -> frozenset[int]:
+        """The bytes that have no token of their own, of those that a text may have."""
+        options, find = self._options, self._vocabulary.find
+        if options.byte_level:
+            tokens = [find(byte_level_characters([value]).encode()) for value in range(256)]
+        else:
+            tokens = [*(options.byte_ids or [None] * 256)]
+        return frozenset(v for v in range(256) if tokens[v] is None) - NOT_IN_UTF8
 
     def text_of(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None for an id that it lacks."""

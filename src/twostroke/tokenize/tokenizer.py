@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
+from twostroke.tokenize.bound import SHORT_TEXT
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
@@ -103,21 +104,33 @@ class Tokenizer:
         return size
 
     def encode(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """Return the token ids of `text`.
 
         `add_special` puts the model's begin (or end) of sequence around it where the model wants
         that. `parse_special` turns the texts of control tokens into those tokens: only for text
         that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
-        read as U+FFFD.
+        read as U+FFFD. A long text is given up once it surely has more than `most` tokens.
+
+        Raises:
+            TooManyTokensError: it has.
         """
+        most = None if len(text) <= SHORT_TEXT else most
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
-        ids = self._encode_pieces(pieces, parse_special=parse_special)
+        ids = self._encode_pieces(pieces, parse_special=parse_special, most=most)
         return self._prefix_ids + ids + self._suffix_ids if add_special else ids
 
-    def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a rendered chat prompt; its special pieces are one id each."""
+    def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
+        """Return the token ids of a rendered chat prompt; its special pieces are one id each.
+
+        `most` as in `encode`; raises as that does.
+        """
         pieces: list[str | AddedToken] = []
         strip_next = False
         for piece in prompt.pieces:
@@ -131,7 +144,9 @@ class Tokenizer:
             text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
             pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
             strip_next = False
-        return self._encode_pieces(pieces, parse_special=False)
+        is_short = sum(len(piece.text) for piece in prompt.pieces) <= SHORT_TEXT
+        most = None if is_short else most
+        return self._encode_pieces(pieces, parse_special=False, most=most)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -178,7 +193,7 @@ class Tokenizer:
         return self._to_bytes(text)
 
     def _encode_pieces(
-        self, pieces: Iterable[str | AddedToken], *, parse_special: bool
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int | None
     ) -> list[int]:
         """Return the ids of a text in pieces, some of which may be tokens found in it as it was."""
         ids: list[int] = []
@@ -193,7 +208,8 @@ class Tokenizer:
                         ids.append(part.id)
                     else:
                         spaced = prefix and not part[0].isspace()
-                        ids += self._merges.encode(cut(" " + part if spaced else part))
+                        words = cut(" " + part if spaced else part)
+                        ids += self._merges.encode(words, most, len(ids))
                     cut, prefix = self._cut_rest, False
             cut, prefix = self._cut_rest, False
         return ids

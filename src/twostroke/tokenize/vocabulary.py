@@ -93,6 +93,21 @@ class Vocabulary:
         spelling = self.spelling(token_id)
         return spelling.decode("utf-8", "surrogateescape") if spelling else None
 
+    def longest_of(self, chars: str) -> int:
+        """Return the characters of the longest token that is written with nothing but `chars`.
+
+        Bytes stand for characters here, so it may be a token that also has others.
+        """
+        blob, starts = np.frombuffer(self._blob, np.uint8), np.frombuffer(self._starts, np.uint32)
+        known = np.zeros(256, bool)
+        known[list(chars.encode())] = True
+        starts = starts[:-1][np.diff(starts) > 0]  # without tokens that have no text
+        if not len(starts):
+            return 0
+        is_known = np.logical_and.reduceat(known[blob], starts)
+        lengths = np.add.reduceat(blob & 0xC0 != 0x80, starts, dtype=np.int64)
+        return int(lengths.max(where=is_known, initial=0))
+
     def before(self, char: str) -> str:
         """Return the characters that stand before `char` inside some token, `char` apart."""
         sign = char.encode()

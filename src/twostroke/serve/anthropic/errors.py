@@ -78,7 +78,8 @@ def _message(error: TwostrokeError) -> str:
         return message if param in message or error.http_status >= 500 else f"{param}: {message}"
     num_prompt, num_answer, limit = error.sizes
     if num_prompt >= limit:
-        return f"prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
+        least = "" if error.is_counted else "at least "
+        return f"prompt is too long: {least}{num_prompt} tokens > {limit - 1} maximum"
     return (
         f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_answer} > "
         f"{limit}, decrease input length or `max_tokens` and try again"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.engine.prompts import encode_text
 from twostroke.serve.dialect import Inquiry
 from twostroke.serve.openai.chat import Message, to_conversation, to_thinking
 from twostroke.serve.openai.fields import refuse_all_but
@@ -108,7 +107,8 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
             other = "prompt" if given == "messages" else "messages"
             raise RequestError(f"{name} goes with {other}: leave it out.", param=name)
     if asked.prompt is not None:
-        return encode_text(card, asked.prompt, add_special=asked.add_special_tokens is not False)
+        add_special = asked.add_special_tokens is not False
+        return card.tokenizer.encode(asked.prompt, add_special=add_special)
     assert asked.messages is not None
     conversation = to_conversation(
         asked.messages,

@@ -18,6 +18,7 @@ from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest,
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
 from twostroke.serve.store import Kept
+from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,7 +85,11 @@ class Exchange(Conversation):
         low, high = 0, len(starts) - 1
 
         def fits(rendered: Rendered) -> bool:
-            return len(card.tokenizer.encode_prompt(rendered)) <= card.context_length - room
+            most = card.context_length - room
+            try:
+                return len(card.tokenizer.encode_prompt(rendered, most=most)) <= most
+            except TooManyTokensError:
+                return False
 
         if high < 1 or fits(whole):
             return whole

@@ -1,0 +1,50 @@
+"""Long texts are given up once they surely have too many tokens, and never before."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from support.piece_tokenizer import piece_tokenizer
+from twostroke.tokenize import Piece, Prompt, TooManyTokensError
+
+TOKENIZERS = {"bytes": byte_tokenizer(), "qwen2": byte_tokenizer(pre="qwen2")}
+TOKENIZERS["pieces"] = piece_tokenizer()
+SIZE = 70_000
+WORDS = ("a", "hello ", " ", "é", "e\u0301", "a1 é\x00漢 ", "<|im_end|>")
+TEXTS = {text: (text * SIZE)[:SIZE] for text in WORDS}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_is_given_up_only_if_it_has_too_many_tokens(name: str, text: str) -> None:
+    tokenizer, long = TOKENIZERS[name], TEXTS[text]
+    ids = tokenizer.encode(long)
+    assert tokenizer.encode(long, most=len(ids)) == ids
+    with pytest.raises(TooManyTokensError) as caught:
+        tokenizer.encode(long, most=1000)
+    assert 1000 < caught.value.num_tokens <= len(ids)
+
+
+def test_what_one_long_word_takes_is_known_without_merging_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    monkeypatch.setattr(tokenizer._merges, "_learn", None)
+    with pytest.raises(TooManyTokensError) as caught:
+        tokenizer.encode("z" * SIZE, most=SIZE - 1)
+    assert caught.value.num_tokens == SIZE  # no token has two of them
+
+
+def test_pieces_of_a_prompt_count_together() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    pieces = tuple(Piece(TEXTS["hello "], special=False) for _ in range(3))
+    ids = tokenizer.encode_prompt(Prompt(pieces))
+    assert tokenizer.encode_prompt(Prompt(pieces), most=len(ids)) == ids
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode_prompt(Prompt(pieces), most=len(ids) * 2 // 3 + 9)
+
+
+def test_a_short_text_is_counted_to_its_end() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    assert tokenizer.encode("hello " * 100, most=1) == tokenizer.encode("hello " * 100)
