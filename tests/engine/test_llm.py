@@ -72,6 +72,15 @@ def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
     assert both[0][0].token_ids == both[1][0].token_ids == by_text[0][0].token_ids
 
 
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"ab", {"a": 1}, [[1, "a"]], [None], [[1.5]], [b"ab"], [1, "a"]]
+)
+def test_what_is_no_prompt_is_said_in_a_sentence(llm: LLM, prompts: Any) -> None:
+    for call in (llm.generate, llm.embed):
+        with pytest.raises(RequestError, match=r"a text.* list of .*, not .*\.$"):
+            call(prompts)
+
+
 def test_no_prompts_have_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 

@@ -184,6 +184,44 @@ def test_prompt_longer_than_the_context_says_so_as_clients_expect(
 
 
 LONG = "x" * 70_000
+TURNS = [{"role": "user", "content": "a"}] * 10_001
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/responses", "input"),
+        ("/tokenize", "messages"),
+    ],
+)
+def test_a_conversation_of_too_many_messages_is_refused(
+    server: LiveServer, path: str, field: str
+) -> None:
+    more = {"max_tokens": 2} if path == "/v1/messages" else {}
+    response = server.http.post(path, json={field: TURNS, **more})
+    assert response.status_code == 400
+    said = response.json()["error"]["message"]
+    assert said == f"{field} takes at most 10000 messages, not 10001."
+
+
+def test_a_wrong_key_is_told_from_a_wrong_value(server: LiveServer) -> None:
+    said = refused(server.chat(logit_bias={"a": 1}), 400, "logit_bias")
+    assert said == "A key of logit_bias must be an integer, not a string."
+
+
+def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:
+    said = refused(server.complete(prompt=[5, 6, 99_999, -1]), 400, "prompt")
+    assert said.endswith(": the first is 99999, at index 2.")
+
+
+def test_methods_of_a_path_are_told_in_one_order(server: LiveServer) -> None:
+    for path, methods in (("/v1/models", "GET, HEAD"), ("/v1/responses/a", "DELETE, GET, HEAD")):
+        response = server.http.put(path)
+        assert response.headers["allow"] == methods
+        assert response.json()["error"]["message"].endswith(f"it takes {methods}.")
 
 
 @pytest.mark.parametrize(

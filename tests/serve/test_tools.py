@@ -38,6 +38,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield live
 
 
+CALLED = [
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    }
+]
+
+
 def answer_of(server: LiveServer, **fields: object) -> Fields:
     given: Fields = {"max_tokens": 150, "temperature": 1.0, "seed": 1, "tools": TOOLS} | fields
     response = server.chat(**given)
@@ -149,6 +159,21 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
             "role tool",
         ),
         (
+            {"messages": [*CALLED, {"role": "tool", "content": "a", "tool_call_id": "c2"}]},
+            "messages[1].tool_call_id",
+            "is the id of no call before it",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "a", "tool_call_id": "c1"}, *CALLED]},
+            "messages[0].tool_call_id",
+            "is the id of no call before it",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "messages[0].tool_call_id",
+            "is missing, and there is no call before it",
+        ),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
             "messages[0].tool_calls[0].function",
             "missing",
@@ -159,6 +184,33 @@ def test_what_cannot_be_is_refused(
     server: LiveServer, fields: Fields, param: str, word: str
 ) -> None:
     assert word in refused(server.chat(**fields), 400, param)
+
+
+@pytest.mark.parametrize("id_", ["c1", None])
+def test_a_result_answers_a_call_by_its_id_or_without_ids(
+    server: LiveServer, id_: str | None
+) -> None:
+    result = {"role": "tool", "content": "noon"} | ({"tool_call_id": id_} if id_ else {})
+    again = {"role": "user", "content": "And now?"}
+    assert server.chat(messages=[*CALLED, again, result], max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 12])
+def test_the_beginning_of_a_forced_call_is_no_text(server: LiveServer, num_tokens: int) -> None:
+    fields: Fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": num_tokens}
+    choice = server.chat(**fields).json()["choices"][0]
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "length"
+    text = server.chat(**fields, stream=True).text
+    assert '"content":""' in text
+    assert text.count('"content":') == 1
+
+
+def test_the_hint_of_a_refused_schema_is_a_sentence_of_its_own(server: LiveServer) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+    tools = [{"type": "function", "function": function}]
+    said = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
+    assert said.endswith("is not supported. Did you mean 'const'?")
 
 
 def test_a_schema_that_cannot_be_kept_to_frees_the_arguments_unless_strict() -> None:

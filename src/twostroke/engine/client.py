@@ -351,7 +351,11 @@ class Client:
         self.loop.check(probe)
         vocab_size = self.card.cost.program.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab_size:
-            message = f"The {field} has token ids outside 0 to {vocab_size - 1}."
+            place = next(i for i, id_ in enumerate(tokens) if not 0 <= id_ < vocab_size)
+            message = (
+                f"The {field} has token ids outside 0 to {vocab_size - 1}: "
+                f"the first is {tokens[place]}, at index {place}."
+            )
             raise RequestError(message, param=field)
 
     def _check(self, tokens: Sequence[int], params: SamplingParams, field: str) -> None:

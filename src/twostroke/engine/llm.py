@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.config import PARTNER
 from twostroke.core.embedding import AUTO, EmbeddingParams
-from twostroke.core.errors import OverloadedError, UsageError
+from twostroke.core.errors import OverloadedError, RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
@@ -24,7 +25,7 @@ from twostroke.engine.prompts import (
 from twostroke.weights import pull
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
@@ -319,9 +320,13 @@ def _written(
 
 
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray, Mapping)) or not hasattr(prompts, "__getitem__"):
+        message = "Give a text, a list of token ids, or a list of these, "
+        raise RequestError(f"{message}not {type(prompts).__name__}.", param="prompt")
+    is_one = len(prompts) > 0 and hasattr(prompts[0], "__index__")
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
 
 
 def _as_params(

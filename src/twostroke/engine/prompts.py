@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from twostroke.engine.thinking import Marks, Thinking
     from twostroke.tokenize import InfillTokens, Prompt, Tokenizer
     from twostroke.tokenize.templates import ChatTemplate
+
+_MOST_SHOWN: Final = 60  # characters of what is no prompt
 
 
 class Chat:
@@ -246,11 +249,19 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, (bytes, bytearray)):
+        raise _no_prompt(prompt)
     try:
-        return list(prompt)
+        return list(map(index, prompt))
     except TypeError:
-        message = f"A prompt must be a text or a list of token ids, not {prompt!r}."
-        raise RequestError(message, param="prompt") from None
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(prompt: object) -> RequestError:
+    shown = repr(prompt)
+    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+    message = f"A prompt must be a text or a list of token ids, not {shown}."
+    return RequestError(message, param="prompt")
 
 
 def _infill_tokens(card: ModelCard) -> InfillTokens:

@@ -364,7 +364,7 @@ def build_app(api: Api) -> ASGIApp:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
             fault = errors.MethodError(f"{path} does not take {method}; it takes {allowed}.")
             response = await known(request, fault)
             response.headers["allow"] = allowed

@@ -70,8 +70,14 @@ class CallReader:
     with an object that names one of the functions is a call, too. Reading takes linear time.
     """
 
-    def __init__(self, names: Collection[str] = (), form: CallForm = HERMES) -> None:
-        """Read calls that are written in a form; `names` are those of the functions."""
+    def __init__(
+        self, names: Collection[str] = (), form: CallForm = HERMES, *, is_forced: bool = False
+    ) -> None:
+        """Read calls that are written in a form; `names` are those of the functions.
+
+        Where calls are forced, there is no other text: what was cut before a name is dropped.
+        """
+        self._is_forced = is_forced
         self.num_calls = 0
         self._names = frozenset(names)
         self._form = form
@@ -103,7 +109,8 @@ class CallReader:
     def finish(self) -> list[Piece]:
         """Return what was held back, as there is no more text."""
         held, self._held = self._held, ""
-        if self._state in (self._arguments, self._behind, self._fence, self._next):
+        in_call = self._state in (self._arguments, self._behind, self._fence, self._next)
+        if in_call or self._is_forced:
             return []  # of a call that was cut, or of marks that were
         rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
         if self.num_calls and not rest.strip():

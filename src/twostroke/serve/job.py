@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from twostroke.core.errors import (
     EngineStoppedError,
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.metrics import Metrics
     from twostroke.serve.tools import Tools
     from twostroke.tokenize import Prompt as Rendered
+
+
+MAX_MESSAGES: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,9 @@ class Job:
         calls = ToolForm(self.tools, form, card.tokenizer, preface)
         params = behind_preface(params, preface, card.tokenizer, form.all_marks)
         params = replace(params, constraint=calls.constraint())
-        reading = replace(reading, functions=self.tools.names, form=form)
+        reading = replace(
+            reading, functions=self.tools.names, form=form, is_forced=self.tools.is_forced
+        )
         return Encoded(tokens, params, hints, reading, calls)
 
 
@@ -315,6 +320,17 @@ class Answers:
             raise EngineStoppedError("The server is shutting down.")
         self.ended[output.index] = (reason, usage, output.timings)
         self._metrics.goodput.judge(self._service, usage, output.timings)
+
+
+def check_messages(count: int, field: str) -> None:
+    """Refuse a conversation of more messages, or items, than one may have.
+
+    Raises:
+        RequestError: too many.
+    """
+    if count > MAX_MESSAGES:
+        message = f"{field} takes at most {MAX_MESSAGES} messages, not {count}."
+        raise RequestError(message, param=field)
 
 
 def check_choices(job: Job, limit: int) -> None:

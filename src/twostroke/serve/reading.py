@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class Reading:
     """How the answers of a job are to be read.
 
-    `functions` are the names of those that may be called, in which `form`; `preface` is the
-    reasoning that may come first, if it is to be told from the answer.
+    `functions` are the names of those that may be called, in which `form`; one must be if
+    `is_forced`. `preface` is the reasoning that may come first, if it is to be told from the
+    answer.
     """
 
     functions: tuple[str, ...] = ()
     form: CallForm = HERMES
+    is_forced: bool = False
     preface: Preface | None = None
 
     @property
@@ -48,7 +50,9 @@ class AnswerReader:
     def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
         """Begin at the beginning of an answer."""
         preface = reading.preface
-        self._calls = CallReader(reading.functions, reading.form) if reading.functions else None
+        self._calls = None
+        if reading.functions:
+            self._calls = CallReader(reading.functions, reading.form, is_forced=reading.is_forced)
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
         self._reasoning = Trim(skips_first=True)

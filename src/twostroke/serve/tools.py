@@ -249,7 +249,7 @@ def _callable(function: FunctionBody, param: str) -> Function:
         check_keywords(json.dumps(schema))
     except ValueError as error:
         if function.strict:
-            message = f"{param} cannot be kept to: {error}."
+            message = f"{param} cannot be kept to: {error}{'' if str(error).endswith('?') else '.'}"
             raise RequestError(message, param=param) from None
         return made.freed()
     return made if schema.get("type", "object") == "object" else made.freed()

@@ -28,7 +28,7 @@ from twostroke.serve.anthropic.tools import (
     text_of,
 )
 from twostroke.serve.dialect import Dialect, Inquiry
-from twostroke.serve.job import Conversation, Job
+from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.openai.structure import to_schema
 
@@ -198,6 +198,7 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
         refuse_all_but(asked.output_config, NEUTRAL_OF_OUTPUT, "output_config.")
     if not asked.messages:
         raise RequestError("messages must have at least one message.", param="messages")
+    check_messages(len(asked.messages), "messages")
     turns: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # of each turn, joined at the end
     known = set[str]()  # ids of calls

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NAME_LENGTH = 100  # of a client's own words that are searched and sent back
 
-_PLACE = re.compile(r"(?:`key` in )?`\$\.?(.*)`", re.DOTALL)
+_PLACE = re.compile(r"(`key` in )?`\$\.?(.*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
@@ -105,7 +105,7 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
 
 
 def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestError:
-    what, inner = _split(text)
+    what, inner, is_of_key = _split(text)
     path = _join(where, inner) if inner else where
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
@@ -115,7 +115,7 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     if found := _MISSING.fullmatch(what):
         param = _join(path, found[1])
         return MissingFieldError(f"The field '{param}' is missing.", param=param)
-    name = path or "The body"
+    name = f"A key of {path}" if is_of_key else path or "The body"
     if found := _EXPECTED.fullmatch(what):
         wanted = _in_words(found[1])
         message = f"{name} must be {wanted}, not {_in_words(found[2])}."
@@ -129,11 +129,14 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     return RequestError(message, param=path or None)
 
 
-def _split(text: str) -> tuple[str, str]:
-    """Return what msgspec found wrong, and the path where, in time linear in both."""
+def _split(text: str) -> tuple[str, str, bool]:
+    """Return what msgspec found wrong, the path where, and whether a key there is at fault.
+
+    Takes time linear in the text.
+    """
     what, _, place = text.rpartition(" - at ")
     found = _PLACE.fullmatch(place)
-    return (what, found[1]) if what and found else (text, "")
+    return (what, found[2], found[1] is not None) if what and found else (text, "", False)
 
 
 def _words_at(kind: type[msgspec.Struct], path: str) -> list[str]:

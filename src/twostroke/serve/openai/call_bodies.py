@@ -43,8 +43,11 @@ class AnswerMessage(msgspec.Struct):
     tool_calls: list[CallBody] | UnsetType = UNSET
 
 
-def answer_message(pieces: Iterable[Piece]) -> AnswerMessage:
-    """Return the message of a whole answer, from its pieces."""
+def answer_message(pieces: Iterable[Piece], *, has_text: bool = True) -> AnswerMessage:
+    """Return the message of a whole answer, from its pieces.
+
+    Its content is null beside calls, and without `has_text`, where it has none.
+    """
     calls, said, thought = list[CallBody](), "", ""
     for piece in pieces:
         if isinstance(piece, TextPiece):
@@ -56,7 +59,7 @@ def answer_message(pieces: Iterable[Piece]) -> AnswerMessage:
             calls[-1].index = UNSET
         else:
             calls[-1].function.arguments += piece.text
-    message = AnswerMessage("assistant", said or None if calls else said)
+    message = AnswerMessage("assistant", said if has_text and not calls else said or None)
     if thought:
         message.reasoning_content = message.reasoning = thought
     if calls:

@@ -11,7 +11,7 @@ from twostroke.core.sampling import MAX_LOGPROBS
 from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.dialect import Dialect
 from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
-from twostroke.serve.job import Conversation, Job
+from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.chat_reply import ChatWriter, whole
 from twostroke.serve.openai.fields import (
     CommonFields,
@@ -178,9 +178,27 @@ def to_conversation(
         raise RequestError(message, param="continue_final_message")
     if not messages:
         raise RequestError("messages must have at least one message.", param="messages")
+    check_messages(len(messages), "messages")
+    _check_results(messages)
     said = tuple(_message(i, message) for i, message in enumerate(messages))
     shown = tools.shown if tools is not None else ()
     return Conversation(said, shown, bool(continues), has_turn is not False, thinking)
+
+
+def _check_results(messages: list[Message]) -> None:
+    """Refuse results of tools that answer no call; clients without ids leave them out of both.
+
+    Raises:
+        RequestError: there is one.
+    """
+    known = set[str | None]()
+    for place, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls or ())
+        id_, where = message.tool_call_id, f"messages[{place}].tool_call_id"
+        if message.role != "tool" or id_ in known or (id_ is None and known):
+            continue
+        said = "is missing, and there is" if id_ is None else "is the id of"
+        raise RequestError(f"{where} {said} no call before it.", param=where)
 
 
 def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:

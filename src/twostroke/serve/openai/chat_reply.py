@@ -172,7 +172,7 @@ def whole(reply: Reply, answers: list[Completion], usage: Usage) -> ChatCompleti
     reasoning = 0
     for answer in answers:
         reader = reply.reader()
-        message = answer_message(reader.take(answer))
+        message = answer_message(reader.take(answer), has_text=not reply.reading.is_forced)
         reasoning += reader.num_reasoning_tokens
         choice = Choice(
             answer.index,

@@ -10,7 +10,7 @@ from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import MissingFieldError
-from twostroke.serve.job import Conversation, Job
+from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import to_caller, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
 from twostroke.serve.openai.responses.recall import items_of
@@ -136,6 +136,8 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
 def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> Exchange:
     previous = _previous(asked.previous_response_id, tenant)
     steps = list(previous.conversation()) if previous else []
+    if isinstance(asked.input, list):
+        check_messages(len(asked.input), "input")
     own = read_input(asked.input, tenant, {id_ for step in steps for id_ in step.item_ids})
     if not own and previous is None:
         raise MissingFieldError("The field 'input' is missing.", param="input")
@@ -144,6 +146,7 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
         earlier.append({"role": "developer", "content": asked.instructions})
     for step in steps:
         earlier += items_of(step)
+    check_messages(len(earlier) + len(own), "input")
     messages = to_messages([*earlier, *own], len(earlier))
     if not messages:
         raise RequestError("input must have at least one message.", param="input")
