@@ -27,6 +27,7 @@ from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.serve.anthropic import errors as anthropic_errors
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic import tools as anthropic_tools
+from twostroke.serve.job import MAX_MESSAGES
 from twostroke.serve.openai import chat, completions, embeddings, fields, tokens
 from twostroke.serve.openai.responses import items, request
 from twostroke.serve.openai.responses import tools as response_tools
@@ -104,7 +105,8 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
     return {
         "model": _text("A name of the model, as `/v1/models` lists them; left out: the first.")
         | {"examples": [facts.names[0]]},
-        "messages": _text("The conversation, oldest first.") | {"minItems": 1},
+        "messages": _text("The conversation, oldest first.")
+        | {"minItems": 1, "maxItems": MAX_MESSAGES},
         "stream": _text("Whether the answer comes in pieces, as server-sent events."),
         "max_tokens": _text("The most tokens to generate."),
         "min_tokens": _text("No end before that many tokens; at most `max_tokens`."),
