@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 12;
+constexpr int32_t kInterfaceVersion = 13;
 
 }  // namespace
 
@@ -31,7 +31,7 @@ TS_EXPORT int64_t ts_record_size(int32_t index) {
       sizeof(ts::OpRecord),     sizeof(ts::RopeRecord),  sizeof(ts::LayerRecord),
       sizeof(ts::PlanRecord),   sizeof(ts::SliceRecord), sizeof(ts::StepRecord),
       sizeof(ts::PackedWeight), sizeof(ts::StoreRecord), sizeof(ts::CopyRecord),
-      sizeof(ts::SampleRow),    sizeof(ts::SampleResult)};
+      sizeof(ts::NodeRecord),   sizeof(ts::SampleRow),   sizeof(ts::SampleResult)};
   constexpr int32_t count = sizeof sizes / sizeof sizes[0];
   return index >= 0 && index < count ? sizes[index] : -1;
 }
@@ -42,12 +42,13 @@ TS_EXPORT void ts_unmap_memory(void* memory, int64_t num_bytes) {
   ts::unmap_memory(memory, num_bytes);
 }
 
-/// Null if the threads cannot be made.
-TS_EXPORT Pool* ts_pool_create(int32_t num_threads) {
+/// Null if the threads cannot be made. With nodes, their threads add up to `num_threads`.
+TS_EXPORT Pool* ts_pool_create(int32_t num_threads, const ts::NodeRecord* nodes,
+                               int32_t num_nodes) {
   if (num_threads < 1) return nullptr;
   ts::request_tiles();
   try {
-    return new Pool(num_threads);
+    return new Pool(num_threads, ts::Nodes(nodes, num_nodes));
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -57,12 +58,17 @@ TS_EXPORT void ts_pool_destroy(Pool* pool) {
   if (pool->is_ours()) delete pool;
 }
 
-/// Packs a whole matrix with all threads; `source` as in its file, `packed` aligned to 64 bytes.
+/// Packs a whole matrix with all threads; `source` as in its file, `packed` aligned to 64 bytes. On
+/// several nodes each thread packs what it will read in steps with few rows; only queries, keys and
+/// values, which are cut together, and gates and ups of experts are cut otherwise there.
 TS_EXPORT void ts_pack(Pool* pool, int32_t type, int64_t num_outputs, int64_t num_inputs,
                        const void* source, void* packed) {
   const auto weight_type = static_cast<WeightType>(type);
   constexpr int64_t kGrain = 8;
-  ts::parallel_for(*pool, ts::num_groups(num_outputs), kGrain, [&](int64_t group) {
+  const int64_t groups = ts::num_groups(num_outputs);
+  const int64_t bytes = ts::packed_bytes(weight_type, num_outputs, num_inputs);
+  ts::touch_parts(*pool, packed, groups, bytes / groups);
+  ts::parallel_for(*pool, groups, kGrain, [&](int64_t group) {
     ts::pack_groups(weight_type, num_outputs, num_inputs, source, packed, group, group + 1);
   });
 }

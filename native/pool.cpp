@@ -8,6 +8,7 @@
 #endif
 
 #include <chrono>
+#include <utility>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -161,7 +162,8 @@ void Barrier::meet(int thread, int num_threads, Places& places) {
   }
 }
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), owner_(getpid()), places_(num_threads) {
+Pool::Pool(int num_threads, Nodes nodes)
+    : num_threads_(num_threads), nodes_(std::move(nodes)), owner_(getpid()), places_(num_threads) {
   try {
     for (int thread = 1; thread < num_threads; ++thread) {
       threads_.emplace_back([this, thread] { work(thread); });
@@ -188,6 +190,7 @@ void Pool::run(Task task, void* context) {
     task(context, 0, 1);
     return;
   }
+  const Stay stay(nodes_, 0);
   task_ = task;
   context_ = context;
   places_.settle(0);
@@ -198,6 +201,7 @@ void Pool::run(Task task, void* context) {
 
 void Pool::work(int thread) {
   const FloatMode mode;
+  const Stay stay(nodes_, thread);
   for (uint32_t seen = 0;;) {
     start_.wait_beyond(seen, kTaskSpin);
     seen = start_.value();

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "nodes.h"
+
 namespace ts {
 
 /// A number that threads wait on: they spin briefly, then sleep. Two cores must not be starved by
@@ -43,7 +45,7 @@ class Places {
   explicit Places(int num_threads);
 
   /// Says where `thread`, the caller, is now. If a thread before it is on the same core, moves to
-  /// a core without any, if there is one; which cores may be used later stays as it was.
+  /// a core without any, if there is one that it may use; which these are stays as it was.
   void settle(int thread);
 
   /// Whether another thread was last seen on the core of `thread`.
@@ -74,8 +76,9 @@ class Barrier {
 /// A team of threads. One call of `run` at a time, from any thread.
 class Pool {
  public:
-  /// Throws std::exception if the threads cannot be made.
-  explicit Pool(int num_threads);
+  /// Throws std::exception if the threads cannot be made. Each keeps to its node's cores, the
+  /// calling one for as long as a task runs; with `nodes` there are as many threads as these have.
+  Pool(int num_threads, Nodes nodes);
   /// Only in the process that made it: elsewhere the threads to wait for do not exist.
   ~Pool();
   bool is_ours() const;
@@ -83,6 +86,7 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int num_threads() const { return num_threads_; }
+  const Nodes& nodes() const { return nodes_; }
 
   using Task = void (*)(void* context, int thread, int num_threads);
 
@@ -98,6 +102,7 @@ class Pool {
   void stop();
 
   const int num_threads_;
+  const Nodes nodes_;
   const pid_t owner_;
   std::vector<std::thread> threads_;
   Places places_;
@@ -108,18 +113,27 @@ class Pool {
   bool stopping_ = false;
 };
 
-/// Calls body(index) for 0 to count - 1, the threads taking `grain` indices at a time.
+/// Calls body(index) for 0 to count - 1, the threads taking `grain` indices at a time. On several
+/// nodes each takes its own equal part instead, as in a step with few rows: memory lies on the node
+/// whose thread touched it first, so that what is written here is near the thread that will read
+/// it.
 template <class Body>
 void parallel_for(Pool& pool, int64_t count, int64_t grain, const Body& body) {
   struct Context {
     const Body& body;
     int64_t count;
     int64_t grain;
+    bool has_parts;
     std::atomic<int64_t> next{0};
-  } context{body, count, grain};
+  } context{body, count, grain, !pool.nodes().none()};
   pool.run(
-      [](void* data, int, int) {
+      [](void* data, int thread, int num_threads) {
         auto& shared = *static_cast<Context*>(data);
+        if (shared.has_parts) {
+          const int64_t part_end = shared.count * (thread + 1) / num_threads;
+          for (int64_t i = shared.count * thread / num_threads; i < part_end; ++i) shared.body(i);
+          return;
+        }
         for (;;) {
           const int64_t begin = shared.next.fetch_add(shared.grain);
           if (begin >= shared.count) return;

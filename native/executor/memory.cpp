@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -39,6 +40,33 @@ void* map_memory(int64_t num_bytes) {
 }
 
 void unmap_memory(void* memory, int64_t num_bytes) { munmap(memory, whole_pages(num_bytes)); }
+
+void touch_parts(Pool& pool, void* memory, int64_t count, int64_t piece_bytes) {
+  if (pool.nodes().none()) return;
+  struct Context {
+    uint8_t* memory;
+    int64_t count;
+    int64_t piece_bytes;
+  } context{static_cast<uint8_t*>(memory), count, piece_bytes};
+  pool.run(
+      [](void* data, int thread, int num_threads) {
+        constexpr auto kPage = static_cast<int64_t>(kHugePage);
+        const auto& [memory, count, piece_bytes] = *static_cast<const Context*>(data);
+        const int64_t size = count * piece_bytes;
+        const int64_t part_begin = count * thread / num_threads * piece_bytes;
+        const int64_t part_end = count * (thread + 1) / num_threads * piece_bytes;
+        const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory));
+        for (int64_t page = begin / kPage; page * kPage < begin + size; ++page) {
+          const int64_t middle = page * kPage + kPage / 2 - begin;
+          bool is_mine = part_begin <= middle && middle < part_end;
+          if (middle >= size) is_mine = thread == 0;  // with which what lies behind begins
+          if (size < kPage) is_mine = thread == page % num_threads;
+          if (is_mine)
+            *const_cast<volatile uint8_t*>(memory + std::max<int64_t>(middle - kPage / 2, 0)) = 0;
+        }
+      },
+      &context);
+}
 
 Block::~Block() { std::free(data_); }
 

@@ -113,6 +113,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
   cache_bytes = num_pages * page_stride;
   cache = map_memory(cache_bytes);
   if (cache == nullptr) throw std::bad_alloc();
+  pool.nodes().interleave(cache, cache_bytes);  // any thread may draw the task that reads a page
   for (size_t i = 0; i < layers.size(); ++i) {
     layers[i].data = static_cast<uint8_t*>(cache) + offsets[i];
     layers[i].page_stride = page_stride;

@@ -131,13 +131,13 @@ void measure(const Library& library, const Case& c, const Peaks& peaks) {
 /// What the level's tiles do at best, in multiply-adds a second; 0 if it has none.
 double measure_tiles(const Library& library) {
   if (std::strcmp(library.level(), "amx") != 0) return 0;
-  void* (*create)(int32_t);
+  void* (*create)(int32_t, const void*, int32_t);
   double (*measure_peak)(void*);
   void (*destroy)(void*);
   find(library.handle, "ts_pool_create", &create);
   find(library.handle, "ts_measure_peak", &measure_peak);
   find(library.handle, "ts_pool_destroy", &destroy);
-  void* pool = create(1);
+  void* pool = create(1, nullptr, 0);
   if (pool == nullptr) return 0;
   const double operations_s = measure_peak(pool);
   destroy(pool);

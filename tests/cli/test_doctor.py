@@ -10,6 +10,7 @@ import pytest
 from twostroke.backends.cpu.library import level_reports
 from twostroke.cli import doctor
 from twostroke.cli.doctor import Measured
+from twostroke.core.nodes import MemoryNode
 from twostroke.engine import hardware
 
 if TYPE_CHECKING:
@@ -51,6 +52,24 @@ def test_json_is_for_scripts(cli: Cli) -> None:
     assert found["measured"]["small_bytes_per_s"] > 1e8
     assert found["measured"]["peak_ops_per_s"] > 1e8
     assert found["machine"]["memory_bytes"] > found["machine"]["memory_free_bytes"] > 0
+
+
+def test_several_memory_nodes_are_shown_with_their_threads(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [MemoryNode(0, (0, 1, 2))]
+    monkeypatch.setattr(doctor, "memory_nodes", lambda: tuple(nodes))
+    assert " node" not in cli("doctor").out
+    nodes.append(MemoryNode(2, (3,)))
+    lines = " ".join(cli("doctor", "--threads", "4").out.split())
+    assert "free; on 2 nodes: 3 cores near node 0, 1 cores near node 2 system" in lines
+    assert "(--threads); 3 on node 0, 1 on node 2, their weights near them context" in lines
+    found = json.loads(cli("doctor", "--json", "--threads", "4").out)
+    assert found["machine"]["memory_nodes"][1] == {"number": 2, "cores": [3]}
+    assert found["auto"]["places"] == [
+        {"node": 0, "num_threads": 3},
+        {"node": 2, "num_threads": 1},
+    ]
 
 
 def test_a_level_of_the_environment_is_named_as_the_reason(

@@ -19,6 +19,7 @@ from twostroke.core.machine import (
     processor_name,
     resolve_num_threads,
 )
+from twostroke.core.nodes import MemoryNode, memory_nodes, place_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +40,11 @@ def command(as_json: bool, threads: int | None) -> None:
     from twostroke.core import env
 
     choice = choose_level(None)
-    auto = Auto(
-        "cpu", choice.level, choice.reason, resolve_num_threads(threads), str(env.cache_dir())
-    )
     machine, levels = Machine.here(), level_reports()
+    num_threads = resolve_num_threads(threads)
+    placed = place_threads(machine.memory_nodes, num_threads)
+    places = tuple(Place(node.number, count) for node, count in placed.items())
+    auto = Auto("cpu", choice.level, choice.reason, num_threads, places, str(env.cache_dir()))
     if as_json:
         result = {
             "machine": asdict(machine),
@@ -65,10 +67,11 @@ def command(as_json: bool, threads: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine and its system. Sizes are in bytes."""
+    """The machine and its system. Sizes are in bytes; nodes are those with cores for us."""
 
     processor: str
     num_cores: int
+    memory_nodes: tuple[MemoryNode, ...]
     memory_bytes: int
     memory_free_bytes: int
     system: str
@@ -80,36 +83,53 @@ class Machine:
         system = f"{platform.system()} {platform.release()} {platform.machine()}"
         python = platform.python_version()
         memory = memory_total(), memory_available()
-        return cls(processor_name(), num_cores(), *memory, system, python)
+        return cls(processor_name(), num_cores(), memory_nodes(), *memory, system, python)
 
     def lines(self) -> dict[str, str]:
         """Return what a person reads."""
         total, free = self.memory_bytes / 1e9, self.memory_free_bytes / 1e9
+        memory = f"{total:.1f} GB, {free:.1f} GB of it free"
+        if len(self.memory_nodes) > 1:
+            nodes = [
+                f"{len(node.cores)} cores near node {node.number}" for node in self.memory_nodes
+            ]
+            memory += f"; on {len(nodes)} nodes: {', '.join(nodes)}"
         return {
             "processor": f"{self.processor}, {self.num_cores} cores",
-            "memory": f"{total:.1f} GB, {free:.1f} GB of it free",
+            "memory": memory,
             "system": f"{self.system}, Python {self.python}",
         }
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """How many threads keep to the cores of a memory node."""
+
+    node: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
 class Auto:
-    """What is chosen where nothing is asked for."""
+    """What is chosen where nothing is asked for. Without places, threads run on any node."""
 
     backend: str
     level: str
     level_reason: str
     num_threads: int
+    places: tuple[Place, ...]
     cache_dir: str
 
     def lines(self, *, given: bool) -> dict[str, str]:
         """Return what a person reads; `given` says that the number of threads was an option."""
         reason = self.level_reason.partition(";")[0]  # the levels above it have said why not
         threads = "as --threads says" if given else "one a core, or TWOSTROKE_NUM_THREADS"
+        places = [f"{place.num_threads} on node {place.node}" for place in self.places]
+        placed = f"; {', '.join(places)}, their weights near them" if places else ""
         return {
             "backend": f"{self.backend}: our own kernels (--backend)",
             "level": f"{self.level}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
-            "threads": f"{self.num_threads}: {threads} (--threads)",
+            "threads": f"{self.num_threads}: {threads} (--threads){placed}",
             "context": "the model's own (--context-length)",
             "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
             "KV format": "f16: keys and values in two bytes each (--kv-format)",

@@ -14,6 +14,7 @@ from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanPages
 from twostroke.backends.cpu.states import LastNorm
 from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.cpu.team import create_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.config import ACTIVATION_BITS
@@ -90,11 +91,8 @@ class CpuBackend:
         self._plan: NativePlan | None = None
         self._owns_pool = beside is None
         self._pool: int | None = (
-            self._library.ts_pool_create(num_threads) if beside is None else beside._pool  # noqa: SLF001
+            create_pool(self._library, num_threads) if beside is None else beside._pool  # noqa: SLF001
         )
-        if self._pool is None:
-            message = f"The operating system refuses {num_threads} threads; ask for fewer."
-            raise BackendError(message)
         try:
             pages = PlanPages(num_pages, page_size, kv_format)
             self._prepare(tensors, pages, release, progress)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from twostroke.backends.cpu.records import RECORD_SIZES, PlanRecord, StepRecord
+from twostroke.backends.cpu.records import RECORD_SIZES, NodeRecord, PlanRecord, StepRecord
 from twostroke.core import env
 from twostroke.core.errors import BackendError, nearest
 
-_INTERFACE_VERSION = 12  # as in native/c_interface.cpp
+_INTERFACE_VERSION = 13  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _PORTABLE = {"portable": (0, "nothing")}
@@ -39,7 +39,7 @@ _SIGNATURES = {
     "ts_linear_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "ts_map_memory": (c_void_p, (c_int64,)),
     "ts_unmap_memory": (None, (c_void_p, c_int64)),
-    "ts_pool_create": (c_void_p, (c_int32,)),
+    "ts_pool_create": (c_void_p, (c_int32, POINTER(NodeRecord), c_int32)),
     "ts_pool_destroy": (None, (c_void_p,)),
     "ts_pack": (None, (c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p)),
     "ts_plan_create": (c_void_p, (c_void_p, POINTER(PlanRecord))),

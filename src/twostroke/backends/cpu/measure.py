@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.library import load_library
-from twostroke.core.errors import BackendError
+from twostroke.backends.cpu.team import create_pool
 
 if TYPE_CHECKING:
     import ctypes
@@ -31,9 +31,7 @@ def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
 @contextmanager
 def _pool(level: str, num_threads: int) -> Iterator[tuple[ctypes.CDLL, int]]:
     library = load_library(level)
-    pool = library.ts_pool_create(num_threads)
-    if pool is None:
-        raise BackendError(f"The operating system refuses {num_threads} threads; ask for fewer.")
+    pool = create_pool(library, num_threads)
     try:
         yield library, pool
     finally:

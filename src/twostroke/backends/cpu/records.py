@@ -168,6 +168,17 @@ class PlanRecord(ctypes.Structure):
     )
 
 
+class NodeRecord(ctypes.Structure):
+    """A memory node and how many threads keep to its cores; as in native/nodes.h."""
+
+    _fields_ = (
+        ("cores", POINTER(c_int32)),
+        ("num_cores", c_int32),
+        ("number", c_int32),
+        ("num_threads", c_int32),
+    )
+
+
 class SliceRecord(ctypes.Structure):
     """Consecutive rows of one request, all prompt or all generated."""
 
@@ -232,6 +243,7 @@ RECORD_SIZES = (
             WeightRecord,
             StoreRecord,
             CopyRecord,
+            NodeRecord,
         )
     ),
     ROW.itemsize,

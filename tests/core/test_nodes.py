@@ -1,0 +1,126 @@
+"""Memory nodes as the operating system tells of them, and the threads that keep to each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.core import nodes as module
+from twostroke.core.nodes import MemoryNode, memory_nodes, place_threads
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def made_up(folder: Path, online: str, **cores: str) -> Path:
+    """Return a folder that tells of nodes; `cores` are their lists, by `node0` and so on."""
+    (folder / "online").write_text(online)
+    for node, text in cores.items():
+        (folder / node).mkdir()
+        (folder / node / "cpulist").write_text(text)
+    return folder
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, *cores: int) -> None:
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(cores))
+
+
+def test_each_node_has_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, *range(8))
+    folder = made_up(tmp_path, "0-1\n", node0="0-1,4-5\n", node1="2-3,6-7\n")
+    assert memory_nodes(folder) == (MemoryNode(0, (0, 1, 4, 5)), MemoryNode(1, (2, 3, 6, 7)))
+
+
+def test_only_cores_that_are_allowed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_up(tmp_path, "0-2", node0="0-3", node1="4-7", node2="8-11")
+    allow(monkeypatch, 2, 3, 11)
+    assert memory_nodes(folder) == (MemoryNode(0, (2, 3)), MemoryNode(2, (11,)))
+    allow(monkeypatch, 4, 5)
+    assert memory_nodes(folder) == (MemoryNode(1, (4, 5)),)
+
+
+def test_memory_without_cores_is_no_place_for_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(monkeypatch, 0, 1, 2, 3)
+    folder = made_up(tmp_path, "0,2,10", node0="0-1\n", node2="\n", node10="2-3\n")
+    assert memory_nodes(folder) == (MemoryNode(0, (0, 1)), MemoryNode(10, (2, 3)))
+
+
+@pytest.mark.parametrize("online", ["", "none", "0-", "-1", "1-0", "0-1;", "0-99999", "0x1", "²"])
+def test_a_damaged_list_of_nodes_is_no_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: str
+) -> None:
+    allow(monkeypatch, 0, 1)
+    assert memory_nodes(made_up(tmp_path, online, node0="0", node1="1")) == ()
+
+
+@pytest.mark.parametrize("cores", ["", "x", "3-", "1,,2", "2-5", "123456789"])
+def test_an_account_that_does_not_have_each_core_once_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: str
+) -> None:
+    allow(monkeypatch, *range(6))
+    assert memory_nodes(made_up(tmp_path, "0-1", node0="0-2", node1=cores)) == ()
+
+
+def test_what_is_missing_is_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, 0, 1)
+    assert memory_nodes(tmp_path / "nowhere") == ()
+    assert memory_nodes(made_up(tmp_path, "0-1", node0="0")) == ()
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_bytes(b"\xff\xfe")
+    assert memory_nodes(tmp_path) == ()
+
+
+def test_this_machine_tells_of_each_core_at_most_once() -> None:
+    cores = [core for node in memory_nodes() for core in node.cores]
+    assert len(cores) == len(set(cores))
+
+
+def sized(*counts: int) -> list[MemoryNode]:
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [
+        MemoryNode(number, tuple(range(end - count, end)))
+        for number, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_threads", "threads"),
+    [
+        ((4, 4), 8, {0: 4, 1: 4}),
+        ((4, 4), 2, {0: 1, 1: 1}),
+        ((5, 3), 2, {0: 1, 1: 1}),
+        ((2, 2, 2, 2), 2, {1: 1, 3: 1}),
+        ((2, 6), 8, {0: 2, 1: 6}),
+        ((2, 6), 4, {0: 1, 1: 3}),
+        ((2, 2), 8, {0: 4, 1: 4}),
+        ((1, 1), 3, {0: 1, 1: 2}),
+        ((60, 4), 2, {}),  # both on one node
+        ((4, 4), 1, {}),
+        ((8,), 8, {}),
+        ((), 4, {}),
+    ],
+)
+def test_threads_are_placed(
+    cores: tuple[int, ...], num_threads: int, threads: dict[int, int]
+) -> None:
+    placed = place_threads(sized(*cores), num_threads)
+    assert {node.number: count for node, count in placed.items()} == threads
+    assert list(placed) == sorted(placed, key=lambda node: node.number)
+
+
+@pytest.mark.parametrize("cores", [(4, 4), (7, 5), (1, 2, 3), (16, 2, 16, 2), (3, 3, 3, 3)])
+def test_each_node_has_its_share_to_less_than_one(cores: tuple[int, ...]) -> None:
+    for num_threads in range(1, 4 * sum(cores)):
+        placed = place_threads(sized(*cores), num_threads)
+        if not placed:
+            continue
+        assert sum(placed.values()) == num_threads
+        for node in sized(*cores):
+            share = num_threads * len(node.cores) / sum(cores)
+            assert abs(placed.get(node, 0) - share) < 1
+        if num_threads % sum(cores) == 0:
+            times = num_threads // sum(cores)
+            assert [count // times for count in placed.values()] == list(cores)
