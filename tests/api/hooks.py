@@ -44,7 +44,10 @@ REASONS = {
     "items that are not there": (r"there is no item",),
     "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
     "ways to say how an answer has to look": (r" exclude each other", r" cannot be combined with "),
-    "results of tools without their calls": (r"is the id of no (call|function_call) before it",),
+    "results of tools without their calls": (
+        r"is the id of no (call|function_call) before it",
+        r"is missing, and there is no call before it",
+    ),
     "roles of messages": (r"belongs to a message of (the other )?role",),
     "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
     "models that know no text between two others": (r"suffix",),
