@@ -82,7 +82,7 @@ def test_references_are_bounded() -> None:
 
 
 def test_many_leading_texts_of_the_system_are_joined() -> None:
-    texts = [f"{n} {'x' * 100}" for n in range(20_000)]
+    texts = [f"{n} {'x' * 100}" for n in range(9_000)]
     (message,) = messages([{"role": "system", "content": text} for text in texts])
     assert message == {"role": "system", "content": "\n\n".join(texts)}
 
