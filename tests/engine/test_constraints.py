@@ -42,12 +42,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = r"(hello|help)( the (world|moon)){1,4}\."
-PROMPTS = ["hello the world is in the world is in", "the and the and the and", "a", "ing er is of"]
+OPENING = "hello the world is in the and of a in the world "
+PROMPTS = [OPENING + "is in the world", OPENING + "and the and", "a", OPENING + "ing er is of"]
 JSON = Constraint("json_schema", json.dumps(SCHEMA))
 REGEX = Constraint("regex", PATTERN)
 ASKED = [
     SamplingParams(temperature=0, max_tokens=150, constraint=JSON),
-    SamplingParams(temperature=1.5, max_tokens=150, seed=1, n=3, constraint=JSON, logprobs=2),
+    SamplingParams(temperature=1.5, max_tokens=150, seed=1, n=6, constraint=JSON, logprobs=2),
     SamplingParams(temperature=1.5, max_tokens=60, seed=2, constraint=REGEX, min_tokens=50),
     SamplingParams(max_tokens=60, seed=3, constraint=REGEX, repetition_penalty=1.3, min_p=0.01),
     SamplingParams(max_tokens=12, seed=4, constraint=JSON, logit_bias={20: 5.0}),
@@ -62,11 +63,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(
-    path: Path, backend: str = "cpu", memory_bytes: int = 6_000_000, **speculation: Any
+    path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
 ) -> LLM:
     native_dir()
     compute = ComputeOptions(backend=backend, num_threads=2)
-    cache = CacheOptions(memory_bytes=memory_bytes if backend == "cpu" else None)
+    cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
     return LLM(
         str(path), EngineOptions(compute, cache, speculation=SpeculationOptions(**speculation))
     )
@@ -145,11 +146,14 @@ def test_what_a_grammar_forces_is_guessed(path: Path) -> None:
 def test_preemption_and_prefix_hits_change_no_answer(
     path: Path, plain: list[Any], count: int | None
 ) -> None:
-    with engine_of(path, memory_bytes=150_000, count=count) as llm:
+    """The pages hold a single request and not six answers to it."""
+    cache = CacheOptions(memory_bytes=65_000, context_length=224)
+    with engine_of(path, cache=cache, count=count) as llm:
         assert said(answers(llm)) == plain
         assert said(answers(llm)) == plain
         stats = llm.engine.client.loop.stats()
         assert stats.num_preemptions > 0
+        assert stats.num_hit_tokens > 0
         assert stats.num_referenced_pages == 0
 
 

@@ -55,14 +55,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory, path: Path) -> dict[str, str
 
 
 def engine_of(
-    path: Path, backend: str = "cpu", memory_bytes: int = 6_000_000, **speculation: Any
+    path: Path, backend: str = "cpu", cache: CacheOptions | None = None, **speculation: Any
 ) -> LLM:
     level = None
     if backend.startswith("cpu"):
         native_dir()
         backend, _, level = backend.partition(":")
     compute = ComputeOptions(backend=backend, num_threads=2, level=level or None)
-    cache = CacheOptions(memory_bytes=memory_bytes if backend == "cpu" else None)
+    cache = cache or CacheOptions(memory_bytes=6_000_000 if backend == "cpu" else None)
     guessing = SpeculationOptions(**speculation)
     return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
 
@@ -119,12 +119,14 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], kind: str) -> None:
-    prompts = [f"{prompt} {index}" for index in range(4) for prompt in PROMPTS]
+    """The pages hold a single request and not six answers to it."""
+    prompts = [f"{prompt} {index}" for index in range(2) for prompt in PROMPTS]
+    params = [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=6)] * 4
+    cache = CacheOptions(memory_bytes=65_000, context_length=224)
     with engine_of(path, method="off") as llm:
-        plain = said(llm.generate(prompts, GREEDY))
-    small = {"memory_bytes": 150_000}
-    with engine_of(path, method=kind, heads=heads[kind], count=4, **small) as llm:
-        assert said(llm.generate(prompts, GREEDY)) == plain
+        plain = said(llm.generate(prompts, params))
+    with engine_of(path, cache=cache, method=kind, heads=heads[kind], count=4) as llm:
+        assert said(llm.generate(prompts, params)) == plain
         assert llm.engine.client.loop.stats().num_preemptions > 0
 
 
