@@ -24,6 +24,7 @@ from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.core.step import StepResult
 from twostroke.engine.build import build, build_speculator
 from twostroke.engine.client import Client
+from twostroke.engine.collector import ease_collector
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
@@ -137,6 +138,7 @@ def main() -> None:
     given = parser.parse_args()
     with build(given.model) as engine:
         card, facts = engine.card, engine.facts
+    ease_collector()  # as the server does
     runs: dict[int, list[Run]] = {count: [] for count in given.streams}
     for number in range(given.rounds + 1):
         note(f"Round {number} of {given.rounds}" if number else "Warming up")

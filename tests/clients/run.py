@@ -83,6 +83,7 @@ def _server(model: str) -> Iterator[str]:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "twostroke", "serve", model, "--port", str(port)]
+    command.append("--no-access-log")  # the clients say what they did
     with subprocess.Popen(command) as process:
         try:
             deadline = time.monotonic() + _START_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import resource
@@ -84,6 +83,7 @@ def command(**given: Any) -> int:
 
     Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
     """
+    from twostroke.engine.collector import ease_collector
     from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.logs import logging_to
     from twostroke.serve.options import ServeOptions
@@ -109,8 +109,7 @@ def command(**given: Any) -> int:
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:
-            gc.collect()
-            gc.freeze()  # what is here stays: no collection need look at it, while all streams wait
+            ease_collector()
             _announce(url, name, engine, serving, form=log[0])
 
         return run_server(

@@ -109,8 +109,10 @@ class Choice:
         self.num_output += count
         tally.num_tokens += count
         if reason is None:
-            usage = self._usage() if is_first else None
-            return Output(self.index, text, delta.tokens, delta.logprobs, delta.scores, usage=usage)
+            output = Output(self.index, text, delta.tokens, delta.logprobs, delta.scores)
+            if is_first:
+                output.usage = self._usage()
+            return output
         text += decoder.finish()
         stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
         return self._last(text, delta, reason, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.tree import ends_of
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchShape:
     """What `cost` needs to know of a step.
 
     `spans` holds one (start, count) a request: rows at positions start to start + count - 1,
-    each attending to every position up to its own. `num_sampled` rows get logits.
+    each attending to every position up to its own. `num_sampled` rows get logits. Sums over the
+    spans are kept, as several ask for them in a step.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -45,7 +47,7 @@ class BatchShape:
             return cls(spans, sum(drawing))
         return cls(spans, sum(drawing) + sum([s.num_scored for s in plan.slices if not s.samples]))
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Tokens computed in the step."""
         return sum([count for _, count in self.spans])
@@ -53,14 +55,22 @@ class BatchShape:
     def num_attended(self, window: int | None = None) -> int:
         """Pairs of (row, position it attends to), at most `window` positions a row."""
         if window is None:
-            return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
+            return self._num_attended
         return sum(_attended(start, count, window) for start, count in self.spans)
 
     def num_context(self, window: int | None = None) -> int:
         """Positions whose keys and values must be read at least once."""
         if window is None:
-            return sum([start + count for start, count in self.spans])
+            return self._num_context
         return sum([min(start, window - 1) + count for start, count in self.spans])
+
+    @cached_property
+    def _num_attended(self) -> int:
+        return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
+
+    @cached_property
+    def _num_context(self) -> int:
+        return sum([start + count for start, count in self.spans])
 
 
 def _tree_spans(part: Slice) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,42 @@
+"""The garbage collector of a process that serves."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from twostroke.engine.collector import ease_collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def _as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_what_exists_is_left_alone_and_a_step_makes_no_collection() -> None:
+    kept: list[list[int]] = [[] for _ in range(10)]
+    ease_collector()
+    assert gc.get_freeze_count() > len(kept)
+    before = gc.get_stats()[0]["collections"]
+    step = [[number] for number in range(1024)]
+    assert gc.get_stats()[0]["collections"] == before
+    assert len(step) == 1024
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_cycles_are_still_collected() -> None:
+    ease_collector()
+    before = gc.get_stats()[0]["collections"]
+    for _ in range(60_000):
+        cycle: list[object] = []
+        cycle.append(cycle)
+    assert gc.get_stats()[0]["collections"] > before
