@@ -59,6 +59,10 @@ HOSTILE = [
     ("lark", 'start: a~1000\na: b~1000\nb: "c"~1000'),
     ("lark", DOUBLING),
     ("lark", '%llguidance {"no_forcing": false}\n' + DOUBLING),
+    ("lark", "".join(f"  {line}\n" for line in DOUBLING.splitlines())),
+    ("lark", "start: r0  # /\n" + DOUBLING.partition("\n")[2] + "  # /"),
+    ("lark", 'start: ["-" // %json [\ntrue\n]\n' + DOUBLING.replace("start", "true")),
+    ("lark", f'start: a~1000\na: %lark {{\nstart: "{"x" * 1000}"\n}}'),
     ("lark", 'start: a[stop=":"]\na[stop=":"]: "x"'),
     ("grammar", 'root ::= "a"{1000000}'),
     ("json_schema", json.dumps({"type": "array", "items": {"const": 1}, "minItems": 10**6})),
@@ -92,6 +96,7 @@ def test_what_people_ask_for_is_followed(grammars: Grammars) -> None:
     for notation, text in (
         ("regex", "Born in [0-9]{4}"),
         ("lark", 'start: "Born in " YEAR\nYEAR: /[0-9]{4}/'),
+        ("lark", '\n    start: "Born in " YEAR\n    YEAR: /[0-9]{4}/\n'),
         ("grammar", 'root ::= "Born in " [0-9]{4}'),
         ("choice", '["Born in 1990", "Born in 1991"]'),
     ):
@@ -143,10 +148,23 @@ def test_bounds_multiply_along_repetitions_and_references() -> None:
     assert of_schema({"properties": {"pattern": {"const": 1}, "minItems": {"const": 2}}}) < 400
     assert of_schema(TWICE) > 2**60
     assert of_schema(ENDLESS) == math.inf
+    assert of_schema({"const": "lorem ipsum " * 500}) < MOST_FORCED
+    assert of_schema({"type": "array", "items": {"const": 1}, "minItems": 10**400}) > MOST_FORCED
     assert of_schema({"$ref": "#/$defs/none"}) == math.inf
     assert of_schema({"$ref": "elsewhere"}) == math.inf
     assert of_lark(DOUBLING) > 2**60
     assert of_lark('start: "x" | "(" start ")"') == math.inf
     assert of_lark("start: %json {not json") == math.inf
+    assert of_lark("start: %json " + str(10**400)) < 100
     assert of_lark('start: "{9999}" // {9999}\n') < 100
     assert of_lark('start: rest ~ 30\nrest: %json {"const": "hello"} "y"') >= 150
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['start: "' + '\\"' * 100_000, "start: " + '"a\\' * 60_000, "a" * 250_000, "a[" * 120_000],
+)
+def test_a_grammar_that_nothing_closes_is_looked_at_once(grammars: Grammars, text: str) -> None:
+    """Looked at anew from each of its signs, it would stop the whole program for minutes."""
+    with pytest.raises(RequestError, match="The grammar cannot be used"):
+        grammars.matcher(Constraint("lark", text))

@@ -11,22 +11,29 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MOST_FORCED: Final = 8000  # bytes; they take some 50 ms
 _OFF: Final = '\n%llguidance {"no_forcing": true}\n'
-_COUNT = re.compile(r"\{\s*(\d+)")
+_COUNT = re.compile(r"\{\s*+(\d++)")
 _ANNOTATIONS: Final = frozenset(("description", "title", "$comment", "$schema", "$id"))
 _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _LEAST: Final = ("minItems", "minProperties", "minContains", "minLength")
 _NUMBER_BYTES: Final = 400  # of a number's longest spelling
 
-_ATTRIBUTES = re.compile(r"^[?!]?[A-Za-z_][\w.-]*\s*\[[^\n]*[\"/]", re.MULTILINE)
-_DEFINITION = re.compile(r"^[?!]?([A-Za-z_][\w.-]*)[^:\n]*:", re.MULTILINE)
-_LARK = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\\n])*") | (?P<regex>/(?:\\.|[^/\\\n])+/)
-    | (?P<count>[{~]\s*\d+) | (?P<name>[A-Za-z_][\w.-]*) | //[^\n]*""",
-    re.VERBOSE,
+# What matches never gives back a part of it: the time is linear, also in texts that nobody closes.
+_PART = re.compile(
+    r"""^[^\S\n]*+[?!]?(?P<head>[A-Za-z_][\w-]*+)[^\S\n]*+
+        (?:\[(?P<options>(?:"(?:\\.|[^"\\\n])*+"|[^]"\n])*+)\][^\S\n]*+)?:
+    | (?P<blank>[^\S\n]++|\n|(?://|\#)[^\n]*+)
+    | (?P<text>"(?:\\.|[^"\\])*+") | (?P<regex>/(?:\\.|[^/\\])++/)
+    | %(?P<nested>json|lark)\s*+ | [{~]\s*+(?P<count>\d++) | (?P<name>[A-Za-z_][\w-]*+)
+    | (?P<sign>.)""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 
 
@@ -63,7 +70,7 @@ def of_regex(pattern: str) -> float:
     It forces no more than the shortest way to its end has, wherever it is: each of its characters,
     as often as counts repeat it.
     """
-    return len(pattern.encode()) * _product(_COUNT.findall(pattern))
+    return len(pattern.encode()) * _product(map(float, _COUNT.findall(pattern)))
 
 
 def of_schema(schema: object) -> float:
@@ -76,30 +83,9 @@ def of_schema(schema: object) -> float:
 
 def of_lark(text: str) -> float:
     """Return a bound on the bytes that a grammar in Lark's notation forces in a row."""
-    if _ATTRIBUTES.search(text):  # texts where none is looked for
-        return math.inf
-    schemas = 0.0
-    decoder = json.JSONDecoder()
-    pieces, begin = [], 0
-    for found in re.finditer(r"%json\s*", text):
-        if found.start() < begin:
-            continue  # inside the schema before
-        try:
-            schema, end = decoder.raw_decode(text, found.end())
-        except ValueError:
-            return math.inf
-        schemas += of_schema(schema)
-        pieces.append(text[begin : found.start()])
-        begin = end
-    text = "".join([*pieces, text[begin:]])
-    bodies: dict[str, str] = {}
-    starts = list(_DEFINITION.finditer(text))
-    for start, after in zip(starts, [*starts[1:], None], strict=True):
-        bodies[start[1]] = text[start.end() : after.start() if after else None]
     try:
-        rules = _Rules(bodies)
-        return rules.size("start") + schemas * rules.repeats
-    except RecursionError:
+        return _Rules(_bodies(text)).size("start")
+    except (ValueError, RecursionError):
         return math.inf
 
 
@@ -116,7 +102,7 @@ class _Schema:
         if isinstance(part, list):
             return 2 + sum(1 + self.size(one) for one in part)
         if isinstance(part, str):
-            return 2 + 6 * len(part)  # as JSON spells it, at most
+            return len(json.dumps(part))  # nobody spells it longer
         return _NUMBER_BYTES if isinstance(part, float) else 24
 
     def _of_object(self, part: dict[str, Any]) -> float:
@@ -141,45 +127,67 @@ class _Schema:
         return self._known[name]
 
 
+@dataclass(slots=True)
+class _Body:
+    """What stands behind a rule's colon."""
+
+    size: float = 1.0  # of its own texts, expressions and schemas
+    names: list[str] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+
 class _Rules:
     """Sizes of a grammar's rules, by name."""
 
-    def __init__(self, bodies: dict[str, str]) -> None:
+    def __init__(self, bodies: dict[str, _Body]) -> None:
         self._bodies = bodies
         self._known: dict[str, float] = {}
 
-    @property
-    def repeats(self) -> float:
-        """How often anything is repeated, at most."""
-        counts = [count for body in self._bodies.values() for count in _counts(body)]
-        return _product(counts) if counts else 1.0
-
     def size(self, name: str) -> float:
         if name not in self._known:
-            self._known[name] = math.inf
-            body = self._bodies.get(name, "")
-            self._known[name] = self._of_body(body) * _product(_counts(body))
+            self._known[name] = math.inf  # as long as it is not known: a cycle
+            body = self._bodies.get(name, _Body())
+            inner = sum(self.size(one) for one in body.names if one in self._bodies)
+            self._known[name] = (body.size + inner) * _product(body.counts)
         return self._known[name]
 
-    def _of_body(self, body: str) -> float:
-        total = 1.0
-        for found in _LARK.finditer(body):
-            if text := found["text"]:
-                total += len(text.encode())
-            elif regex := found["regex"]:
-                total += of_regex(regex)
-            elif (name := found["name"]) and name in self._bodies:
-                total += self.size(name)
-        return total
+
+def _bodies(text: str) -> dict[str, _Body]:
+    """Return the rules of a grammar by name.
+
+    Raises:
+        ValueError: it has something of which no bound is known, or that is never closed.
+    """
+    body, place = _Body(), 0  # what stands before the first rule is of none
+    bodies: dict[str, _Body] = {}
+    while found := _PART.match(text, place):
+        place = found.end()
+        if head := found["head"]:
+            body = bodies.setdefault(head, _Body())
+            _check_options(found["options"] or "")
+        elif word := found["text"]:
+            body.size += len(word.encode())
+        elif word := found["regex"]:
+            body.size += of_regex(word)
+        elif found["nested"] == "json":
+            schema, place = json.JSONDecoder().raw_decode(text, place)
+            body.size += of_schema(schema)
+        elif count := found["count"]:
+            body.counts.append(float(count))
+        elif name := found["name"]:
+            body.names.append(name)
+        elif found["nested"] or found["sign"] in {'"', "/"}:
+            raise ValueError(found[0])
+    return bodies
 
 
-def _counts(body: str) -> list[str]:
-    found = [one["count"] for one in _LARK.finditer(body) if one["count"]]
-    return [one.lstrip("{~").strip() for one in found]
+def _check_options(options: str) -> None:
+    if '"' in options or "/" in options:  # such as where a text stops
+        raise ValueError(options)
 
 
-def _product(counts: list[Any]) -> float:
-    return math.prod([max(1.0, min(float(count), 1e9)) for count in counts])
+def _product(counts: Iterable[float]) -> float:
+    return math.prod([float(max(1, min(count, 1e9))) for count in counts])
 
 
 def _at(root: object, reference: str) -> object | None:
