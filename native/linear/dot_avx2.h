@@ -3,7 +3,8 @@
 // A row's bytes are those of AVX-512: two planes, q = 128 hi + lo, 32 x hi in [-127, 127], then 32
 // x lo in [-64, 63]; or one of q, for activations of 8 bits. A multiply of bytes adds pairs of
 // products into int16, and the smaller the codes, the more of these sums fit before they must be
-// widened. Codes of 8 bits would overflow at once: they are multiplied as int16 (dot_pairs.h).
+// widened. Codes of 8 bits would overflow at once: they are multiplied as int16 (dot_pairs.h), as
+// are all codes where many rows of two planes meet them (wide_pairs.h).
 #pragma once
 
 #include <immintrin.h>

@@ -116,17 +116,19 @@ void multiply_packed(const Product<Planes>& product, int64_t row_begin, int64_t 
   }
 }
 
-#if TS_LEVEL >= 2
+#if TS_LEVEL >= 1
 
 /// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
-constexpr int64_t kCachedRowBytes = 1024 * 1024;
+constexpr int64_t kCachedRowBytes = TS_LEVEL >= 2 ? 1024 * 1024 : 512 * 1024;
 
 /// G groups against rows [row_begin, row_end), a few blocks of inputs at a time.
 template <WeightType T, int G, int Planes>
 class WideProduct {
  public:
-  WideProduct(const Product<Planes>& product, int64_t row_begin, int64_t row_end)
-      : product_(product), row_begin_(row_begin), row_end_(row_end) {
+  /// `panels` are those of the rows, from the first of a panel on.
+  WideProduct(const Product<Planes>& product, const PanelBlock<Planes>* panels, int64_t row_begin,
+              int64_t row_end)
+      : product_(product), panels_(panels), row_begin_(row_begin), row_end_(row_end) {
     static thread_local Scratch blocks;
     static thread_local Scratch sums;
     const auto block_bytes = static_cast<int64_t>(sizeof(Block));
@@ -167,10 +169,9 @@ class WideProduct {
   int64_t num_parts() const { return (row_end_ - row_begin_) / kWideRows; }
 
   void add(int64_t begin, int64_t end, NextBlocks next) {
-    const auto* panels = reinterpret_cast<const PanelBlock<Planes>*>(product_.prepared);
     for (int64_t part = 0; part < num_parts(); ++part) {
-      const int64_t row = row_begin_ + part * kWideRows;
-      const PanelBlock<Planes>* panel = panels + row / kPanelRows * product_.num_blocks() + begin;
+      const int64_t row = part * kWideRows;
+      const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.num_blocks() + begin;
       multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
           blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
           sums_[part].lanes);
@@ -190,29 +191,58 @@ class WideProduct {
   }
 
   const Product<Planes>& product_;
+  const PanelBlock<Planes>* panels_;
   int64_t row_begin_;
   int64_t row_end_;
   Block* blocks_;
   Sums* sums_;
 };
 
-/// Rows in fours (on AMX in eights), groups in threes and twos.
+/// Panels of rows [row_begin, row_end) as the kernel for many rows reads them.
+template <WeightType T, int Planes>
+const PanelBlock<Planes>* wide_panels(const Product<Planes>& product, int64_t row_begin,
+                                      [[maybe_unused]] int64_t row_end) {
+  const int64_t num_blocks = product.num_blocks();
+  const auto* panels = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared) +
+                       row_begin / kPanelRows * num_blocks;
+#if TS_LEVEL == 1
+  if constexpr (has_planes(T)) {
+    static thread_local Scratch pairs;
+    const int64_t count = round_up(row_end - row_begin, kPanelRows) / kPanelRows * num_blocks;
+    auto* copy = reinterpret_cast<PanelBlock<2>*>(
+        pairs.reserve(count * static_cast<int64_t>(sizeof(PanelBlock<2>))));
+    copy_as_pairs(panels, count, copy);
+    return copy;
+  }
+#endif
+  return panels;
+}
+
+/// Rows in fours (on AMX in eights), groups in threes and twos (on AVX2 one by one).
 template <WeightType T, int Planes>
 void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_t row_end,
                        int64_t group_begin, int64_t group_end) {
+  const PanelBlock<Planes>* panels = wide_panels<T>(product, row_begin, row_end);
+#if TS_LEVEL == 1
+  WideProduct<T, 1, Planes> ones(product, panels, row_begin, row_end);
+  for (int64_t group = group_begin; group < group_end; ++group) {
+    ones.multiply(group, group + 1 < group_end);
+  }
+#else
 #if TS_LEVEL == 3
   const TileSession session(byte_tiles(WideShape<T>::num_subs));
 #endif
-  WideProduct<T, 3, Planes> threes(product, row_begin, row_end);
+  WideProduct<T, 3, Planes> threes(product, panels, row_begin, row_end);
   int64_t group = group_begin;
   for (; wide_groups(group_end - group) == 3; group += 3) {
     threes.multiply(group, group + 6 <= group_end);
   }
-  WideProduct<T, 2, Planes> twos(product, row_begin, row_end);
+  WideProduct<T, 2, Planes> twos(product, panels, row_begin, row_end);
   for (; wide_groups(group_end - group) == 2; group += 2) {
     twos.multiply(group, group + 4 <= group_end);
   }
   multiply_packed<T>(product, row_begin, row_end, group, group_end);
+#endif
 }
 
 #endif
@@ -222,8 +252,8 @@ template <WeightType T, int Planes>
 void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                      int64_t group_end) {
   int64_t row = 0;
-#if TS_LEVEL >= 2
-  if constexpr (is_block_format(T)) {
+#if TS_LEVEL >= 1
+  if constexpr (is_block_format(T) && (TS_LEVEL >= 2 || Planes == 2)) {
     const int64_t row_bytes =
         product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock<Planes>)) / kPanelRows;
     const int64_t step =

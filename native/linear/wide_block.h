@@ -1,9 +1,10 @@
-// Groups of outputs unpacked for many rows: bytes in VNNI order, scales in float32.
+// Groups of outputs unpacked for many rows: bytes in VNNI order (on AVX2 pairs of int16), scales in
+// float32.
 #pragma once
 
 #include "linear/layout.h"
 
-#if TS_LEVEL >= 2
+#if TS_LEVEL >= 1
 
 #include <cstdint>
 
@@ -17,6 +18,7 @@ namespace ts {
 /// cache while all rows pass by. A multiple of every format's unit.
 constexpr int64_t kWideBlocks = 16;
 constexpr int kWideRows = TS_LEVEL == 3 ? int{kPanelRows} : 4;
+constexpr int kWideLines = TS_LEVEL == 1 ? 2 * kQuads : kQuads;  // of 64 bytes, for 16 outputs
 
 /// What the kernel needs to know of a format: a format without minimums has signed weights.
 template <WeightType T>
@@ -26,11 +28,12 @@ struct WideShape {
   static_assert(has_minimum == (block_format(T).offset == 0));
 };
 
-/// One 32-block of G groups, as the kernel reads it: bytes in VNNI order, 128 added to signed ones;
-/// float32 scales; minimums where the format has them.
+/// One 32-block of G groups, as the kernel reads it: bytes in VNNI order, 128 added to signed ones,
+/// or int16, of each quad inputs 0 and 2, then 1 and 3; float32 scales; minimums where the format
+/// has them.
 template <int NumSubs, int G>
 struct alignas(64) WideBlock {
-  uint8_t quads[kQuads][G][64];
+  uint8_t lines[kWideLines][G][64];
   float scale[NumSubs][G][kGroupSize];
   float minimum[NumSubs][G][kGroupSize];
 };
@@ -40,13 +43,26 @@ template <WeightType T, int G>
 TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const ScaleReader<T>& reader,
                                  int g, WideBlock<WideShape<T>::num_subs, G>* block) {
   constexpr BlockFormat format = block_format(T);
+#if TS_LEVEL == 1
+  const uint8_t* quants = group + format.quant_offset(index);
+  TS_UNROLL
+  for (int line = 0; line < kWideLines; ++line) {
+    TS_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      const __m256i codes = load_quad<T>(quants + 32 * part, line / 2, line % 2);
+      const __m256i pairs = _mm256_sub_epi16(codes, _mm256_set1_epi16(format.offset));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(block->lines[line][g]) + part, pairs);
+    }
+  }
+#else
   constexpr int to_bytes = format.has_minimum ? 0 : 128 - format.offset;
   const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
   TS_UNROLL
   for (int i = 0; i < kQuads; ++i) {
     const __m512i bytes = _mm512_add_epi8(codes.quads[i], _mm512_set1_epi8(to_bytes));
-    _mm512_store_si512(block->quads[i][g], bytes);
+    _mm512_store_si512(block->lines[i][g], bytes);
   }
+#endif
   TS_UNROLL
   for (int sub = 0; sub < format.num_subs; ++sub) {
     Lanes scale;

@@ -79,11 +79,11 @@ TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock
   PlaneSums dots[G];
   TS_TILE_LOAD(4, planes, panel.kRowBytes);
   if constexpr (Planes == 2) TS_TILE_LOAD(5, planes + kBlockSize, panel.kRowBytes);
-  dot_tiles<false, Planes>(block.quads[sub * quads_per_sub][0], G * 64, &dots[0]);
+  dot_tiles<false, Planes>(block.lines[sub * quads_per_sub][0], G * 64, &dots[0]);
   if constexpr (G > 1)
-    dot_tiles<true, Planes>(block.quads[sub * quads_per_sub][1], G * 64, &dots[1]);
+    dot_tiles<true, Planes>(block.lines[sub * quads_per_sub][1], G * 64, &dots[1]);
   if constexpr (G > 2)
-    dot_tiles<false, Planes>(block.quads[sub * quads_per_sub][2], G * 64, &dots[2]);
+    dot_tiles<false, Planes>(block.lines[sub * quads_per_sub][2], G * 64, &dots[2]);
   const int part = sum_index(NumSubs, sub);
   TS_UNROLL
   for (int g = 0; g < G; ++g) {

@@ -21,7 +21,7 @@ TS_INLINE void dot_wide_plane(const WideBlock<NumSubs, G>& block, int sub, const
   for (int i = sub * count; i < (sub + 1) * count; ++i) {
     __m512i quads[G];
     TS_UNROLL
-    for (int g = 0; g < G; ++g) quads[g] = _mm512_load_si512(block.quads[i][g]);
+    for (int g = 0; g < G; ++g) quads[g] = _mm512_load_si512(block.lines[i][g]);
     TS_UNROLL
     for (int r = 0; r < kWideRows; ++r) {
       int32_t four;

@@ -20,7 +20,8 @@ entry = (
 
 def llm(*arguments: str) -> str:
     environment = os.environ | {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
-    command = ["llm", *arguments]
+    # Drawn at random, a call may be cut in its arguments, which the command cannot read.
+    command = ["llm", *arguments, "-o", "temperature", "0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return done.stdout

@@ -46,6 +46,7 @@ CASES = [
     ((100, 96), 37),
     ((50, 160), 70),
     ((100, 1280), 18),  # more inputs than many rows meet at a time
+    ((16, 4096), 90),  # more rows than are kept in a cache
 ]
 
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 MAX_TOOLS: Final = 128
+# Beside `properties`, these say themselves which arguments there may be.
+_MORE_ARGUMENTS: Final = frozenset(
+    ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
+) | {"patternProperties"}
 _MAX_NAME: Final = 64
 NAME_PATTERN: Final = rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$"
 _NAME: Final = re.compile(NAME_PATTERN)
@@ -243,7 +247,7 @@ def _callable(function: FunctionBody, param: str) -> Function:
     Tools come from programs that write schemas for other readers: unless `strict`, a keyword that
     cannot be kept to frees the arguments instead of refusing the request.
     """
-    schema = function.parameters or dict(ANY_OBJECT)
+    schema = _closed(function.parameters or dict(ANY_OBJECT))
     made = Function(function.name, schema, param, bool(function.strict))
     try:
         check_keywords(json.dumps(schema))
@@ -253,6 +257,20 @@ def _callable(function: FunctionBody, param: str) -> Function:
             raise RequestError(message, param=param) from None
         return made.freed()
     return made if schema.get("type", "object") == "object" else made.freed()
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that allows no arguments but those that it names, if it names them itself.
+
+    A function that is called with others fails, and a schema that leaves them open hardly means it.
+    """
+    names = schema.get("properties")
+    if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
+        return schema
+    required = schema.get("required", [])
+    if not isinstance(required, list) or any(name not in names for name in map(str, required)):
+        return schema
+    return schema | {"additionalProperties": False}
 
 
 def _shown(function: FunctionBody) -> dict[str, Any]:
