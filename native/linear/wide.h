@@ -26,11 +26,12 @@ constexpr int wide_groups(int64_t left) {
 }
 
 /// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512 (measured; on
-/// AMX counted). On AVX2 Q4_0 and Q4_1 lose 2% with 8 rows, and all others gain.
+/// AMX counted). On AVX2 it is repaid soonest where kernels for few rows are slow: with two scales
+/// a block, and without planes.
 template <WeightType T>
 constexpr int64_t fewest_wide_rows() {
   if (TS_LEVEL == 3) return kWideRows;
-  if (TS_LEVEL == 1) return kPanelRows;
+  if (TS_LEVEL == 1) return has_planes(T) && block_format(T).num_subs == 1 ? 16 : 8;
   return block_format(T).num_bits() == 8 ? 32 : 16;
 }
 
