@@ -215,6 +215,9 @@ def test_a_wrong_key_is_told_from_a_wrong_value(server: LiveServer) -> None:
 def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:
     said = refused(server.complete(prompt=[5, 6, 99_999, -1]), 400, "prompt")
     assert said.endswith(": the first is 99999, at index 2.")
+    for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+        response = server.http.post(path, json={field: [[1, 2], [3, 99999]]})
+        assert refused(response, 400, f"{field}[1]").startswith(f"{field}[1] has token ids")
 
 
 def test_methods_of_a_path_are_told_in_one_order(server: LiveServer) -> None:

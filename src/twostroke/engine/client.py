@@ -256,8 +256,9 @@ class Client:
             RequestError: a text is empty, has an unknown token, or can never fit.
         """
         requests = []
-        for tokens in texts:
+        for where, tokens in _named(texts, caller.prompt_field):
             self._check_tokens(tokens, _UNDRAWN, caller.prompt_field, pooling)
+            self._check_ids(tokens, where)
             request = Request(
                 id=f"r{next(_serial)}",
                 tokens=list(tokens),
@@ -283,8 +284,10 @@ class Client:
         grammar: GrammarMatcher | None,
     ) -> None:
         self._check_hints(hints)
-        for tokens in prompts:
-            self._check(tokens, params, caller.prompt_field)
+        for where, tokens in _named(prompts, caller.prompt_field):
+            self._check_tokens(tokens, params, caller.prompt_field)
+            self._check_ids(tokens, where)
+        self._check_params(params)
         if grammar is None and params.constraint is not None:
             grammar = self.grammars.compile(params.constraint)
         choices: list[Choice] = []
@@ -349,18 +352,19 @@ class Client:
         size = len(tokens)
         probe = Request("", list(tokens), size, params, 0, prompt_field=field, pooling=pooling)
         self.loop.check(probe)
+
+    def _check_ids(self, tokens: Sequence[int], where: str) -> None:
         vocab_size = self.card.cost.program.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             place = next(i for i, id_ in enumerate(tokens) if not 0 <= id_ < vocab_size)
             message = (
-                f"The {field} has token ids outside 0 to {vocab_size - 1}: "
+                f"{where} has token ids outside 0 to {vocab_size - 1}: "
                 f"the first is {tokens[place]}, at index {place}."
             )
-            raise RequestError(message, param=field)
+            raise RequestError(message, param=where)
 
-    def _check(self, tokens: Sequence[int], params: SamplingParams, field: str) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.card.cost.program.vocab_size
-        self._check_tokens(tokens, params, field)
         for param, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
@@ -368,6 +372,12 @@ class Client:
             if any(token >= vocab_size for token in ids):
                 message = f"{param} has token ids outside 0 to {vocab_size - 1}."
                 raise RequestError(message, param=param)
+
+
+def _named(prompts: Sequence[Sequence[int]], field: str) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield prompts behind what errors call them: their places, where there are several."""
+    for place, tokens in enumerate(prompts):
+        yield field if len(prompts) == 1 else f"{field}[{place}]", tokens
 
 
 def _join_all(outputs: list[Output], count: int) -> list[Completion]:

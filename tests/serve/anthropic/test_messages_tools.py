@@ -10,6 +10,9 @@ import pytest
 
 from support.servers import live_server
 from support.tiny import Tiny
+from twostroke.serve.anthropic.messages import DIALECT, Message, MessagesRequest
+from twostroke.serve.job import Conversation
+from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +53,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def ask(server: LiveServer, **fields: Any) -> httpx.Response:
     body = {"messages": HELLO, "max_tokens": 100, "temperature": 0, **fields}
     return server.http.post(PATH, json=body)
+
+
+def test_a_text_is_not_looked_through_for_blocks() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError
+
+    body = MessagesRequest(messages=[Message(role="user", content=Text("hello"))], max_tokens=5)
+    job = DIALECT.read(body, Tenant("", Store(0, 0)))
+    (prompt,) = job.prompts
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages == ({"role": "user", "content": "hello"},)
 
 
 def test_forced_call_is_a_block_with_its_input(server: LiveServer) -> None:

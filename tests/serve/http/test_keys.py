@@ -176,5 +176,7 @@ def test_files_that_cannot_be_read_and_keys_that_are_none(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         ApiKeys.read(tmp_path, None)
     for key in ("two words", "", "é", "x" * (MAX_LENGTH + 1)):
-        with pytest.raises(UsageError, match="printable ASCII"):
+        with pytest.raises(UsageError, match=r"TWOSTROKE_API_KEY must be .* printable ASCII"):
             ApiKeys.read(None, key)
+        with pytest.raises(UsageError, match="printable ASCII"):
+            ApiKeys({key: ""})

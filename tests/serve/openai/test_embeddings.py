@@ -107,7 +107,7 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
         ({"input": [[5], []]}, "input[1]", "invalid_value", "empty"),
         ({"input": [5, "a"]}, "input", "invalid_value", "mixes"),
         ({"input": [-1]}, "input", "invalid_value", "outside 0 to"),
-        ({"input": [[5], [10**6]]}, "input", "invalid_value", "outside 0 to"),
+        ({"input": [[5], [10**6]]}, "input[1]", "invalid_value", "outside 0 to"),
         ({"input": [2**63]}, "input", "invalid_value", "outside 0 to"),
         ({"input": [True]}, "input[0]", "invalid_value", ""),
         ({"input": 5}, "input", "invalid_value", ""),

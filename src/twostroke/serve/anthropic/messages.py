@@ -248,6 +248,8 @@ def _check(message: Message, where: str, known: set[str]) -> None:
         hint = ": use the field system" if message.role == "system" else ""
         error = f"{where}.role must be user or assistant, not '{message.role}'{hint}."
         raise RequestError(error, param=f"{where}.role")
+    if isinstance(message.content, str):
+        return
     for place, block in enumerate(message.content):
         at = f"{where}.content[{place}]"
         wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
@@ -262,6 +264,8 @@ def _check(message: Message, where: str, known: set[str]) -> None:
 def _turns(message: Message, where: str) -> list[dict[str, Any]]:
     """Return what a message is to a chat template: results of tools are turns of their own."""
     turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content, where)}
+    if isinstance(message.content, str):
+        return [turn]
     if calls := calls_of(message.content):
         turn["tool_calls"] = calls
     if reasoning := reasoning_of(message.content):

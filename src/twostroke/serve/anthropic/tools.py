@@ -180,12 +180,12 @@ def text_of(content: str | Sequence[Block], where: str) -> str:
     return "\n".join(texts)
 
 
-def reasoning_of(content: str | Sequence[Block]) -> str:
+def reasoning_of(content: Sequence[Block]) -> str:
     """Return the reasoning in an answer's content."""
     return "\n".join(block.thinking for block in content if isinstance(block, ThinkingBlock))
 
 
-def calls_of(content: str | Sequence[Block]) -> list[dict[str, Any]]:
+def calls_of(content: Sequence[Block]) -> list[dict[str, Any]]:
     """Return the calls in an answer's content, as chat templates have them."""
     return [
         {
@@ -201,7 +201,7 @@ def calls_of(content: str | Sequence[Block]) -> list[dict[str, Any]]:
     ]
 
 
-def results_of(content: str | Sequence[Block], where: str) -> list[dict[str, Any]]:
+def results_of(content: Sequence[Block], where: str) -> list[dict[str, Any]]:
     """Return the results in a content, each a message of its own for chat templates."""
     return [
         {

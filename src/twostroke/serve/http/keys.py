@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_LENGTH: Final = 512  # of a key or a tenant's name
 _MAX_FILE_BYTES: Final = 1 << 20
 _WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
+_FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
 OPEN_PATH: Final = "/health"  # load balancers have no keys
 _FILES: Final = "/page/"
@@ -52,13 +53,12 @@ class ApiKeys:
             raise UsageError("There are no keys: give at least one.", param=_PARAM)
         for key, tenant in tenants.items():
             if not _WORD.fullmatch(key) or (tenant and not _WORD.fullmatch(tenant)):
-                message = f"A key is 1 to {MAX_LENGTH} printable ASCII characters without spaces."
-                raise UsageError(message, param=_PARAM)
+                raise UsageError(f"A key is {_FORM}.", param=_PARAM)
         self._tenants = {_digest(key.encode()): tenant for key, tenant in tenants.items()}
 
     @classmethod
     def read(cls, path: Path | None, key: str | None) -> Self | None:
-        """Return the keys of a file, and one more; None where there is neither.
+        """Return the keys of a file, and the environment's; None where there is neither.
 
         A line of the file is `KEY` or `TENANT KEY`; empty ones and those that begin with # are
         passed over. A key without a tenant is of the tenant without a name.
@@ -70,6 +70,9 @@ class ApiKeys:
             return None
         found = _read(path) if path is not None else {}
         if key is not None:
+            if not _WORD.fullmatch(key):
+                message = f"The key in TWOSTROKE_API_KEY must be {_FORM}."
+                raise UsageError(message, param=_PARAM)
             found.setdefault(key, "")
         return cls(found)
 
