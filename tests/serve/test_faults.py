@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    import httpx
+
     from twostroke.engine.output import Output
 
 PATH = "/v1/chat/completions"
@@ -52,7 +54,9 @@ def test_several_prompts_are_queued_all_or_none(tmp_path: Path) -> None:
         assert server.complete(prompt=["hello"] * 4, max_tokens=1).status_code == 200
 
 
-def test_failure_before_the_first_byte_is_a_500(tmp_path: Path) -> None:
+def test_failure_before_the_first_byte_is_a_500(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_server(tmp_path) as server:
         hello = server.client.card.tokenizer.encode("hello")
         server.backend.poison = hello[0]
@@ -62,12 +66,16 @@ def test_failure_before_the_first_byte_is_a_500(tmp_path: Path) -> None:
             error = failed.json()["error"]
             assert error["type"] == "server_error"
             assert error["message"] == "The engine failed on this request."
+            [said] = failures(caplog, failed)
+            assert said.startswith("The engine failed on this request: ValueError: bad kernel")
         server.wait_idle()
         healthy = server.complete(prompt="world", max_tokens=2)
         assert healthy.status_code == 200
 
 
-def test_failure_in_mid_stream_is_an_error_event(tmp_path: Path) -> None:
+def test_failure_in_mid_stream_is_an_error_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_server(tmp_path) as server:
         tokenizer = server.client.card.tokenizer
         hello, a = tokenizer.find("hello"), tokenizer.find("a")
@@ -83,6 +91,8 @@ def test_failure_in_mid_stream_is_an_error_event(tmp_path: Path) -> None:
         *_, error, _ = events("".join(f"{line}\n\n" for line in rest))
         assert error["error"]["type"] == "server_error"
         assert "secret" not in str(rest)
+        [said] = failures(caplog, response)
+        assert said.startswith("The engine failed on this request: ValueError: bad kernel")
         server.wait_idle()
         assert server.complete(prompt=[a], max_tokens=1).status_code == 200
 
@@ -232,3 +242,10 @@ def test_abort_tells_every_client(tmp_path: Path) -> None:
                 assert answer.result().json()["error"]["code"] == "engine_stopped"
         server.backend.gate.set()
         server.wait_idle()
+
+
+def failures(caplog: pytest.LogCaptureFixture, response: httpx.Response) -> list[str]:
+    """Return what the log has of the failure of one request."""
+    start = f"Request {response.headers['x-request-id']} failed: "
+    said = [record.getMessage() for record in caplog.records]
+    return [text.removeprefix(start) for text in said if text.startswith(start)]

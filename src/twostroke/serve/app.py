@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -78,8 +77,6 @@ STATE_PATH: Final = "/api/state"
 _LARGE_BODY_BYTES = 16 * 1024
 # Python runs one thread at a time: more of them would only take the event loop's turns from it.
 _NUM_READERS = 2
-
-_logger = logging.getLogger("twostroke.serve")
 
 
 class Api:
@@ -353,7 +350,7 @@ def build_app(api: Api) -> ASGIApp:
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, TwostrokeError)
         if error.http_status >= 500:
-            _logger.error("A request failed: %s", errors.one_line(error.message))
+            errors.note_failure(error, request.scope)
         return errors.to_response(error, request.scope)
 
     async def unforeseen(request: Request, _error: Exception) -> Response:

@@ -180,6 +180,13 @@ def note_fault(error: Exception, scope: Scope) -> None:
     )
 
 
+def note_failure(error: TwostrokeError, scope: Scope) -> None:
+    """Log an error that is no fault of this program, such as a failure of the engine."""
+    _, request_id = form_of(scope)
+    level = logging.ERROR if error.http_status >= 500 else logging.WARNING
+    _logger.log(level, "Request %s failed: %s", request_id, one_line(error.message))
+
+
 def one_line(text: str) -> str:
     """Return `text` with line breaks and other control characters spelled out, and not too long."""
     text = text[: MAX_MESSAGE_LENGTH + 1]

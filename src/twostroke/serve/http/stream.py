@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.serve.dialect import FailureWriter
-from twostroke.serve.http.errors import ClientGoneError, form_of, note_fault
+from twostroke.serve.http.errors import ClientGoneError, form_of, note_failure, note_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
@@ -96,7 +96,7 @@ class EventStream:
         except TwostrokeError as error:
             if not self._has_begun:
                 raise
-            _logger.warning("A stream failed: %s", error.message)
+            note_failure(error, scope)
             yield self._failed(error, scope)
         except Exception as error:
             if not self._has_begun:
