@@ -18,13 +18,14 @@ entry = (
 (folder / "extra-openai-models.yaml").write_text(entry)
 
 
-def llm(*arguments: str) -> str:
+def llm(*arguments: str, is_told: bool = False) -> str:
+    """Return what the command says, or what it is told to tell of calls."""
     environment = os.environ | {"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": "none"}
     # Drawn at random, a call may be cut in its arguments, which the command cannot read.
     command = ["llm", *arguments, "-o", "temperature", "0"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    return done.stdout
+    return done.stderr if is_told else done.stdout
 
 
 def stream() -> None:
@@ -43,10 +44,14 @@ def json_schema() -> None:
 
 
 def tools() -> None:
+    weather = 'def weather(city: str) -> str:\n    "The weather in a city."\n    return "sunny"'
     said = llm(
-        "-m", "ours", "-o", "max_tokens", "100", "-T", "llm_version", "--td", "Which version?"
+        *("-m", "ours", "-o", "max_tokens", "300", "--functions", weather, "--td"),
+        "What is the weather in Paris?",
+        is_told=True,
     )
-    assert said.strip()
+    assert "weather({'city': 'Paris'})" in said
+    assert "sunny" in said
 
 
 def continued() -> None:
