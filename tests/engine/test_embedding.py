@@ -222,8 +222,8 @@ def test_an_engine_that_stops_tells_who_waits(gated: tuple[Client, GatedBackend]
     ("texts", "params", "error", "param", "said"),
     [
         ([[]], {}, RequestError, "input", "empty"),
-        ([[5], [10**6]], {}, RequestError, "input", "outside 0 to"),
-        ([[5], [-1]], {}, RequestError, "input", "outside 0 to"),
+        ([[5], [10**6]], {}, RequestError, "input[1]", "outside 0 to"),
+        ([[5], [-1]], {}, RequestError, "input[1]", "outside 0 to"),
         ([[5], [5] * 513], {}, ContextLengthError, "input", "your input resulted in 513 tokens"),
         ([[5]], {"dimensions": 65}, RequestError, "dimensions", "from 1 to 64"),
         ([[5]], {"dimensions": 0}, RequestError, "dimensions", "at least 1"),

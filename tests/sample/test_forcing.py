@@ -110,10 +110,14 @@ def test_grammars_that_force_little_stay_as_they_are() -> None:
 
 
 PIECES = st.recursive(
-    st.sampled_from(["a", "b", "[ab]", "."]),
+    st.sampled_from(
+        ["a", "b", "[ab]", ".", r"\(", "[(]", "[)a]", "[]b]", r"[\]a]", "[[a](]", r"\x61", "a{2}"]
+    ),
     lambda inner: st.one_of(
         st.builds("({}){{{}}}".format, inner, st.integers(0, 5)),
         st.builds("({}){{{},}}".format, inner, st.integers(0, 5)),
+        st.builds("({})+{{{}}}".format, inner, st.integers(0, 5)),
+        st.builds("({}){{2}}{{{}}}".format, inner, st.integers(0, 5)),
         st.builds("({})?".format, inner),
         st.builds("({})*".format, inner),
         st.builds("({}|{})".format, inner, inner),
@@ -144,6 +148,11 @@ def test_no_regular_expression_forces_more_than_its_bound(grammars: Grammars, pa
 def test_bounds_multiply_along_repetitions_and_references() -> None:
     assert of_regex("(a{10}){20}") >= 200
     assert of_regex("a{1,200}") < 20
+    assert of_regex("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}") < 1000
+    assert of_regex("[(]{10}[)]{20}") < 200
+    assert of_regex("(?x)(a #(\n){1000}#)") >= 1000  # comments hide a sign
+    assert of_regex("(abcdefghij[[[[a]]])(]b){1000}") >= 10_000  # a class, four deep
+    assert of_regex("(a") == math.inf
     assert of_schema({"type": "array", "items": {"const": "abc"}, "minItems": 50}) >= 150
     assert of_schema({"properties": {"pattern": {"const": 1}, "minItems": {"const": 2}}}) < 400
     assert of_schema(TWICE) > 2**60

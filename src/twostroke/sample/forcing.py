@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 MOST_FORCED: Final = 8000  # bytes; they take some 50 ms
 _OFF: Final = '\n%llguidance {"no_forcing": true}\n'
 _COUNT = re.compile(r"\{\s*+(\d++)")
+_EXTENDED = re.compile(r"\(\?[A-Za-z]*x")
+# A class of characters is one, with the classes in it; an escape takes its letter along.
+_CLASS: Final = r"\[\^?+\]?+(?:\\.|[^][\\]%s)*+\]"
+_REGEX_PART = re.compile(
+    rf"\\.|{_CLASS % ('|' + _CLASS % ('|' + _CLASS % ''))}|\{{\s*+(?P<count>\d++)[^{{}}]*+\}}|.",
+    re.DOTALL,
+)
+_REPEATED: Final = frozenset("*+?")
 _ANNOTATIONS: Final = frozenset(("description", "title", "$comment", "$schema", "$id"))
 _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _LEAST: Final = ("minItems", "minProperties", "minContains", "minLength")
@@ -68,9 +76,32 @@ def of_regex(pattern: str) -> float:
     """Return a bound on the bytes that a regular expression forces in a row.
 
     It forces no more than the shortest way to its end has, wherever it is: each of its characters,
-    as often as counts repeat it.
+    as often as the counts behind it and around it repeat it.
     """
-    return len(pattern.encode()) * _product(map(float, _COUNT.findall(pattern)))
+    every_count = len(pattern.encode()) * _product(map(float, _COUNT.findall(pattern)))
+    if _EXTENDED.search(pattern):  # there are comments, in which signs are none
+        return every_count
+    outer: list[float] = []  # what stands before each open group
+    total = last = 0.0  # of the innermost group, and of what a count would repeat
+    for found in _REGEX_PART.finditer(pattern):
+        size = float(len(found[0].encode()))
+        if count := found["count"]:
+            size += last * (max(1.0, float(count)) - 1)
+        elif found[0] == "[":  # classes in classes, deeper than is looked
+            return every_count
+        elif found[0] == "(":
+            outer.append(total)
+            total = last = 0.0
+            continue
+        elif found[0] == ")":
+            if not outer:
+                return math.inf
+            size += total
+            total = outer.pop()
+        total += size
+        # A count may stand behind another one, or behind signs, and then repeats what they do.
+        last = size + last if count or found[0] in _REPEATED else size
+    return math.inf if outer else total
 
 
 def of_schema(schema: object) -> float:
