@@ -76,7 +76,7 @@ TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock<Pl
   read_part<T>(group, index, sub, part, &scale, &minimum);
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
-    const int32x4_t start = vdupq_n_s32(offset == 0 ? 0 : offset * minus_sum[r]);
+    const int32x4_t start = vdupq_n_s32(offset_part(offset, minus_sum[r]));
     const int32x4_t dots = dot_row<T, Planes>(codes, bytes + block.kRowBytes * r, sub, start);
     const float32x4_t factor = vmulq_n_f32(scale, block.scale[row + r]);
     float32x4_t sum = vfmaq_f32(sums[r].v[part], vcvtq_f32_s32(dots), factor);

@@ -36,6 +36,12 @@ inline const int32_t* minus_sums(const PanelBlock<Planes>& block, int row, int s
   return block.minus_sum[sum_index(block_format(T).num_subs, sub)] + row;
 }
 
+/// The offset's part of a row's sums. It may wrap: kernels for several rows also compute rows that
+/// nobody prepared, whose sums are any numbers, and leave them out.
+inline int32_t offset_part(int offset, int32_t minus_sum) {
+  return static_cast<int32_t>(static_cast<uint32_t>(offset) * static_cast<uint32_t>(minus_sum));
+}
+
 /// Bits to shift by instead of multiplying with a power of two.
 constexpr int shift_of(int power) { return power <= 1 ? 0 : 1 + shift_of(power / 2); }
 

@@ -137,7 +137,7 @@ TS_INLINE void dot_sub_pairs(const uint8_t* quants, const PanelBlock<Planes>& bl
   for (int part = 0; part < kParts; ++part) {
     Pairs totals[R];
     TS_UNROLL
-    for (int r = 0; r < R; ++r) totals[r] = splat(offset * minus_sum[r]);
+    for (int r = 0; r < R; ++r) totals[r] = splat(offset_part(offset, minus_sum[r]));
     dot_part<T, R>(quants + part * sizeof(Pairs), row_bytes(block, row), sub, totals);
     TS_UNROLL
     for (int r = 0; r < R; ++r) {
