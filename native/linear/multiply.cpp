@@ -247,7 +247,7 @@ void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_
 
 #endif
 
-/// Chooses by the number of rows how weights are read; every way gives the same bits.
+/// Chooses by the numbers of rows and groups how weights are read; every way gives the same bits.
 template <WeightType T, int Planes>
 void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t group_begin,
                      int64_t group_end) {
@@ -258,8 +258,9 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
         product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock<Planes>)) / kPanelRows;
     const int64_t step =
         std::max(kPanelRows, kCachedRowBytes / row_bytes / kPanelRows * kPanelRows);
-    const int64_t num_wide_rows =
-        num_rows >= fewest_wide_rows<T>() ? num_rows / kWideRows * kWideRows : 0;
+    const bool is_wide =
+        num_rows >= fewest_wide_rows<T>() && group_end - group_begin >= fewest_wide_groups<T>();
+    const int64_t num_wide_rows = is_wide ? num_rows / kWideRows * kWideRows : 0;
     for (; row < num_wide_rows; row += step) {
       const int64_t end = std::min(row + step, num_wide_rows);
       multiply_unpacked<T>(product, row, end, group_begin, group_end);

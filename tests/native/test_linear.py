@@ -16,6 +16,7 @@ from support.native_linear import (
     FLOAT_TYPES,
     GENERATED,
     MOST_8_BITS,
+    MOST_15_BITS,
     NAMES,
     PRECISE_PROMPT,
     PROMPT,
@@ -45,8 +46,9 @@ CASES = [
     *zip(SHAPES, (1, 2, 3, 8, 21), strict=True),
     ((100, 96), 37),
     ((50, 160), 70),
+    ((40, 288), 7),  # in one kernel for few rows, where that takes eight
     ((100, 1280), 18),  # more inputs than many rows meet at a time
-    ((16, 4096), 90),  # more rows than are kept in a cache
+    ((40, 4096), 90),  # more rows than are kept in a cache
 ]
 
 
@@ -160,7 +162,7 @@ def test_a_row_does_not_depend_on_its_company_or_on_the_split(
     together = lib.multiply(matrix, x, row_kind)
     for cuts in ((1, 2, 3), (5,)):
         assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
-    for begin, end in ((0, 1), (5, 6), (7, 18), (12, 45), (3, 7)):
+    for begin, end in ((0, 1), (5, 6), (7, 18), (12, 45), (3, 7), (21, 28)):
         part = np.ascontiguousarray(x[begin:end])
         assert same_bits(lib.multiply(matrix, part, row_kind), together[begin:end])
     order = rng.permutation(len(x))
@@ -175,9 +177,9 @@ def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
     rng = np.random.default_rng(5)
     matrix = random_matrix(kind, whole_blocks(kind, (37, 96)), rng)
     num_inputs = matrix.exact.shape[1]
-    x = random_rows(20, 320, rng)[:, :num_inputs]  # rows apart by more than their length
+    x = random_rows(23, 320, rng)[:, :num_inputs]  # rows apart by more than their length
     plain = lib.multiply(matrix, x, row_kind)
-    before = rng.standard_normal((20, 50)).astype(np.float32)
+    before = rng.standard_normal((23, 50)).astype(np.float32)
     out = before.copy()
     lib.multiply(matrix, x, row_kind, out=out)
     assert same_bits(out[:, :37], before[:, :37] + plain)
@@ -230,15 +232,17 @@ def test_huge_and_tiny_activations(lib: Library, kind: int, magnitude: float) ->
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80, 0xFF])
 def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, fill: int) -> None:
     rng = np.random.default_rng(10)
-    source = np.full_like(random_matrix(kind, whole_blocks(kind, (32, 96)), rng).source, fill)
+    source = np.full_like(random_matrix(kind, whole_blocks(kind, (48, 96)), rng).source, fill)
     set_halves(NAMES[kind], source, rng)
     matrix = block_matrix(kind, source)
-    x = np.ones((40, matrix.exact.shape[1]), np.float32)
-    x *= rng.choice(np.array([-3, 3], np.float32), (40, 1))
+    x = np.full((40, matrix.exact.shape[1]), 3, np.float32)
+    x[::2] *= -1
     fused = lib.name != "portable" or IS_ARM
-    assert same_bits(lib.multiply(matrix, x), multiply_blocks(matrix, x, fused))
-    coarse = multiply_blocks(matrix, x, fused, MOST_8_BITS)
-    assert same_bits(lib.multiply(matrix, x, COARSE), coarse)
+    for row_kind, most in ((GENERATED, MOST_15_BITS), (COARSE, MOST_8_BITS)):
+        expected = multiply_blocks(matrix, x, fused, most)
+        for count in (1, 2, 4, 7, 40):  # each kernel for few rows, and that for many
+            actual = lib.multiply(matrix, x[:count], row_kind)
+            assert same_bits(actual, expected[:count])
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
@@ -248,13 +252,14 @@ def test_a_row_that_is_not_finite_spoils_no_other(
     lib: Library, kind: int, bad: float, row_kind: int
 ) -> None:
     rng = np.random.default_rng(11)
-    matrix = random_matrix(kind, whole_blocks(kind, (16, 64)), rng)
-    x = random_rows(5, matrix.exact.shape[1], rng)
+    matrix = random_matrix(kind, whole_blocks(kind, (48, 64)), rng)
+    x = random_rows(37, matrix.exact.shape[1], rng)
     clean = lib.multiply(matrix, x, row_kind)
-    x[2, 40] = bad
+    spoilt = [2, 36]  # among many rows, and alone behind them
+    x[spoilt, 40] = bad
     out = lib.multiply(matrix, x, row_kind)
-    assert not np.isfinite(out[2]).any()
-    assert same_bits(np.delete(out, 2, axis=0), np.delete(clean, 2, axis=0))
+    assert not np.isfinite(out[spoilt]).any()
+    assert same_bits(np.delete(out, spoilt, axis=0), np.delete(clean, spoilt, axis=0))
 
 
 def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
