@@ -95,16 +95,18 @@ class Choice:
         self.last_token_s = now_s
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
-        text = ""
-        for count, token in enumerate(shown, 1):
-            text += decoder.feed(token)
-            if decoder.stop is not None:  # what was drawn behind it is nobody's
-                tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
-                self.num_unwanted = max(0, len(delta.tokens) - 1 - count)  # the last was no guess
-                delta = Delta(delta.request, tokens, logprobs, delta.scores)
-                self.num_output += count
-                tally.num_tokens += count
-                return self._last(text, delta, FinishReason.STOP, decoder.stop)
+        text = decoder.feed(shown[0]) if shown else ""
+        count = 1
+        while count < len(shown) and decoder.stop is None:
+            text += decoder.feed(shown[count])
+            count += 1
+        if decoder.stop is not None:  # what was drawn behind it is nobody's
+            tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
+            self.num_unwanted = max(0, len(delta.tokens) - 1 - count)  # the last was no guess
+            delta = Delta(delta.request, tokens, logprobs, delta.scores)
+            self.num_output += count
+            tally.num_tokens += count
+            return self._last(text, delta, FinishReason.STOP, decoder.stop)
         count = len(delta.tokens)
         self.num_output += count
         tally.num_tokens += count

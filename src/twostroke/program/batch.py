@@ -66,6 +66,8 @@ class BatchShape:
 
     @cached_property
     def _num_attended(self) -> int:
+        if self.num_rows == len(self.spans):
+            return self._num_context
         return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
 
     @cached_property
