@@ -109,8 +109,9 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
                      round_up(num_tokens, kLanes) / kLanes};
   with_constant<kTileQueries>(num_queries, [&](auto constant_q) {
     constexpr int Q = decltype(constant_q)::value;
-    for (int64_t b = blocks.begin; b < blocks.end; b += kTileVectors) {
-      with_constant<kTileVectors>(blocks.end - b, [&](auto constant_b) {
+    constexpr int kVectors = tile_vectors(Q);
+    for (int64_t b = blocks.begin; b < blocks.end; b += kVectors) {
+      with_constant<kVectors>(blocks.end - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         score_tile<Q, B>(q, piece.keys + b, piece.next_keys + b, head_dim, scores + b * kLanes,
                          kPieceTokens);
@@ -126,8 +127,8 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
         soften(rows, piece.scales, seen, blocks, row, &share.peak[i], &share.sum[i]);
       }
     }
-    for (int64_t d = 0; d < head_dim; d += kTileVectors * kLanes) {
-      with_constant<kTileVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
+    for (int64_t d = 0; d < head_dim; d += kVectors * kLanes) {
+      with_constant<kVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         const T* values[kBlocksPerPiece];
         const T* next[kBlocksPerPiece];

@@ -9,12 +9,9 @@
 
 namespace ts {
 
-#if TS_LEVEL >= 2
+#if TS_LEVEL >= 1
 constexpr int kTileQueries = 6;
 constexpr int kTileVectors = 4;
-#elif TS_LEVEL == 1
-constexpr int kTileQueries = 3;
-constexpr int kTileVectors = 2;
 #elif defined(__aarch64__)
 constexpr int kTileQueries = 5;
 constexpr int kTileVectors = 1;
@@ -22,6 +19,14 @@ constexpr int kTileVectors = 1;
 constexpr int kTileQueries = 2;
 constexpr int kTileVectors = 1;
 #endif
+
+/// How many sixteens meet a number of queries together, at most kTileVectors. On AVX2, where each
+/// takes two registers of 16, sums have eight to twelve: fewer would wait for each other, and more
+/// would leave none for what they are made of.
+constexpr int tile_vectors(int num_queries) {
+  if (TS_LEVEL != 1) return kTileVectors;
+  return num_queries == 1 ? 4 : num_queries <= 3 ? 2 : 1;
+}
 
 inline Lanes load_sixteen(const float* p) { return load_lanes(p); }
 inline Lanes load_sixteen(const Half* p) { return load_halves(&p->bits); }
@@ -31,6 +36,33 @@ inline Lanes load_sixteen(const int8_t* p) { return load_bytes(p); }
 /// Sixteens of stored numbers in a line of cache; float32 lies in scratch, which is there already.
 template <class T>
 constexpr int kSixteensPerLine = 64 / (kLanes * static_cast<int>(sizeof(T)));
+
+/// Fetches a line of the piece that comes next: on AVX2 into the second-level cache (measured).
+inline void fetch_ahead(const void* p) { __builtin_prefetch(p, 0, TS_LEVEL == 1 ? 2 : 3); }
+
+/// sums[i][b] += factors[i * stride] * sixteens[b].
+template <int Q, int B, class T>
+TS_INLINE void add_products(const float* factors, int64_t stride, const T* const* sixteens,
+                            Lanes sums[Q][B]) {
+  if constexpr (TS_LEVEL == 1 && B > 1) {  // one at a time: there is no register for another
+    TS_UNROLL for (int b = 0; b < B; ++b) {
+      const Lanes numbers = load_sixteen(sixteens[b]);
+      TS_UNROLL for (int i = 0; i < Q; ++i) {
+        sums[i][b] = multiply_add(broadcast(factors[i * stride]), numbers, sums[i][b]);
+      }
+      asm("" : : : "memory");
+    }
+    return;
+  }
+  Lanes numbers[B];
+  TS_UNROLL for (int b = 0; b < B; ++b) numbers[b] = load_sixteen(sixteens[b]);
+  TS_UNROLL for (int i = 0; i < Q; ++i) {
+    const Lanes factor = broadcast(factors[i * stride]);
+    TS_UNROLL for (int b = 0; b < B; ++b) {
+      sums[i][b] = multiply_add(factor, numbers[b], sums[i][b]);
+    }
+  }
+}
 
 /// scores[query][block * 16 + token] = q[query] . key; sums run over the dimensions in order.
 /// `T` is as in the pages, or float; converting is exact, so both agree.
@@ -43,19 +75,14 @@ void score_tile(const float* q, const T* const* blocks, const T* const* ahead, i
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
   }
   for (int64_t d = 0; d < head_dim; ++d) {
-    Lanes keys[B];
-    TS_UNROLL for (int b = 0; b < B; ++b) keys[b] = load_sixteen(blocks[b] + d * kLanes);
+    const T* sixteens[B];
+    TS_UNROLL for (int b = 0; b < B; ++b) sixteens[b] = blocks[b] + d * kLanes;
     if constexpr (!std::is_same_v<T, float>) {
       if (d % kSixteensPerLine<T> == 0) {
-        TS_UNROLL for (int b = 0; b < B; ++b) __builtin_prefetch(ahead[b] + d * kLanes);
+        TS_UNROLL for (int b = 0; b < B; ++b) fetch_ahead(ahead[b] + d * kLanes);
       }
     }
-    TS_UNROLL for (int i = 0; i < Q; ++i) {
-      const Lanes value = broadcast(q[i * head_dim + d]);
-      TS_UNROLL for (int b = 0; b < B; ++b) {
-        sums[i][b] = multiply_add(value, keys[b], sums[i][b]);
-      }
-    }
+    add_products<Q, B>(q + d, head_dim, sixteens, sums);
   }
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) {
@@ -74,20 +101,13 @@ void value_tile(const float* shares, int64_t share_stride, const T* const* block
   }
   for (int64_t token = begin; token < end; ++token) {
     const T* row = blocks[token / kBlockTokens] + token % kBlockTokens * head_dim;
-    Lanes values[B];
-    TS_UNROLL for (int b = 0; b < B; ++b) values[b] = load_sixteen(row + b * kLanes);
+    const T* sixteens[B];
+    TS_UNROLL for (int b = 0; b < B; ++b) sixteens[b] = row + b * kLanes;
     if constexpr (!std::is_same_v<T, float>) {
       const T* next = ahead[token / kBlockTokens] + token % kBlockTokens * head_dim;
-      TS_UNROLL for (int b = 0; b < B; b += kSixteensPerLine<T>) {
-        __builtin_prefetch(next + b * kLanes);
-      }
+      TS_UNROLL for (int b = 0; b < B; b += kSixteensPerLine<T>) fetch_ahead(next + b * kLanes);
     }
-    TS_UNROLL for (int i = 0; i < Q; ++i) {
-      const Lanes share = broadcast(shares[i * share_stride + token]);
-      TS_UNROLL for (int b = 0; b < B; ++b) {
-        sums[i][b] = multiply_add(share, values[b], sums[i][b]);
-      }
-    }
+    add_products<Q, B>(shares + token, share_stride, sixteens, sums);
   }
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) {
