@@ -364,3 +364,12 @@ def test_why_a_schema_is_refused_is_remembered(tokenizer: Tokenizer) -> None:
     assert grammars.refusal(bad, only_known=True) == why
     assert grammars.refusal(good) is None
     assert grammars.known(good) is None
+
+
+@pytest.mark.parametrize("notation", ["grammar", "lark"])
+@pytest.mark.parametrize(
+    "text", ["{}", " {}", '{"grammars": [{"lark_grammar": "start: /a/"}]}', "{"]
+)
+def test_objects_are_no_grammars(grammars: Grammars, notation: str, text: str) -> None:
+    with pytest.raises(RequestError, match="The grammar cannot be used: no rule begins with"):
+        grammars.compile(Constraint(notation, text))

@@ -38,8 +38,8 @@ def native_dir() -> Path | None:
 
 
 def api_key() -> str | None:
-    """Return the key that `TWOSTROKE_API_KEY` lets clients of a server have, or None."""
-    return os.environ.get("TWOSTROKE_API_KEY") or None
+    """Return the key that `TWOSTROKE_API_KEY` lets clients of a server have, None if not set."""
+    return os.environ.get("TWOSTROKE_API_KEY")
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -318,6 +318,8 @@ def _grammar(constraint: Constraint) -> str:
         if notation == "choice" and not _are_texts(json.loads(text)):
             message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
             raise _refusal(constraint, message)
+        if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
+            raise _refusal(constraint, "no rule begins with '{'")  # JSON would be read as objects
         return grammar_from(_FORMATS[notation], text)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from support.servers import LiveServer, live_server
+from twostroke.core import env
 from twostroke.core.errors import UsageError
 from twostroke.serve.http.keys import MAX_LENGTH, ApiKeys
 from twostroke.serve.options import ServeOptions
@@ -145,6 +146,17 @@ def test_a_file_of_keys_names_tenants(tmp_path: Path) -> None:
     only = ApiKeys.read(None, "sk-4")
     assert only is not None
     assert only.tenant_of(b"sk-4") == ""
+
+
+def test_the_variables_key_is_never_passed_over_for_being_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A secret that was not filled in must not open the server."""
+    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
+    assert ApiKeys.read(None, env.api_key()) is None
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "")
+    with pytest.raises(UsageError, match="TWOSTROKE_API_KEY"):
+        ApiKeys.read(None, env.api_key())
 
 
 @pytest.mark.parametrize(
