@@ -17,10 +17,13 @@ class Limits:
 
     Attributes:
         max_body_bytes: a longer request body is refused (413).
+        max_dropped_bytes: of a body whose request is refused already this much is still read, so
+            that a client that goes on sending gets to read why.
         max_json_depth: lists and objects nested deeper are refused (400).
         max_header_bytes: request line and headers together.
         header_timeout_s: from the first byte of a request to the end of its headers.
-        body_timeout_s: from the headers to the end of the body (408).
+        body_timeout_s: from the headers to the end of the body (408), and from an early answer to
+            the end of a body that is dropped.
         idle_timeout_s: how long a connection may stay open between two requests; longer than
             what proxies keep theirs for (60 s is common), or they meet closed ones.
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
@@ -32,6 +35,7 @@ class Limits:
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_dropped_bytes: int = 64 * 1024 * 1024
     max_json_depth: int = 64
     max_header_bytes: int = 32 * 1024
     header_timeout_s: float = 10.0

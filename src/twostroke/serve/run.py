@@ -178,7 +178,7 @@ async def _serve(
 
 def _config(api: Api) -> uvicorn.Config:
     limits = api.options.limits
-    connection: Any = partial(Connection, header_timeout_s=limits.header_timeout_s)
+    connection: Any = partial(Connection, limits=limits)
     return uvicorn.Config(
         build_app(api),
         http=connection,

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with a time limit on headers and a way to drop it."""
+"""One HTTP connection: uvicorn's, with a time limit on headers, a way to drop it and a good end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from twostroke.serve.http.leftover import Leftover
 from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
     from uvicorn.config import Config
     from uvicorn.server import ServerState
+
+    from twostroke.serve.options import Limits
 
 
 class Connection(H11Protocol):
@@ -26,17 +29,18 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        header_timeout_s: float,
+        limits: Limits,
     ) -> None:
         """Serve one client."""
         super().__init__(config, server_state, app_state, _loop)
-        self._header_timeout_s = header_timeout_s
+        self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            await inner(scope, receive, send)
+            if not await Leftover(receive, send, limits).answer(inner, scope):
+                self.transport.close()
 
         self.app = app
 

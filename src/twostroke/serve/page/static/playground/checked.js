@@ -33,7 +33,7 @@ export function checkedField(field, { put, read, toTry, tidy = null }) {
       read();
       say("Asking the server …", "");
       const { path, body } = toTry();
-      await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+      await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), isForUser: true });
       say("The server takes this.", "right");
     } catch (error) {
       say(error.message, "wrong");

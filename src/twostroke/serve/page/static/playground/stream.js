@@ -14,6 +14,7 @@ export async function* chunks(path, body, signal) {
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
     signal,
+    isForUser: true,
   });
   const broken = new ServerError("The connection broke before the answer was whole.");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

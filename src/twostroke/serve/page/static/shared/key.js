@@ -20,11 +20,12 @@ export function hasKey() {
 /**
  * Ask the user for a key, because a request was refused with `why`; return whether there is one now.
  *
- * Who closed the window is not asked again before `askAnew`.
+ * Who closed the window is not asked again for what the page does by itself, but for what they do:
+ * then `isForUser`.
  */
-export function wantKey(why) {
+export function wantKey(why, isForUser) {
   if (asking) return asking;
-  if (isDeclined) return Promise.resolve(false);
+  if (isDeclined && !isForUser) return Promise.resolve(false);
   document.getElementById("key").hidden = false;
   asking = new Promise((resolve) => open(why, resolve)).finally(() => {
     asking = null;
@@ -34,8 +35,7 @@ export function wantKey(why) {
 
 /** Ask for a key because the user wants to give one; return whether there is one now. */
 export function askAnew() {
-  isDeclined = false;
-  return wantKey("");
+  return wantKey("", true);
 }
 
 function open(why, resolve) {

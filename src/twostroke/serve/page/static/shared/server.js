@@ -18,14 +18,15 @@ export const GONE = "The server cannot be reached. Is it running?";
 /**
  * Return the response to a request, or throw a `ServerError` that says what is wrong.
  *
- * Where a key is wanted the user is asked for it, and the request is made again.
+ * Where a key is wanted the user is asked for it, and the request is made again; `isForUser` says
+ * that they have just asked for this, and are asked though they have declined before.
  */
-export async function ask(path, options = {}) {
+export async function ask(path, { isForUser = false, ...options } = {}) {
   for (;;) {
     const response = await send(path, options);
     if (response.ok) return response;
     const error = await refusal(response);
-    if (error.status !== 401 || !(await wantKey(error.message))) throw error;
+    if (error.status !== 401 || !(await wantKey(error.message, isForUser))) throw error;
   }
 }
 

@@ -1,0 +1,105 @@
+"""Requests that are answered before all of them has come: the client gets to read the answer."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPConnection
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import LiveServer, live_server
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import Limits, ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATH = "/v1/chat/completions"
+LARGE = 32 << 20  # more than a connection holds that nobody reads
+
+
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    limits = Limits(max_body_bytes=1000, max_dropped_bytes=1 << 20, body_timeout_s=0.5)
+    with live_server(tmp_path_factory.mktemp("brief"), ServeOptions(limits=limits)) as server:
+        yield server
+        server.wait_idle()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_who_sends_too_much_gets_to_read_why(server: LiveServer, is_chunked: bool) -> None:
+    status, error = _ask_and_then_read(server, is_chunked=is_chunked)
+    assert (status, error["code"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "status"), [(PATH, "text/plain", 415), ("/v1/chat", "application/json", 404)]
+)
+def test_a_connection_goes_on_behind_a_body_that_nobody_wanted(
+    server: LiveServer, path: str, kind: str, status: int
+) -> None:
+    with server.connect() as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+        connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % LARGE + b" " * LARGE)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while data := connection.recv(65536):
+            answers += data
+    assert answers.startswith(b"HTTP/1.1 %d" % status)
+    assert b"HTTP/1.1 200" in answers
+
+
+def test_who_sends_much_without_a_key_gets_to_read_why(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    options = ServeOptions(api_keys=ApiKeys({"sk": ""}))
+    with live_server(tmp_path_factory.mktemp("keys"), options) as server:
+        status, error = _ask_and_then_read(server)
+    assert (status, error["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("size", [2000, 9_999_999_999])
+@pytest.mark.parametrize("kind", ["text/plain", "application/json"])
+def test_a_rest_that_does_not_come_is_not_waited_for(
+    brief: LiveServer, size: int, kind: str
+) -> None:
+    with brief.connect() as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+        connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
+        assert b"HTTP/1.1 4" in connection.recv(65536)
+        connection.sendall(b" ")
+        while connection.recv(65536):
+            pass
+
+
+def test_who_asks_first_is_not_told_to_go_on(brief: LiveServer) -> None:
+    with brief.connect() as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += "Expect: 100-continue\r\nContent-Length: 9999999\r\n\r\n"
+        connection.sendall(head.encode())
+        answers = b""
+        while data := connection.recv(65536):
+            answers += data
+    assert answers.startswith(b"HTTP/1.1 413")
+
+
+def test_a_rest_without_end_is_cut_off(brief: LiveServer) -> None:
+    with brief.connect() as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head.encode() + b"Content-Length: 9999999999\r\n\r\n")
+        assert b"HTTP/1.1 413" in connection.recv(65536)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(b" " * (100 << 20))
+
+
+def _ask_and_then_read(server: LiveServer, *, is_chunked: bool = False) -> tuple[int, Any]:
+    """Send a large body as clients do that read no answer before they have sent it all."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        body = [b" " * LARGE] if is_chunked else b" " * LARGE
+        connection.request("POST", PATH, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())["error"]
+    finally:
+        connection.close()
