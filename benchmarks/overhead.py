@@ -57,7 +57,9 @@ class FreeBackend:
         rng = random.Random(7)
         self._chance = [rng.randrange(_ORDINARY, vocab_size) for _ in range(_NUM_DRAWN)]
         self.began_s: list[float] = []  # processor time of the engine's thread at each step
-        self._steps = StepArrays(len(facts.windows), max_pages, one_arithmetic=facts.one_arithmetic)
+        self._steps = StepArrays(
+            len(facts.windows), facts.page_size, max_pages, one_arithmetic=facts.one_arithmetic
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan into arrays, and read results of which tokens come from elsewhere."""

@@ -119,7 +119,7 @@ def test_results_become_tokens_and_logprobs():
     results[1]["logprob"], results[1]["count"] = -0.5, 2
     results[1]["top_ids"][:2], results[1]["top_logprobs"][:2] = [5, 8], [-0.5, -2.0]
     requests = [make_request(SamplingParams(logprobs=n)) for n in (None, 2, 2)]
-    tokens, logprobs = read_results(results, requests)
+    tokens, logprobs = read_results(results, RowTable().rows(requests))
     assert tokens == [4, 5, -1]
     assert logprobs == [None, TokenLogprobs(-0.5, (5, 8), (-0.5, -2.0)), None]
 

@@ -72,8 +72,7 @@ class Table:
         rows = self.rows.rows(requests, sampling)
         results = np.zeros(len(rows), RESULT)
         run_rows(self.library, rows, LOGITS[behind], results)
-        each = [part.request for part in sampling for _ in range(part.num_drawn)]
-        return StepResult(*read_results(results, each))
+        return StepResult(*read_results(results, rows))
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def sample_native(
     before = logits.copy()
     run_rows(library, rows, logits, results)
     np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
-    return read_results(results, requests)
+    return read_results(results, rows)
 
 
 def run_rows(library: ctypes.CDLL, rows: Rows, logits: NDArray[np.float32], results: Rows) -> None:

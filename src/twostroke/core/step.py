@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from twostroke.core.tree import Branch
 
 
+UNASKED: Final = (None,)  # the log-probabilities of one token of which nobody wants any
 NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its batch does not
 
 
@@ -66,19 +68,45 @@ class Slice:
         return self.request.tokens[end - self.num_scored : end]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """Who computes which of their tokens in this step.
 
     `preempted` lost their pages to make room and wait again; they are not in `slices`. `budget` is
     how many rows may be added to it as drafts. `given` is what the Program's `Given` reads, (rows,
-    width) in the order of the slices, where it has one.
+    width) in the order of the slices, where it has one. What all slices have of a kind is gathered
+    once, as several ask for it in a step; of drafts this is not true, which are added later.
     """
 
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
     budget: int = 0
     given: NDArray[np.float32] | None = field(default=None, compare=False)
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """Whose the slices are."""
+        return [s.request for s in self.slices]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the slices start."""
+        return [s.start for s in self.slices]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many tokens the slices have, without drafts."""
+        return [s.count for s in self.slices]
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether each slice is one row that draws, its request's newest token, but for drafts."""
+        return sum(self.counts) == len(self.counts) and all(s.samples for s in self.slices)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any slice has drafts by now."""
+        return any(s.drafts for s in self.slices)
 
     @property
     def num_rows(self) -> int:

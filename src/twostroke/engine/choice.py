@@ -93,6 +93,12 @@ class Choice:
         else:
             tally.gaps.append(self.last_token_s)
         self.last_token_s = now_s
+        if reason is None and len(shown) == 1 and not is_first:
+            text = decoder.known.get(shown[0])
+            if text is not None:  # as mostly, and it is to be quick
+                self.num_output += 1
+                tally.num_tokens += 1
+                return Output(self.index, text, shown, delta.logprobs, delta.scores)
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
         text = decoder.feed(shown[0]) if shown else ""

@@ -309,9 +309,10 @@ class Client:
     ) -> Iterator[Request]:
         """Yield one prompt's n requests."""
         first_seed = secrets.randbits(64) if params.seed is None else params.seed
-        ends, constraint = params.end_ids.union(params.stop_token_ids), params.constraint
-        if not params.ignore_eos:
-            ends |= self.card.tokenizer.eos_ids
+        constraint = params.constraint
+        ends = frozenset() if params.ignore_eos else self.card.tokenizer.eos_ids
+        if params.end_ids or params.stop_token_ids:  # otherwise all requests share one set
+            ends = ends.union(params.end_ids, params.stop_token_ids)
         for index in range(params.n):
             yield Request(
                 id=f"r{next(_serial)}",

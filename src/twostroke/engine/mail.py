@@ -29,11 +29,16 @@ class Mailbox:
 def post(mail: list[tuple[Mailbox, Output]]) -> None:
     """Deliver a step's outputs; each event loop is woken once a step, not once a request."""
     parcels: dict[Wake, list[tuple[Mailbox, Output]]] = {}
-    for mailbox, output in mail:
-        if mailbox.wake is None:
-            mailbox.put(output)
-        else:
-            parcels.setdefault(mailbox.wake, []).append((mailbox, output))
+    last: Wake | None = None  # most wake the same loop as the one before
+    parcel: list[tuple[Mailbox, Output]] = []
+    for letter in mail:
+        wake = letter[0].wake
+        if wake is None:
+            letter[0].put(letter[1])
+            continue
+        if wake != last:
+            last, parcel = wake, parcels.setdefault(wake, [])
+        parcel.append(letter)
     for wake, parcel in parcels.items():
         try:
             wake(partial(_put_all, parcel))

@@ -124,8 +124,7 @@ class SingleStep:
             self._scheduler.commit(plan, self._result(shape.num_streams))
             plan = self._plan()
         self.plan = plan
-        spans = tuple((part.start, part.count) for part in plan.slices)
-        assert BatchShape(spans, shape.num_streams) == shape.batch
+        assert BatchShape.of(plan) == shape.batch
 
     def run(self) -> StepResult:
         """Compute the step, which changes nothing that the next time would meet."""

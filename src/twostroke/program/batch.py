@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.tree import ends_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from twostroke.core.step import Slice, StepPlan
 
@@ -18,45 +18,56 @@ if TYPE_CHECKING:
 class BatchShape:
     """What `cost` needs to know of a step.
 
-    `spans` holds one (start, count) a request: rows at positions start to start + count - 1,
-    each attending to every position up to its own. `num_sampled` rows get logits. Sums over the
-    spans are kept, as several ask for them in a step.
+    Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every
+    position up to its own. `num_sampled` rows get logits. Sums over the requests are kept, as
+    several ask for them in a step.
     """
 
-    spans: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
     num_sampled: int
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
         """One request computing `num_tokens` at once behind `start` earlier ones."""
-        return cls(((start, num_tokens),), 1)
+        return cls((start,), (num_tokens,), 1)
 
     @classmethod
     def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
         """One row for each request, each behind `contexts[i]` tokens."""
-        return cls(tuple((context, 1) for context in contexts), len(contexts))
+        return cls(contexts, (1,) * len(contexts), len(contexts))
 
     @classmethod
     def of(cls, plan: StepPlan) -> BatchShape:
         """The shape of a step, its drafts included."""
-        spans = tuple([(s.start, s.count + len(s.drafts)) for s in plan.slices if not s.branches])
-        if len(spans) < len(plan.slices):
-            spans += tuple([span for s in plan.slices if s.branches for span in _tree_spans(s)])
-        drawing = [1 + len(s.drafts) + s.num_scored for s in plan.slices if s.samples]
-        if len(drawing) == len(plan.slices):
-            return cls(spans, sum(drawing))
-        return cls(spans, sum(drawing) + sum([s.num_scored for s in plan.slices if not s.samples]))
+        if plan.is_decode and not plan.has_drafts:
+            return cls(tuple(plan.starts), tuple(plan.counts), len(plan.slices))
+        spans = [span for part in plan.slices for span in _spans(part)]
+        num_sampled = sum([part.num_with_logits for part in plan.slices])
+        return cls(
+            tuple([start for start, _ in spans]), tuple([count for _, count in spans]), num_sampled
+        )
+
+    def beside(self, start: int, count: int) -> BatchShape:
+        """Return the shape with one more request, whose `count` rows all get logits."""
+        num_sampled = self.num_sampled + count
+        return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)
+
+    @property
+    def spans(self) -> Iterable[tuple[int, int]]:
+        """Where each request's rows start, and how many they are."""
+        return zip(self.starts, self.counts, strict=True)
 
     @cached_property
     def num_rows(self) -> int:
         """Tokens computed in the step."""
-        return sum([count for _, count in self.spans])
+        return sum(self.counts)
 
     def num_attended(self, window: int | None = None) -> int:
         """Pairs of (row, position it attends to), at most `window` positions a row."""
         if window is None:
             return self._num_attended
-        return sum(_attended(start, count, window) for start, count in self.spans)
+        return sum([_attended(start, count, window) for start, count in self.spans])
 
     def num_context(self, window: int | None = None) -> int:
         """Positions whose keys and values must be read at least once."""
@@ -66,17 +77,20 @@ class BatchShape:
 
     @cached_property
     def _num_attended(self) -> int:
-        if self.num_rows == len(self.spans):
+        if self.num_rows == len(self.starts):
             return self._num_context
         return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
 
     @cached_property
     def _num_context(self) -> int:
-        return sum([start + count for start, count in self.spans])
+        return sum(self.starts) + self.num_rows
 
 
-def _tree_spans(part: Slice) -> Iterator[tuple[int, int]]:
-    """Yield the spans of a slice with branches: each reads what is before it by itself."""
+def _spans(part: Slice) -> Iterator[tuple[int, int]]:
+    """Yield where rows start and how many they are; branches read what is before them again."""
+    if not part.branches:
+        yield part.start, part.num_rows
+        return
     yield part.start, part.count + part.branches[0].first
     for branch, end in ends_of(len(part.drafts), part.branches):
         yield branch.position, end - branch.first

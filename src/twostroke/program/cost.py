@@ -97,7 +97,11 @@ class CostModel:
         """Return this cost as a few coefficients, for use at every step of a running engine."""
         attention: dict[int | None, tuple[int, float]] = {}
         experts: dict[tuple[int, int], int] = {}
-        idle, row, sampled = BatchShape((), 0), BatchShape(((0, 1),), 0), BatchShape((), 1)
+        idle, row, sampled = (
+            BatchShape((), (), 0),
+            BatchShape((0,), (1,), 0),
+            BatchShape((), (), 1),
+        )
         fixed = rows = logits = Cost(0, 0, 0)
         for op in self.program.ops:
             if isinstance(op, Attention):

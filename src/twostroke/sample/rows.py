@@ -92,18 +92,24 @@ class RowTable:
     def __len__(self) -> int:
         return len(self._places)
 
-    def rows(self, requests: Sequence[Request], parts: Sequence[Slice] | None = None) -> Rows:
+    def rows(
+        self,
+        requests: Sequence[Request],
+        parts: Sequence[Slice] | None = None,
+        num_tokens: NDArray[Any] | None = None,
+    ) -> Rows:
         """Return an array of `ROW`, one for each request's next token, in their order.
 
         Where there are drafts in `parts[i]`, the slice of `requests[i]`, each of them has a row,
-        too, for the token behind it, and each scored row has one in front of these. The array is
-        good until the next call, and so is what its pointers refer to, unless the request is
-        forgotten before.
+        too, for the token behind it, and each scored row has one in front of these. `num_tokens` is
+        how many tokens each request has, if the caller knows. The array is good until the next
+        call, and so is what its pointers refer to, unless the request is forgotten before.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
         rows, places = self._rows, self._last_places
-        num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
+        if num_tokens is None:
+            num_tokens = np.array([len(request.tokens) for request in requests], dtype=np.int64)
         if parts is not None:
             scored = np.array([part.num_scored for part in parts])
             counts = scored + np.array([part.num_drawn for part in parts])
@@ -273,18 +279,15 @@ class _History:
     num_tokens: int = 0
 
 
-def read_results(
-    results: Rows, requests: Sequence[Request]
-) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Return what a `StepResult` holds, from an array of `RESULT`, each row for a request."""
+def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Return what a `StepResult` holds, from the `RESULT` of each `ROW`."""
     tokens: list[int] = results["token"].tolist()
-    if all([request.params.logprobs is None for request in requests]):  # noqa: C419 - twice as quick
+    is_asked = rows["num_logprobs"] >= 0
+    if not is_asked.any():
         return tokens, [None] * len(tokens)
     logprobs = [
-        None
-        if request.params.logprobs is None or token == NO_TOKEN
-        else _token_logprobs(results[i])
-        for i, (request, token) in enumerate(zip(requests, tokens, strict=True))
+        _token_logprobs(results[i]) if asked and token != NO_TOKEN else None
+        for i, (asked, token) in enumerate(zip(is_asked.tolist(), tokens, strict=True))
     ]
     return tokens, logprobs
 

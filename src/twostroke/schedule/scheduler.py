@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta, Slice, StepPlan
+from twostroke.core.step import UNASKED, Delta, Slice, StepPlan
 from twostroke.core.tree import ROOT
 from twostroke.schedule.accept import accept, end
 from twostroke.schedule.config import SchedulerStats
@@ -199,29 +199,29 @@ class Scheduler:
         has_ended = False
         drawn = zip(result.tokens, result.logprobs, strict=True)
         for ticket, piece in zip(owners, plan.slices, strict=True):
-            request = piece.request
+            request, drafts, samples = piece.request, piece.drafts, piece.samples
             computed = piece.start + piece.count
-            if piece.drafts:
+            if drafts:
                 guessed = list(islice(drawn, piece.num_drawn))
-            elif piece.samples:
+            elif samples:
                 token, logprob = next(drawn)
             if request.finish_reason is not None:
                 self._drafting.settle(piece, ROOT)
                 has_ended = True
                 continue
-            if piece.drafts:
+            if drafts:
                 delta, last = accept(ticket, piece, guessed)
                 computed += len(delta.tokens) - 1
                 self._drafting.settle(piece, last)
-            elif piece.samples:
+            elif samples:
                 request.tokens.append(token)
-                delta = Delta(request, (token,), (logprob,))
+                delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
                 if token in request.end_ids or len(request.tokens) >= ticket.max_len:
                     end(ticket, delta)
             request.num_computed = computed
             if computed >= ticket.due_at:
                 self._settle(ticket)
-            if not piece.samples:
+            if not samples:
                 has_ended |= end_pooled(request, self._tickets)
                 continue
             if request.finish_reason is not None:

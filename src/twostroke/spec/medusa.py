@@ -61,7 +61,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         """Return guesses for each request, which has one token to compute, or None."""
         depth = min(len(self._known.accepted), price.most)
         num_rows = depth * max(1, len(requests))
-        step_s = self._pace.seconds(BatchShape(((0, num_rows),), num_rows))
+        step_s = self._pace.seconds(BatchShape((0,), (num_rows,), num_rows))
         least = price.least_chance(step_s / max(1, len(requests)))
         found = {request: self._follow(request, least) for request in requests}
         asked = [follower for follower in found.values() if follower is not None]

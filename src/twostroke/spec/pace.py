@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from twostroke.program import BatchShape
 from twostroke.spec.learned import Fit, Ratios, Spell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from twostroke.core.hardware import Hardware
+    from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
 
 
@@ -45,13 +45,10 @@ class Pace:
 
     def outlook(self, batch: BatchShape) -> Outlook:
         """Return how to predict steps with guesses beside those of `batch`."""
-        start = max(start for start, _ in batch.spans)
+        start = max(batch.starts)
         plain_s, one_s, two_s = (
-            self._fit.seconds(
-                *self._least_s(BatchShape((*batch.spans, *more), batch.num_sampled + count))
-            )
-            * self._spell.factor
-            for count, more in enumerate(((), ((start, 1),), ((start, 2),)))
+            self._fit.seconds(*self._least_s(shape)) * self._spell.factor
+            for shape in (batch, batch.beside(start, 1), batch.beside(start, 2))
         )
         return Outlook(
             batch.num_rows,

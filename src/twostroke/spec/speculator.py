@@ -128,7 +128,7 @@ class Speculator:
         step_s = elapsed_s - self._asking_s
         if self._proposers:
             self._pace.learn(batch, step_s)
-        num_plain = sum([part.samples for part in plan.slices])
+        num_plain = _num_drawing(plan)
         tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
         num_tried, num_tokens = tried.total(), num_plain + right.total()
         self.stats.recent.append(
@@ -140,8 +140,8 @@ class Speculator:
                 self._balance(name, plan).add(0.0, asking_s / max(step_s, 1e-6))
             self.stats.saved_s -= sum(asked.values())
             return
-        spans = tuple([(part.start, part.count) for part in plan.slices])
-        plain_s = self._pace.seconds(BatchShape(spans, num_plain))
+        plain = BatchShape(tuple(plan.starts), tuple(plan.counts), num_plain)
+        plain_s = self._pace.seconds(plain)
         longer_s = max(0.0, self._pace.seconds(batch) - plain_s)
         for name, asking_s in asked.items():
             spent = (asking_s + longer_s * tried[name] / num_tried) / plain_s
@@ -197,8 +197,7 @@ class Speculator:
 
     def _current_terms(self, plan: StepPlan) -> Terms:
         """Return what guesses cost; worked out now and then, as it changes slowly."""
-        slices = plan.slices
-        size = len(slices), sum([p.count for p in slices]), sum([p.samples for p in slices])
+        size = len(plan.slices), sum(plan.counts), _num_drawing(plan)
         known = self._terms
         if known is None or self._terms_size != size or self._terms_age >= _TERMS_STEPS:
             known = self._terms = self._chooser.terms(BatchShape.of(plan))
@@ -239,6 +238,13 @@ class Speculator:
                 guess = _Guess(part, proposer, proposal)
                 if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
                     known[id(part)] = guess
+
+
+def _num_drawing(plan: StepPlan) -> int:
+    """In how many slices a token is drawn."""
+    if plan.is_decode:
+        return len(plan.slices)
+    return sum([part.samples for part in plan.slices])
 
 
 def _as_allowed(proposal: Proposal | None, request: Request) -> Proposal | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.tokenize.preface import Part, PrefaceCutter
 from twostroke.tokenize.stops import StopMatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from twostroke.core.preface import Preface
     from twostroke.tokenize.tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+_NOTHING: Final[Mapping[int, str]] = {}
 
 
 class StreamDecoder:
@@ -23,8 +24,11 @@ class StreamDecoder:
     The pieces joined are `tokenizer.decode` of all tokens, or, when a stop string was found, that
     text up to it (with it, if `include_stop`). A piece never ends inside a character, and text
     that may be the beginning of a stop string is held back until that is decided. A token costs
-    time in proportion to its own text, whatever came before.
+    time in proportion to its own text, whatever came before. What `feed` would return of the next
+    token without another thought stands in `known`, if it does.
     """
+
+    known: Mapping[int, str]
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class StreamDecoder:
 
     def feed(self, token_id: int) -> str:
         """Return the text that `token_id` makes safe to show; empty after a stop string."""
-        if self._is_plain and (known := self._texts.get(token_id)) is not None:
+        if (known := self.known.get(token_id)) is not None:
             return known
         if self._finished or token_id in self._skipped:
             return ""
@@ -102,7 +106,8 @@ class StreamDecoder:
 
     def _look(self) -> None:
         """See whether tokens are just their texts, as mostly: then these can be looked up."""
-        self._is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
+        is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
+        self.known = self._texts if is_plain else _NOTHING
 
     def _cut(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Return what is not searched, as it belongs to a preface, and what is."""

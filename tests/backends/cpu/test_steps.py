@@ -19,28 +19,32 @@ def make_request(num_tokens, *pages):
     return request
 
 
+def rows_of(tables, requests):
+    return tables.rows(requests, np.array([len(request.pages[0]) for request in requests]))
+
+
 def test_pages_are_copied_as_they_grow():
     tables, request = PageTables(1, 8), make_request(5, [7, 3])
-    row = tables.places([request])[0]
+    row = rows_of(tables, [request])[0]
     request.pages[0].append(5)
-    assert tables.places([request])[0] == row
+    assert rows_of(tables, [request])[0] == row
     assert tables.array[row, 0, :3].tolist() == [7, 3, 5]
 
 
 def test_pages_after_a_preemption_replace_all():
     tables, request = PageTables(1, 8), make_request(5, [7, 3])
-    row = tables.places([request])[0]
+    row = rows_of(tables, [request])[0]
     request.pages = [[4, 3, 9]]
     request.num_moves += 1
-    assert tables.places([request])[0] == row
+    assert rows_of(tables, [request])[0] == row
     assert tables.array[row, 0, :3].tolist() == [4, 3, 9]
 
 
 def test_each_cache_group_has_its_part_of_a_row():
     tables, requests = PageTables(2, 4), [make_request(5, [7, 3], [1, 2]) for _ in range(20)]
-    rows = tables.places(requests)
+    rows = rows_of(tables, requests)
     requests[-1].pages = [[7, 3, 9], [NO_PAGE, 2, 8]]
-    assert tables.places([requests[-1]])[0] == rows[-1]
+    assert rows_of(tables, [requests[-1]])[0] == rows[-1]
     flat = tables.array.ravel()  # what the library reads
     assert tables.address == flat.ctypes.data
     parts = [flat[(rows[-1] * 2 + group) * tables.stride :][:3] for group in range(2)]
@@ -50,15 +54,15 @@ def test_each_cache_group_has_its_part_of_a_row():
 def test_a_row_is_used_again_only_after_its_request_is_forgotten():
     tables = PageTables(1, 4)
     requests = [make_request(1, [i]) for i in range(40)]
-    rows = tables.places(requests)
+    rows = rows_of(tables, requests)
     assert len(set(rows)) == 40
     tables.forget(requests[3])
     tables.forget(requests[3])
-    assert tables.places([make_request(1, [99])]) == [rows[3]]
+    assert rows_of(tables, [make_request(1, [99])]) == [rows[3]]
 
 
 def test_generated_rows_come_first_where_they_are_computed_otherwise():
-    steps = StepArrays(1, 8, one_arithmetic=False)
+    steps = StepArrays(1, 16, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
     plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 2, 4, True)))
@@ -74,7 +78,7 @@ def test_generated_rows_come_first_where_they_are_computed_otherwise():
 
 
 def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
-    steps = StepArrays(1, 8, one_arithmetic=False)
+    steps = StepArrays(1, 16, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
     plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 5, 1, True, (60, 61))))
@@ -90,7 +94,7 @@ def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
 
 
 def test_branches_are_runs_of_rows_with_tables_of_their_own():
-    steps = StepArrays(1, 8, one_arithmetic=False)
+    steps = StepArrays(1, 16, 8, one_arithmetic=False)
     new, old = make_request(3, [1]), make_request(20, [5, 6])
     old.tokens += [50]
     # 60, 61; beside 61 stands 62; beside 60 stands 63. Positions begin at 20, pages hold 16.
@@ -118,7 +122,7 @@ def test_branches_are_runs_of_rows_with_tables_of_their_own():
 
 
 def test_flattening_many_requests_takes_well_under_a_millisecond():
-    steps = StepArrays(1, 8, one_arithmetic=True)
+    steps = StepArrays(1, 16, 8, one_arithmetic=True)
     requests = [make_request(20, [i, i + 1]) for i in range(256)]
     plan = StepPlan(tuple(Slice(request, 19, 1, True) for request in requests))
     times = []
@@ -149,7 +153,8 @@ def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
             for pages in request.pages:
                 pages.extend(range(page, page + num_new))
             page += num_new
-        rows = tables.places(list(alive))
-        for row, request in zip(rows, alive, strict=True):
+        reached = np.array([rng.integers(len(request.pages[0]) + 1) for request in alive], np.int32)
+        rows = tables.rows(list(alive), reached)
+        for row, request, count in zip(rows, alive, reached, strict=True):
             for part, pages in zip(tables.array[row], request.pages, strict=True):
-                assert part[: len(pages)].tolist() == pages
+                assert part[:count].tolist() == pages[:count]

@@ -105,6 +105,7 @@ class CpuBackend:
         )
         self._steps = StepArrays(
             len(facts.windows),
+            page_size,
             -(-longest // page_size),
             one_arithmetic=facts.one_arithmetic,
             tapped_width=0 if tapped is None else program.value_widths[tapped],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ctypes import c_void_p
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from twostroke.backends.cpu.records import StepRecord
-from twostroke.core.step import Slice
+from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ends_of
 from twostroke.sample.rows import RESULT, RowTable, read_results, read_scores
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, TokenLogprobs
+    from twostroke.core.step import TokenLogprobs
     from twostroke.core.tree import Branch
 
 
@@ -39,6 +39,7 @@ class StepArrays:
     def __init__(
         self,
         num_groups: int,
+        page_size: int,
         max_pages: int,
         *,
         one_arithmetic: bool,
@@ -51,6 +52,7 @@ class StepArrays:
         rows that draw if it `is_shown`.
         """
         self.tables = PageTables(num_groups, max_pages)
+        self._page_size = page_size
         self._sampling = RowTable()
         self._one_arithmetic = one_arithmetic
         self._tokens = np.zeros(0, np.int32)
@@ -66,51 +68,48 @@ class StepArrays:
         self._pooled: dict[Request, int] = {}  # one behind the last of the rows that are wanted
         self.record = StepRecord()
 
-    def fill(self, plan: StepPlan) -> list[Slice]:
+    def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
         """Write the plan into `record`; returns the slices with logits, in their rows' order."""
-        generated, prompt = self._split(plan.slices)
-        parts = [*generated, *prompt]
-        requests = [part.request for part in parts]
-        starts = [part.start for part in parts]
-        counts = [part.count for part in parts]
-        drafts = [part.drafts for part in parts]
-        has_branches = False
-        if has_drafts := any(drafts):
+        plan, num_generated = self._in_order(plan)
+        parts, requests, counts, starts = plan.slices, plan.requests, plan.counts, plan.starts
+        is_decode, has_drafts = plan.is_decode, plan.has_drafts
+        if has_drafts:
             counts = [part.num_rows for part in parts]
-            has_branches = any(part.branches for part in parts)
-        num_rows = sum(counts)
-        samples = [part.samples for part in parts]
-        has_scores = False
-        if num_rows > len(parts) or not all(samples):  # a row that draws is not scored
-            has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
-        if num_rows == len(parts):
-            tokens = [r.tokens[start] for r, start in zip(requests, starts, strict=True)]
+        num_rows, num_logits, has_scores = sum(counts), len(parts), False
+        if is_decode and not has_drafts:
+            tokens = [request.tokens[-1] for request in requests]
         else:
             tokens = [t for part in parts for t in _tokens(part)]
-        num_more = sum([part.num_scored for part in parts]) if has_scores else 0
-        self._reserve(num_rows, len(parts), len(parts) + sum(map(len, drafts)) + num_more)
+            num_logits = sum([part.num_with_logits for part in parts])
+            has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
+        self._reserve(num_rows, len(parts), num_logits)
         self._tokens[:num_rows] = tokens
         slices = self._slices[: len(parts)]
-        slices[:, 1] = 1 if num_rows == len(parts) else counts
+        slices[:, 1] = counts
         slices[:, 2] = starts
-        slices[:, 3] = self.tables.places(requests)
+        reached = slices[:, 1] + slices[:, 2]
+        slices[:, 3] = self.tables.rows(requests, -(-reached // self._page_size))
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
-        self._pooled = {} if all(samples) else _ends_of_pooled(parts, ends)
-        if has_scores:
-            samples = [part.num_with_logits > 0 for part in parts]
+        self._pooled = {} if is_decode else _ends_of_pooled(parts, ends)
         sampling = parts
-        if not all(samples):
-            sampling = [part for part in parts if part.samples or part.num_scored]
-            requests = [part.request for part in sampling]
-            ends = ends[samples]
-        self._sample(sampling, requests, ends, is_plain=not (has_drafts or has_scores))
+        if not is_decode:
+            has_logits = [part.num_with_logits > 0 for part in parts]
+            sampling = tuple(compress(parts, has_logits))
+            requests = list(compress(requests, has_logits))
+            ends, reached = ends[has_logits], reached[has_logits]
+        if has_drafts or has_scores:
+            self._sample(sampling, requests, ends)
+        else:  # the last row of a slice draws, and is its request's newest token
+            self._samples = self._sampling.rows(requests, num_tokens=reached)
+            self._sampled[: len(requests)] = ends - 1
         self._has_scores = has_scores
         record = self.record
         record.num_rows, record.num_slices = num_rows, len(parts)
         record.num_sampled = len(self._samples)
-        record.num_generated = sum(counts[: len(generated)])
+        record.num_generated = sum(counts[:num_generated])
         record.samples = self._samples.ctypes.data
+        has_branches = has_drafts and any([part.branches for part in parts])  # noqa: C419 - as above
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
@@ -119,18 +118,9 @@ class StepArrays:
         return sampling
 
     def _sample(
-        self,
-        parts: Sequence[Slice],
-        requests: Sequence[Request],
-        ends: NDArray[np.int32],
-        *,
-        is_plain: bool,
+        self, parts: Sequence[Slice], requests: Sequence[Request], ends: NDArray[np.int32]
     ) -> None:
-        """Write what is wanted of the rows with logits: in plain steps of each slice's last one."""
-        if is_plain:
-            self._samples = self._sampling.rows(requests)
-            self._sampled[: len(requests)] = ends - 1
-            return
+        """Write what is wanted of the rows with logits, of which a slice may have several."""
         self._samples = self._sampling.rows(requests, parts)
         spans = [
             range(e - part.num_with_logits, e) for e, part in zip(ends.tolist(), parts, strict=True)
@@ -174,30 +164,29 @@ class StepArrays:
         record.stores, record.num_stores = self._stores.ctypes.data, len(stores)
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
-    def results(self, plan: StepPlan, sampled: list[Slice]) -> Drawn:
+    def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> Drawn:
         """Return what the last step drew, in the plan's order, and what it showed of these rows."""
         num_sampled = self.record.num_sampled
         results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
-        wanted = [part for part in plan.slices if part.samples or part.num_scored]
+        rows = self._samples
+        wanted = plan.slices
+        if not plan.is_decode:
+            wanted = tuple([part for part in wanted if part.num_with_logits])
         if sampled != wanted:
             ends = accumulate(part.num_with_logits for part in sampled)
-            rows = {
+            places = {
                 p.request: range(e - p.num_with_logits, e)
                 for p, e in zip(sampled, ends, strict=True)
             }
-            order = [row for part in wanted for row in rows[part.request]]
-            results, drawn = results[order], drawn[order]
+            order = [row for part in wanted for row in places[part.request]]
+            results, drawn, rows = results[order], drawn[order], rows[order]
         scores: list[TokenLogprobs | None] = []
         if self._has_scores:
             draws = np.array(plan.draws, bool)
             scores = read_scores(results[~draws])
-            results, drawn = results[draws], drawn[draws]
-        if num_sampled == len(wanted) and not scores:
-            requests = [part.request for part in wanted]
-        else:
-            requests = [part.request for part in wanted for _ in range(part.num_drawn)]
+            results, drawn, rows = results[draws], drawn[draws], rows[draws]
         hidden = self._tapped[drawn] if self._is_shown else None
-        return Drawn(*read_results(results, requests), hidden, scores)
+        return Drawn(*read_results(results, rows), hidden, scores)
 
     def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
         """Return the tapped rows of each slice that wants some, until the next step."""
@@ -211,13 +200,16 @@ class StepArrays:
         self.tables.forget(request)
         self._sampling.forget(request)
 
-    def _split(self, slices: tuple[Slice, ...]) -> tuple[Sequence[Slice], Sequence[Slice]]:
-        """Cut each slice into generated rows and prompt rows; one list if they are the same."""
+    def _in_order(self, plan: StepPlan) -> tuple[StepPlan, int]:
+        """Return the plan with generated rows first, and how many of its slices have such.
+
+        Where they are computed as prompt rows are, all count as generated, and stay where they are.
+        """
         if self._one_arithmetic:
-            return slices, ()
+            return plan, len(plan.slices)
         generated: list[Slice] = []
         prompt: list[Slice] = []
-        for part in slices:
+        for part in plan.slices:
             request, start, count = part.request, part.start, part.count
             num_prompt = min(max(0, request.num_prompt - start), count)
             if not num_prompt:
@@ -229,7 +221,7 @@ class StepArrays:
                 start, count = start + num_prompt, count - num_prompt
                 generated.append(Slice(request, start, count, part.samples, part.drafts))
                 assert not part.branches, "a tree stands behind one row of output"
-        return generated, prompt
+        return StepPlan((*generated, *prompt), given=plan.given), len(generated)
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
         """Have room, and if it must be made, for twice as much as asked for.
@@ -278,22 +270,20 @@ class PageTables:
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
         self._branches: list[int] = []  # rows of branches, for the step alone
+        self._num_copied = np.zeros(0, np.int32)  # of each row, how many places are up to date
         self._last: tuple[list[Request], list[int]] | None = None  # with their moves
-        self._last_num_pages: list[int] = []
         self._last_rows = np.zeros(0, np.int32)
 
-    def places(self, requests: list[Request]) -> NDArray[np.int32]:
-        """Return the rows of requests, brought up to date."""
-        num_pages = [len(request.pages[0]) for request in requests]
+    def rows(self, requests: list[Request], num_places: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the rows of requests, up to date in their first `num_places` places each."""
         now = (requests, [request.num_moves for request in requests])
         if now == self._last:  # most steps are like the one before, but for a few new pages
-            for request, new, old in zip(requests, num_pages, self._last_num_pages, strict=True):
-                if new != old:
-                    self._update(request)
+            is_short = num_places > self._num_copied[self._last_rows]
+            for place in is_short.nonzero()[0].tolist():
+                self._update(requests[place])
         else:
             rows = [self._update(request).row for request in requests]
             self._last, self._last_rows = now, np.array(rows, np.int32)
-        self._last_num_pages = num_pages
         return self._last_rows
 
     def branch(self, index: int, request_row: int, branch: Branch) -> int:
@@ -315,22 +305,23 @@ class PageTables:
     def _update(self, request: Request) -> _Entry:
         """Copy the pages that are new, if any, or all where others were replaced."""
         entry = self._entries.get(request) or self._add(request)
-        num_pages = len(request.pages[0])
-        if entry.num_moves != request.num_moves or entry.num_pages > num_pages:
-            entry.num_moves, entry.num_pages = request.num_moves, 0
-        if num_pages == entry.num_pages:
+        num_pages, num_copied = len(request.pages[0]), int(self._num_copied[entry.row])
+        if entry.num_moves != request.num_moves or num_copied > num_pages:
+            entry.num_moves, num_copied = request.num_moves, 0
+        if num_pages == num_copied:
             return entry
-        if num_pages == entry.num_pages + 1:  # a slice would cost ten times as much
+        if num_pages == num_copied + 1:  # a slice would cost ten times as much
             for group, pages in enumerate(request.pages):
-                self.array[entry.row, group, entry.num_pages] = pages[entry.num_pages]
+                self.array[entry.row, group, num_copied] = pages[num_copied]
         else:
             for part, pages in zip(self.array[entry.row], request.pages, strict=True):
-                part[entry.num_pages : num_pages] = pages[entry.num_pages :]
-        entry.num_pages = num_pages
+                part[num_copied:num_pages] = pages[num_copied:]
+        self._num_copied[entry.row] = num_pages
         return entry
 
     def _add(self, request: Request) -> _Entry:
         entry = self._entries[request] = _Entry(self._take_row(), request.num_moves)
+        self._num_copied[entry.row] = 0
         return entry
 
     def _take_row(self) -> int:
@@ -339,14 +330,14 @@ class PageTables:
             more = max(size, 16)
             self._free.extend(range(size + more - 1, size - 1, -1))
             self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
+            self._num_copied = np.concatenate([self._num_copied, np.zeros(more, np.int32)])
             self.address = self.array.ctypes.data
         return self._free.pop()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A request's row, how much of its lists is in it, and since which move."""
+    """A request's row, and since which move what is in it stands there."""
 
     row: int
     num_moves: int
-    num_pages: int = 0
