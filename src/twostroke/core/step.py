@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -68,40 +67,35 @@ class Slice:
         return self.request.tokens[end - self.num_scored : end]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """Who computes which of their tokens in this step.
 
     `preempted` lost their pages to make room and wait again; they are not in `slices`. `budget` is
     how many rows may be added to it as drafts. `given` is what the Program's `Given` reads, (rows,
-    width) in the order of the slices, where it has one. What all slices have of a kind is gathered
-    once, as several ask for it in a step; of drafts this is not true, which are added later.
+    width) in the order of the slices, where it has one.
+
+    `requests`, `starts` and `counts` are those of the slices, gathered once as several ask for them
+    in a step; of drafts, which are added later, this would not be true. `is_decode` says that each
+    slice is one row that draws, its request's newest token, but for drafts.
     """
 
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
     budget: int = 0
     given: NDArray[np.float32] | None = field(default=None, compare=False)
+    requests: list[Request] = field(init=False, repr=False, compare=False)
+    starts: list[int] = field(init=False, repr=False, compare=False)
+    counts: list[int] = field(init=False, repr=False, compare=False)
+    is_decode: bool = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def requests(self) -> list[Request]:
-        """Whose the slices are."""
-        return [s.request for s in self.slices]
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Where the slices start."""
-        return [s.start for s in self.slices]
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """How many tokens the slices have, without drafts."""
-        return [s.count for s in self.slices]
-
-    @cached_property
-    def is_decode(self) -> bool:
-        """Whether each slice is one row that draws, its request's newest token, but for drafts."""
-        return sum(self.counts) == len(self.counts) and all(s.samples for s in self.slices)
+    def __post_init__(self) -> None:
+        slices, counts, keep = self.slices, [s.count for s in self.slices], object.__setattr__
+        keep(self, "requests", [s.request for s in slices])
+        keep(self, "starts", [s.start for s in slices])
+        keep(self, "counts", counts)
+        has_one_each = sum(counts) == len(counts)
+        keep(self, "is_decode", has_one_each and all([s.samples for s in slices]))  # noqa: C419
 
     @property
     def has_drafts(self) -> bool:

@@ -85,6 +85,7 @@ class RowTable:
         self._last: Sequence[Request] | None = None  # and their rows and places
         self._rows: Rows = np.zeros(0, dtype=ROW)
         self._last_places: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+        self._has_minimum = False  # whether any of them has `min_tokens`
         self._drafted: Rows = self._rows  # with those of drafts
         self._branched: list[NDArray[np.int32]] = []  # tokens up to the ends of branches
         self._masks: dict[Request, NDArray[np.uint32]] = {}  # of requests with a constraint
@@ -125,8 +126,9 @@ class RowTable:
         counters = num_tokens - rows["num_prompt"]
         rows["num_tokens"] = num_tokens
         rows["counter"] = counters
-        early = counters < self._min_tokens[places]
-        rows["num_barred"] = np.where(early, self._num_ends[places], 0)
+        if self._has_minimum:
+            early = counters < self._min_tokens[places]
+            rows["num_barred"] = np.where(early, self._num_ends[places], 0)
         if self._masks:
             self._mask(requests, parts, rows)
         return rows
@@ -142,6 +144,7 @@ class RowTable:
         self._last = requests
         self._last_places = np.array(found, dtype=np.intp)
         self._rows = self._table.view(_WHOLE_ROW)[self._last_places].view(ROW)
+        self._has_minimum = bool(self._min_tokens[self._last_places].any())
 
     def forget(self, request: Request) -> None:
         """Drop a request's row; one that is not there is no error."""
@@ -282,12 +285,12 @@ class _History:
 def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:
     """Return what a `StepResult` holds, from the `RESULT` of each `ROW`."""
     tokens: list[int] = results["token"].tolist()
-    is_asked = rows["num_logprobs"] >= 0
-    if not is_asked.any():
+    asked: list[int] = rows["num_logprobs"].tolist()
+    if max(asked, default=-1) < 0:
         return tokens, [None] * len(tokens)
     logprobs = [
-        _token_logprobs(results[i]) if asked and token != NO_TOKEN else None
-        for i, (asked, token) in enumerate(zip(is_asked.tolist(), tokens, strict=True))
+        _token_logprobs(results[i]) if count >= 0 and token != NO_TOKEN else None
+        for i, (count, token) in enumerate(zip(asked, tokens, strict=True))
     ]
     return tokens, logprobs
 

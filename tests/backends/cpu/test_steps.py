@@ -20,11 +20,11 @@ def make_request(num_tokens, *pages):
 
 
 def rows_of(tables, requests):
-    return tables.rows(requests, np.array([len(request.pages[0]) for request in requests]))
+    return tables.rows(requests, np.array([16 * len(request.pages[0]) for request in requests]))
 
 
 def test_pages_are_copied_as_they_grow():
-    tables, request = PageTables(1, 8), make_request(5, [7, 3])
+    tables, request = PageTables(1, 16, 8), make_request(5, [7, 3])
     row = rows_of(tables, [request])[0]
     request.pages[0].append(5)
     assert rows_of(tables, [request])[0] == row
@@ -32,7 +32,7 @@ def test_pages_are_copied_as_they_grow():
 
 
 def test_pages_after_a_preemption_replace_all():
-    tables, request = PageTables(1, 8), make_request(5, [7, 3])
+    tables, request = PageTables(1, 16, 8), make_request(5, [7, 3])
     row = rows_of(tables, [request])[0]
     request.pages = [[4, 3, 9]]
     request.num_moves += 1
@@ -41,7 +41,7 @@ def test_pages_after_a_preemption_replace_all():
 
 
 def test_each_cache_group_has_its_part_of_a_row():
-    tables, requests = PageTables(2, 4), [make_request(5, [7, 3], [1, 2]) for _ in range(20)]
+    tables, requests = PageTables(2, 16, 4), [make_request(5, [7, 3], [1, 2]) for _ in range(20)]
     rows = rows_of(tables, requests)
     requests[-1].pages = [[7, 3, 9], [NO_PAGE, 2, 8]]
     assert rows_of(tables, [requests[-1]])[0] == rows[-1]
@@ -52,7 +52,7 @@ def test_each_cache_group_has_its_part_of_a_row():
 
 
 def test_a_row_is_used_again_only_after_its_request_is_forgotten():
-    tables = PageTables(1, 4)
+    tables = PageTables(1, 16, 4)
     requests = [make_request(1, [i]) for i in range(40)]
     rows = rows_of(tables, requests)
     assert len(set(rows)) == 40
@@ -136,7 +136,7 @@ def test_flattening_many_requests_takes_well_under_a_millisecond():
 
 
 def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
-    rng, tables = np.random.default_rng(8), PageTables(2, 64)
+    rng, tables = np.random.default_rng(8), PageTables(2, 16, 64)
     alive, page = [], 0
     for _ in range(300):
         if rng.random() < 0.2:
@@ -154,7 +154,7 @@ def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
                 pages.extend(range(page, page + num_new))
             page += num_new
         reached = np.array([rng.integers(len(request.pages[0]) + 1) for request in alive], np.int32)
-        rows = tables.rows(list(alive), reached)
+        rows = tables.rows(list(alive), 16 * reached)
         for row, request, count in zip(rows, alive, reached, strict=True):
             for part, pages in zip(tables.array[row], request.pages, strict=True):
                 assert part[:count].tolist() == pages[:count]

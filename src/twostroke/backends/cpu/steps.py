@@ -51,13 +51,13 @@ class StepArrays:
         With a `tapped_width` steps have one tap, of values of that width, which are handed out of
         rows that draw if it `is_shown`.
         """
-        self.tables = PageTables(num_groups, max_pages)
-        self._page_size = page_size
+        self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
         self._one_arithmetic = one_arithmetic
         self._tokens = np.zeros(0, np.int32)
         self._slices = np.zeros((0, 4), np.int32)
         self._sampled = np.zeros(0, np.int32)
+        self._num_plain = 0  # of how many slices and samples row i is row i of the step, and all
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = np.zeros(0, np.int32)
@@ -71,50 +71,64 @@ class StepArrays:
     def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
         """Write the plan into `record`; returns the slices with logits, in their rows' order."""
         plan, num_generated = self._in_order(plan)
-        parts, requests, counts, starts = plan.slices, plan.requests, plan.counts, plan.starts
-        is_decode, has_drafts = plan.is_decode, plan.has_drafts
-        if has_drafts:
-            counts = [part.num_rows for part in parts]
-        num_rows, num_logits, has_scores = sum(counts), len(parts), False
-        if is_decode and not has_drafts:
-            tokens = [request.tokens[-1] for request in requests]
+        parts, record, has_drafts = plan.slices, self.record, plan.has_drafts
+        counts = [part.num_rows for part in parts] if has_drafts else plan.counts
+        if plan.is_decode and not has_drafts:
+            self._fill_plain(plan)
+            sampling = parts
         else:
-            tokens = [t for part in parts for t in _tokens(part)]
-            num_logits = sum([part.num_with_logits for part in parts])
-            has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
-        self._reserve(num_rows, len(parts), num_logits)
-        self._tokens[:num_rows] = tokens
-        slices = self._slices[: len(parts)]
-        slices[:, 1] = counts
-        slices[:, 2] = starts
-        reached = slices[:, 1] + slices[:, 2]
-        slices[:, 3] = self.tables.rows(requests, -(-reached // self._page_size))
-        ends = slices[:, 1].cumsum()
-        slices[:, 0] = ends - slices[:, 1]
-        self._pooled = {} if is_decode else _ends_of_pooled(parts, ends)
-        sampling = parts
-        if not is_decode:
-            has_logits = [part.num_with_logits > 0 for part in parts]
-            sampling = tuple(compress(parts, has_logits))
-            requests = list(compress(requests, has_logits))
-            ends, reached = ends[has_logits], reached[has_logits]
-        if has_drafts or has_scores:
-            self._sample(sampling, requests, ends)
-        else:  # the last row of a slice draws, and is its request's newest token
-            self._samples = self._sampling.rows(requests, num_tokens=reached)
-            self._sampled[: len(requests)] = ends - 1
-        self._has_scores = has_scores
-        record = self.record
-        record.num_rows, record.num_slices = num_rows, len(parts)
+            sampling = self._fill_mixed(plan, counts)
+        record.num_rows, record.num_slices = sum(counts), len(parts)
         record.num_sampled = len(self._samples)
         record.num_generated = sum(counts[:num_generated])
         record.samples = self._samples.ctypes.data
-        has_branches = has_drafts and any([part.branches for part in parts])  # noqa: C419 - as above
+        has_branches = has_drafts and any([part.branches for part in parts])  # noqa: C419 - twice as quick
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.taps = self._taps if self._is_shown or self._pooled else None
         record.given = None if plan.given is None else plan.given.ctypes.data
+        return sampling
+
+    def _fill_plain(self, plan: StepPlan) -> None:
+        """Write a row for each request, of its newest token, behind which one is drawn."""
+        count = len(plan.slices)
+        self._reserve(count, count, count)
+        if self._num_plain < count:
+            self._slices[:count, 0] = self._sampled[:count] = np.arange(count)
+            self._slices[:count, 1] = 1
+            self._num_plain = count
+        self._tokens[:count] = [request.tokens[-1] for request in plan.requests]
+        slices = self._slices[:count]
+        slices[:, 2] = plan.starts
+        reached = slices[:, 2] + 1
+        slices[:, 3] = self.tables.rows(plan.requests, reached)
+        self._samples = self._sampling.rows(plan.requests, num_tokens=reached)
+        self._pooled, self._has_scores = {}, False
+
+    def _fill_mixed(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Slice, ...]:
+        """Write slices of `counts` rows, drafts among them; returns those with logits."""
+        parts, requests = plan.slices, plan.requests
+        self._num_plain = 0
+        self._reserve(sum(counts), len(parts), sum([part.num_with_logits for part in parts]))
+        self._tokens[: sum(counts)] = [token for part in parts for token in _tokens(part)]
+        slices = self._slices[: len(parts)]
+        slices[:, 1] = counts
+        slices[:, 2] = plan.starts
+        reached = slices[:, 1] + slices[:, 2]
+        slices[:, 3] = self.tables.rows(requests, reached)
+        ends = slices[:, 1].cumsum()
+        slices[:, 0] = ends - slices[:, 1]
+        self._pooled = _ends_of_pooled(parts, ends)
+        self._has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
+        has_logits = [part.num_with_logits > 0 for part in parts]
+        sampling = tuple(compress(parts, has_logits))
+        requests, ends = list(compress(requests, has_logits)), ends[has_logits]
+        if self._has_scores or plan.has_drafts:
+            self._sample(sampling, requests, ends)
+        else:  # the last row of a slice draws, and is its request's newest token
+            self._samples = self._sampling.rows(requests, num_tokens=reached[has_logits])
+            self._sampled[: len(requests)] = ends - 1
         return sampling
 
     def _sample(
@@ -232,16 +246,20 @@ class StepArrays:
         if enough and num_tokens <= self._tokens.size:
             return
         record = self.record
-        self._tokens = np.zeros(2 * num_tokens, np.int32)
-        self._slices = np.zeros((2 * num_slices, 4), np.int32)
-        self._sampled = np.zeros(2 * num_sampled, np.int32)
-        self._results = np.zeros(2 * num_sampled, RESULT)
+        num_tokens = max(2 * num_tokens, self._tokens.size)
+        num_slices = max(2 * num_slices, len(self._slices))
+        num_sampled = max(2 * num_sampled, self._sampled.size)
+        self._num_plain = 0
+        self._tokens = np.zeros(num_tokens, np.int32)
+        self._slices = np.zeros((num_slices, 4), np.int32)
+        self._sampled = np.zeros(num_sampled, np.int32)
+        self._results = np.zeros(num_sampled, RESULT)
         record.tokens = self._tokens.ctypes.data
         record.slices = self._slices.ctypes.data
         record.sampled_rows = self._sampled.ctypes.data
         record.results = self._results.ctypes.data
         if width := self._tapped.shape[1]:
-            self._tapped = np.zeros((2 * num_tokens, width), np.float32)
+            self._tapped = np.zeros((num_tokens, width), np.float32)
             self._taps[0] = self._tapped.ctypes.data
 
 
@@ -263,23 +281,24 @@ class PageTables:
     first row is not to be read: it may be `NO_PAGE`, or a page that has become another's.
     """
 
-    def __init__(self, num_groups: int, max_pages: int) -> None:
+    def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
         self.stride = max_pages
+        self._page_size = page_size
         self.array = np.zeros((0, num_groups, max_pages), np.int32)
         self.address = 0  # of the array
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
         self._branches: list[int] = []  # rows of branches, for the step alone
-        self._num_copied = np.zeros(0, np.int32)  # of each row, how many places are up to date
+        self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
         self._last: tuple[list[Request], list[int]] | None = None  # with their moves
         self._last_rows = np.zeros(0, np.int32)
 
-    def rows(self, requests: list[Request], num_places: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the rows of requests, up to date in their first `num_places` places each."""
+    def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the rows of requests, up to date for the first `reached` tokens of each."""
         now = (requests, [request.num_moves for request in requests])
         if now == self._last:  # most steps are like the one before, but for a few new pages
-            is_short = num_places > self._num_copied[self._last_rows]
-            for place in is_short.nonzero()[0].tolist():
+            is_short = reached > self._reach[self._last_rows]
+            for place in is_short.nonzero()[0]:
                 self._update(requests[place])
         else:
             rows = [self._update(request).row for request in requests]
@@ -305,7 +324,8 @@ class PageTables:
     def _update(self, request: Request) -> _Entry:
         """Copy the pages that are new, if any, or all where others were replaced."""
         entry = self._entries.get(request) or self._add(request)
-        num_pages, num_copied = len(request.pages[0]), int(self._num_copied[entry.row])
+        num_pages = len(request.pages[0])
+        num_copied = int(self._reach[entry.row]) // self._page_size
         if entry.num_moves != request.num_moves or num_copied > num_pages:
             entry.num_moves, num_copied = request.num_moves, 0
         if num_pages == num_copied:
@@ -316,12 +336,12 @@ class PageTables:
         else:
             for part, pages in zip(self.array[entry.row], request.pages, strict=True):
                 part[num_copied:num_pages] = pages[num_copied:]
-        self._num_copied[entry.row] = num_pages
+        self._reach[entry.row] = num_pages * self._page_size
         return entry
 
     def _add(self, request: Request) -> _Entry:
         entry = self._entries[request] = _Entry(self._take_row(), request.num_moves)
-        self._num_copied[entry.row] = 0
+        self._reach[entry.row] = 0
         return entry
 
     def _take_row(self) -> int:
@@ -330,7 +350,7 @@ class PageTables:
             more = max(size, 16)
             self._free.extend(range(size + more - 1, size - 1, -1))
             self.array = np.concatenate([self.array, np.zeros((more, *shape), np.int32)])
-            self._num_copied = np.concatenate([self._num_copied, np.zeros(more, np.int32)])
+            self._reach = np.concatenate([self._reach, np.zeros(more, np.int32)])
             self.address = self.array.ctypes.data
         return self._free.pop()
 
