@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # as `typing` has it, whose import would take longer than all of ours
 
 if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions

@@ -141,6 +141,10 @@ def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
     ("line", "said"),
     [
         ("--backend cp", "'cp' is not one of auto, cpu, reference, torch. Did you mean 'cpu'?"),
+        (
+            "--speculate OFF",
+            "ngram, draft, lookahead, medusa, eagle. Did you mean 'off'?",
+        ),
         ("--policy continous", "Did you mean 'continuous'?"),
         ("--kv-memory 12x", "'12x' is not a size: write 512M, 2GB or 1GiB."),
         ("--threads many", "'many' is not a valid integer"),

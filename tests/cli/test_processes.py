@@ -8,6 +8,7 @@ import pty
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.commands import MAIN, started
+from support.commands import MAIN, SOURCE, started
 from support.servers import wait_for
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def test_a_signal_ends_the_answer_with_a_whole_line(endless: str, number: signal
 
 @pytest.mark.parametrize("after_s", [0.1, 0.2, 0.4, 1.5])
 def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float) -> None:
-    with started("generate", endless, *LONG, "--json") as process:
+    script = MAIN.replace("\n", "; sys.stderr.write('!'); sys.stderr.flush()\n", 1)
+    with started("generate", endless, *LONG, "--json", script=f"import sys; {script}") as process:
+        assert process.stderr is not None
+        assert process.stderr.read(1) == b"!"  # before that Python itself answers the signal
         time.sleep(after_s)
         process.send_signal(signal.SIGINT)
         try:
@@ -50,11 +54,38 @@ def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float)
         except subprocess.TimeoutExpired:  # Python can lose one while it imports: press again
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
-    # Killed by the signal if that came before Python was there to take it.
-    assert process.returncode in (130, -signal.SIGINT)
+    assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in err
     assert err.count(b"\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("main", b""), ("run", b""), ("group.main", b"twostroke: Interrupted.\n")]
+)
+def test_an_interrupted_definition_ends_with_the_code_of_others(
+    tmp_path: Path, where: str, said: bytes
+) -> None:
+    # `python -m` would end by the signal here: it came while source text was run.
+    script = f"""
+from twostroke.cli import app, main
+def interrupted(*given, **options):
+    exec("raise KeyboardInterrupt")
+app.{where} = interrupted
+main()
+"""
+    (tmp_path / "interrupted.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{tmp_path}"}
+    line = (sys.executable, "-m", "interrupted", "models")
+    ran = subprocess.run(line, env=env, capture_output=True, timeout=30, check=False)
+    assert (ran.returncode, ran.stderr) == (130, said)
+
+
+def test_a_ctrl_c_is_heard_before_anything_is_imported() -> None:
+    script = "import sys; import twostroke.cli; print(*{'typing', 'enum', 're'} & {*sys.modules})"
+    with started(script=script) as process:
+        out, _ = process.communicate(timeout=30)
+    assert out.split() == []
 
 
 def test_a_reader_that_leaves_ends_the_answer_silently(endless: str) -> None:
@@ -279,12 +310,12 @@ def test_peak_memory_stays_near_the_model_s(smollm2_path: Path) -> None:
 def test_ctrl_c_while_the_last_one_is_answered_is_the_same_one() -> None:
     script = """
 import signal
-from twostroke.cli import app
+from twostroke.cli import app, main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell ignores it
 def run(arguments):
     signal.raise_signal(signal.SIGINT)  # in this thread: not when the process has ended
 app.run = run
-app.main()
+main()
 """
     with started(script=script) as process:
         _, err = process.communicate(timeout=30)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from support.heads import write_random_heads
@@ -25,6 +26,9 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights import load_heads
+from twostroke.weights.save_heads import save_heads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,8 +177,16 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
     facts = json.loads((folder / "heads.json").read_text())
     for change, message in (
         ({"ffn_size": 96}, r"blk.0.ffn_gate.weight should have the shape"),
-        ({"token_ids": [5, 3]}, r"token_ids that are not ascending"),
+        ({"token_ids": [5, 3]}, r"token_ids\[1\] = 3 behind 5: each id must be above the last"),
+        ({"token_ids": [5, 5]}, r"token_ids\[1\] = 5 behind 5: each id must be above the last"),
+        ({"token_ids": [5, 1 << 40]}, r"token_ids\[1\] = 1099511627776, not a token id from 0 to"),
+        ({"token_ids": ["a"]}, r"token_ids\[0\] = 'a', not a token id from 0 to"),
+        ({"token_ids": []}, r"no ids in token_ids: heads guess at least one token"),
+        ({"token_ids": None}, r"no list token_ids: the ids of the tokens"),
+        ({"token_ids": 5}, r"no list token_ids: the ids of the tokens"),
+        ({"hidden_sise": 64}, r"'hidden_sise', which is no key of it. Did you mean 'hidden_size'"),
         ({"kind": "hydra"}, r"none of eagle, medusa"),
+        ({"kind": "Medusas"}, r"'Medusas', which is none of.*Did you mean 'medusa'\?"),
         ({"accepted": [0.5]}, r"not a list of 4 numbers"),
         ({"head_dim": 15}, r"head_dim = 15, and positions rotate pairs"),
         ({"format": 9}, r"this version of twostroke reads 1"),
@@ -184,11 +196,26 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
             engine_of(path, method="eagle", heads=str(folder))
 
 
+def test_heads_that_hold_no_numbers_are_refused(path: Path, tmp_path: Path) -> None:
+    folder = write_random_heads(tmp_path / "heads", path, "medusa")
+    loaded = load_heads(folder)
+    broken = loaded.tensors["output.weight"].dequantize().copy()
+    broken[3, 5] = np.nan
+    tensors = dict(loaded.tensors) | {
+        "output.weight": QuantTensor.from_floats(broken, FORMATS["F16"])
+    }
+    save_heads(tmp_path / "broken", loaded.facts, tensors)
+    with pytest.raises(ModelFormatError, match=r"output.weight holds values that are no finite"):
+        engine_of(path, method="medusa", heads=str(tmp_path / "broken"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"method": "eagle"}, r"speculate can be eagle only with trained heads: add --heads"),
         ({"method": "ngram", "heads": "x"}, r"heads is of no use where --speculate is ngram"),
+        ({"heads": ""}, r"heads names no folder"),
+        ({"method": "off", "count": 4}, r"drafts is of no use where --speculate is off"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

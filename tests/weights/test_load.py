@@ -158,7 +158,7 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a"] * 286}, "286 tokens, its embedding table 285 rows"),
-        ({"tokenizer.ggml.eos_token_id": 285}, "not token ids below 285"),
+        ({"tokenizer.ggml.eos_token_id": 285}, "eos_token_id = 285, not a token id from 0 to 284"),
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template = 1, not text"),
     ],
 )
@@ -186,7 +186,7 @@ def test_unsound_metadata_is_refused(
         ({"vocab_size": 284}, "'config.json' asks for (284, 64)"),
         ({"tie_word_embeddings": False}, "lacks tensor 'output.weight'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1, not true or false"),
-        ({"eos_token_id": [2, 999]}, "eos_token_id = a list, not token ids below 285"),
+        ({"eos_token_id": [2, 999]}, "eos_token_id[1] = 999, not a token id from 0 to 284"),
     ],
 )
 def test_unsound_configurations_are_refused(

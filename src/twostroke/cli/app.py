@@ -95,8 +95,8 @@ def group(ctx: click.Context, version: bool) -> None:
         ctx.exit(2)
 
 
-def main() -> None:
-    """Run the command line and exit."""
+def main() -> int:
+    """Run the command line as a process of its own; return the exit code."""
     # None where a shell closed them; open for as long as the process lives.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
@@ -106,13 +106,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     sys.unraisablehook = _interrupt_again
-    try:
-        code = run(sys.argv[1:])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
-    except KeyboardInterrupt:  # a second one, while the first was answered
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        code = Interruption.exit_code
-    sys.exit(code)
+    code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
+    return code
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:

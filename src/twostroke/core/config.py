@@ -151,6 +151,10 @@ class SpeculationOptions:
                 f"heads is of no use where --speculate is {self.method}: leave one of them out."
             )
             raise UsageError(message)
+        if self.heads == "":
+            raise UsageError("heads names no folder: leave it out, or name one with heads in it.")
+        if self.count is not None and self.method == "off":
+            raise UsageError("drafts is of no use where --speculate is off: leave one of them out.")
         if self.count is not None and not 1 <= self.count <= MAX_DRAFTS:
             raise UsageError(f"drafts must be from 1 to {MAX_DRAFTS}, not {self.count}.")
 

@@ -121,6 +121,10 @@ class EngineStoppedError(TwostrokeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string."""
-    matches = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean '{matches[0]}'?" if matches else ""
+    """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string.
+
+    Capitals and small letters are alike: OFF is near to off.
+    """
+    names = {name.lower(): name for name in known}
+    matches = get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f" Did you mean '{names[matches[0]]}'?" if matches else ""

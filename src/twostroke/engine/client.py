@@ -335,8 +335,8 @@ class Client:
             known, word = ("auto", "off", *methods), hints.speculate[:_MOST_SHOWN]
             message = f"speculate can be {', '.join(known)} here, not {word!r}."
             raise RequestError(message + nearest(word, known), param="speculate")
-        if any(not 0 <= token < self.card.cost.program.vocab_size for token in hints.prediction):
-            raise RequestError("prediction has unknown token ids.", param="prediction")
+        if hints.prediction:
+            self._check_ids(hints.prediction, "prediction")
 
     def _check_tokens(
         self,
@@ -370,9 +370,10 @@ class Client:
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
-            if any(token >= vocab_size for token in ids):
-                message = f"{param} has token ids outside 0 to {vocab_size - 1}."
-                raise RequestError(message, param=param)
+            wrong = next((token for token in ids if token >= vocab_size), None)
+            if wrong is not None:
+                limits = f"outside 0 to {vocab_size - 1}: the first is {wrong}."
+                raise RequestError(f"{param} has token ids {limits}", param=param)
 
 
 def _named(prompts: Sequence[Sequence[int]], field: str) -> Iterator[tuple[str, Sequence[int]]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.errors import ModelFormatError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 # Far above every known model, and low enough that a damaged file cannot ask for the moon.
 MAX_LAYERS = 1024
@@ -20,6 +20,7 @@ MAX_EXPERTS = 1 << 10
 # Numbers stay within these, so that their products and powers stay finite.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
+_MOST_SHOWN = 60  # characters of a word in an error
 _REQUIRED: Any = object()
 
 
@@ -43,13 +44,26 @@ class Fields:
         """Return what is at `key`, unchecked; None if there is nothing."""
         return self.values.get(self.prefix + key)
 
-    def fault(self, text: str) -> NoReturn:
-        """Raise a ModelFormatError about this file."""
-        raise ModelFormatError(f"{self.name!r} {text}.")
+    def fault(self, text: str, hint: str = "") -> NoReturn:
+        """Raise a ModelFormatError about this file; `hint` is a sentence behind it."""
+        raise ModelFormatError(f"{self.name!r} {text}.{hint}")
 
-    def refuse(self, key: str, problem: str) -> NoReturn:
+    def refuse(self, key: str, problem: str, hint: str = "") -> NoReturn:
         """Raise a ModelFormatError about what is at `key`."""
-        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}")
+        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}", hint)
+
+    def only(self, known: Collection[str]) -> None:
+        """Refuse a key that is none of `known`, with the nearest of them."""
+        for key in self.values:
+            if key not in known:
+                self.fault(f"has {_shown(key)}, which is no key of it", _nearest(key, known))
+
+    def word(self, key: str, known: Collection[str]) -> str:
+        """Return the text at `key`, one of `known`."""
+        value = self.text(key)
+        if value not in known:
+            self.refuse(key, f"which is none of {', '.join(known)}", _nearest(value, known))
+        return value
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
@@ -134,8 +148,11 @@ class Fields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and 0 <= i < num_tokens for i in ids):
-            self.refuse(key, f"not token ids below {num_tokens}")
+        for place, one in enumerate(ids):
+            if type(one) is not int or not 0 <= one < num_tokens:
+                where = f"{key}[{place}]" if isinstance(value, list) else key
+                wrong = f"{self.prefix}{where} = {_shown(one)}"
+                self.fault(f"has {wrong}, not a token id from 0 to {num_tokens - 1}")
         return tuple(ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
@@ -163,6 +180,10 @@ def _bound(value: float, above: float, low: float) -> str:
     return f"above {limit:g}" if limit else "above zero"
 
 
+def _nearest(word: str, known: Collection[str]) -> str:
+    return nearest(word[:_MOST_SHOWN], known)
+
+
 def _shown(value: Any) -> str:
     """Show a value in an error: short, and in one line."""
     if isinstance(value, int):
@@ -171,5 +192,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return str(value)
     if isinstance(value, str):
-        return repr(value) if len(value) <= 60 else f"{value[:60]!r}…"
+        return repr(value) if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]!r}…"
     return f"a {type(value).__name__}"

@@ -7,6 +7,7 @@ they can guess, and how often they were right on text that they had not learned 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,27 @@ HEADS_WEIGHTS = "heads.safetensors"
 SURENESS_KINDS = 10  # guesses are told apart by how sure the head was, in tenths
 
 _FORMAT = 1
+_KEYS = (
+    "format",
+    "kind",
+    "target",
+    "target_id",
+    "hidden_size",
+    "ffn_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "context_length",
+    "window",
+    "norm_epsilon",
+    "rope_base",
+    "rope_interleaved",
+    "depth",
+    "accepted",
+    "right_if_sure",
+    "token_ids",
+)
 _MAX_DEPTH = 24
 _FAR = 1e4  # between the scores of the block that a Medusa row takes and of the others
 
@@ -98,6 +120,10 @@ def load_heads(folder: Path) -> LoadedHeads:
                 f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {name} should have the shape "
                 f"{shape}, and is there {found}."
             )
+        if not np.isfinite(tensors[name].dequantize()).all():
+            raise ModelFormatError(
+                f"{HEADS_WEIGHTS!r} is damaged: {name} holds values that are no finite numbers."
+            )
     return LoadedHeads(folder, facts, {name: tensors[name] for name in shapes})
 
 
@@ -143,13 +169,10 @@ def facts_json(facts: HeadsFacts) -> dict[str, object]:
 def _facts(fields: Fields) -> HeadsFacts:
     if fields.integer("format", 1 << 16) != _FORMAT:
         fields.refuse("format", f"this version of twostroke reads {_FORMAT}")
-    kind = fields.text("kind")
-    if kind not in KINDS:
-        fields.refuse("kind", f"which is none of {', '.join(KINDS)}")
+    fields.only(_KEYS)
+    kind = fields.word("kind", KINDS)
     vocab_size = fields.integer("vocab_size", MAX_VOCAB)
-    token_ids = fields.token_ids("token_ids", vocab_size)
-    if not token_ids or list(token_ids) != sorted(set(token_ids)):
-        fields.fault("has token_ids that are not ascending")
+    token_ids = _token_ids(fields, vocab_size)
     depth = fields.integer("depth", _MAX_DEPTH)
     return HeadsFacts(
         HeadsSpec(kind, _layer(fields, vocab_size), len(token_ids), depth),
@@ -159,6 +182,21 @@ def _facts(fields: Fields) -> HeadsFacts:
         _odds(fields, "accepted", depth),
         _odds(fields, "right_if_sure", SURENESS_KINDS),
     )
+
+
+def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of the tokens that heads can guess: at least one, each above the last."""
+    if not isinstance(fields.value("token_ids"), list):
+        fields.fault("has no list token_ids: the ids of the tokens that the heads can guess")
+    ids = fields.token_ids("token_ids", vocab_size)
+    if not ids:
+        fields.fault("has no ids in token_ids: heads guess at least one token")
+    for place, (before, one) in enumerate(itertools.pairwise(ids), 1):
+        if one <= before:
+            fields.fault(
+                f"has token_ids[{place}] = {one} behind {before}: each id must be above the last"
+            )
+    return ids
 
 
 def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
