@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.sample.grammar import Grammars
-from twostroke.sample.schema import ANNOTATIONS, NAMED_SCHEMAS, SCHEMAS, VALUES
+from twostroke.sample.schema import ANNOTATIONS, NAMED_SCHEMAS, SCHEMAS, VALUES, check_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,6 +185,22 @@ def test_a_typing_error_is_told_with_the_nearest_keyword(grammars: Grammars) -> 
         RequestError, match=r"/properties/a/maximun\) is not supported\. Did you mean 'maximum'\?$"
     ):
         grammars.matcher(Constraint("json_schema", json.dumps(schema)))
+
+
+def test_a_long_name_takes_its_length_once() -> None:
+    inner = {f"a{i}": {} for i in range(2000)}
+    schema = {"properties": {"x" * 50_000: {"properties": inner}}}
+    text = json.dumps(schema)
+    tracemalloc.start()
+    try:
+        check_keywords(text)
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(text)
+    finally:
+        tracemalloc.stop()
+    inner["a7"] = {"maximun": 1}
+    with pytest.raises(ValueError, match=r"'maximun' \(…x+/properties/a7/maximun\) is not") as told:
+        check_keywords(json.dumps(schema))
+    assert len(str(told.value)) < 300
 
 
 def test_a_schema_deeper_than_the_stack_is_refused(grammars: Grammars) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from twostroke.core.errors import nearest
 
@@ -39,6 +39,12 @@ JSON_FORM: Final[Mapping[str, Any]] = {
     "lenient": False,
 }
 
+# What is around something, and its name there. Written out for all, the paths in a schema with one
+# long name would take its length times its size.
+_Place: TypeAlias = tuple[Any, str] | None
+
+_MOST_SHOWN: Final = 80  # characters of a keyword, and of the end of its path
+
 _KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
 
 
@@ -54,21 +60,32 @@ def check_keywords(text: str) -> None:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(schema, dict):
         raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, as others are
-    waiting: list[tuple[str, Any]] = [("", schema)]
+    waiting: list[tuple[_Place, Any]] = [(None, schema)]
     while waiting:
-        path, part = waiting.pop()
+        place, part = waiting.pop()
         if isinstance(part, dict):
-            waiting += _inside(part, path)
+            waiting += _inside(part, place)
 
 
-def _inside(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in a schema, with their paths."""
+def _inside(schema: dict[str, Any], outer: _Place) -> Iterator[tuple[_Place, Any]]:
+    """Yield the schemas in a schema, with their places."""
     for keyword, value in schema.items():
-        place = f"{path}/{keyword}"
+        place = (outer, keyword)
         if keyword not in _KNOWN:
-            raise ValueError(f"'{keyword}' ({place}) is not supported.{nearest(keyword, _KNOWN)}")
+            word, path = keyword[:_MOST_SHOWN], _path(place)
+            raise ValueError(f"'{word}' ({path}) is not supported.{nearest(word, _KNOWN)}")
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            yield from ((f"{place}/{name}", inner) for name, inner in value.items())
+            yield from (((place, name), inner) for name, inner in value.items())
         elif keyword in SCHEMAS:
             many = value if isinstance(value, list) else [value]
             yield from ((place, inner) for inner in many)
+
+
+def _path(place: _Place) -> str:
+    """Return where something is as a JSON pointer, of a long one the end."""
+    steps = []
+    while place is not None:
+        place, step = place
+        steps.append(f"/{step}")
+    path = "".join(reversed(steps))
+    return path if len(path) <= _MOST_SHOWN else f"…{path[-_MOST_SHOWN:]}"
