@@ -378,6 +378,17 @@ def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.Mo
         engine_of(path, draft=str(path))
 
 
+def test_a_draft_whose_weights_find_no_room_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
+
+    monkeypatch.setattr("twostroke.engine.drafts.make_backend", no_room)
+    with pytest.raises(MemoryLimitError, match=r"does not fit beside tiny\. No memory for"):
+        engine_of(path, draft=str(path))
+
+
 def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         engine_of(path, draft="nowhere.gguf")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from support.tiny import (
     write_tiny_gguf,
 )
 from support.tiny_weights import interleave_rows
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path
@@ -272,3 +274,15 @@ def test_the_real_model_is_translated(smollm2_path: Path) -> None:
     )
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
     assert model.licence == "apache-2.0"
+
+
+def test_a_file_without_address_space_is_no_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("mmap.mmap", no_room)
+    with pytest.raises(MemoryLimitError, match=r"no address space for the \d+ MB of 'tiny.gguf'"):
+        load_path(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -27,6 +28,8 @@ from twostroke.tokenize import Translation
 from twostroke.weights import known_draft, load, release_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from twostroke.backends import Backend
     from twostroke.core.config import EngineOptions, SpeculationOptions
     from twostroke.core.hardware import Hardware
@@ -112,7 +115,7 @@ class Draft:
         program = build_program(self.loaded.spec)
         length = min(program.context_length, target.context_length)
         cache = replace(options.cache, context_length=length, memory_bytes=None)
-        try:
+        with _naming_who_has_no_room(target.name):
             size = size_cache(
                 program,
                 cache,
@@ -121,20 +124,17 @@ class Draft:
                 memory_available() - backend.facts.cache_bytes,
                 auto_format=auto_kv_format(options.compute),
             )
-        except MemoryLimitError as error:
-            message = f"The draft does not fit beside {target.name}. {error.message}"
-            raise MemoryLimitError(message) from None
-        size = _no_more_than(size, backend.facts.num_pages, len(program.cache_groups))
+            size = _no_more_than(size, backend.facts.num_pages, len(program.cache_groups))
+            runner = make_backend(
+                self.loaded.tensors,
+                program,
+                guessing(options.compute),
+                size,
+                partial(release_tensors, self.loaded.mappings),
+                None,
+                beside=backend,
+            )
         cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[size.kv_format])
-        runner = make_backend(
-            self.loaded.tensors,
-            program,
-            guessing(options.compute),
-            size,
-            partial(release_tensors, self.loaded.mappings),
-            None,
-            beside=backend,
-        )
         return DraftModel(
             runner,
             Pace(cost.per_step(), hardware, runner.facts.rows_together),
@@ -144,6 +144,16 @@ class Draft:
             token_budget=options.batch.token_budget,
             words=self.words,
         )
+
+
+@contextmanager
+def _naming_who_has_no_room(target: str) -> Iterator[None]:
+    """Let errors of memory say that it is the draft which does not fit."""
+    try:
+        yield
+    except MemoryLimitError as error:
+        message = f"The draft does not fit beside {target}. {error.message}"
+        raise MemoryLimitError(message) from None
 
 
 def leave_out(name: str, error: TwostrokeError) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +33,8 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Map the file at `path`.
 
-        ModelNotFoundError if there is none, ModelFormatError if it is empty or unreadable.
+        ModelNotFoundError if there is none, ModelFormatError if it is empty or unreadable,
+        MemoryLimitError if there is no room for it.
         """
         self.path = path
         if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
@@ -45,6 +47,12 @@ class MappedFile:
         except ValueError:
             raise ModelFormatError(f"{path.name!r} is empty.") from None
         except OSError as error:
+            if error.errno == errno.ENOMEM:
+                size = path.stat().st_size
+                raise MemoryLimitError(
+                    f"There is no address space for the {size / 1e6:,.0f} MB of {path.name!r}: "
+                    "raise its limit (ulimit -v), or take a smaller model."
+                ) from None
             raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
         self._array = np.frombuffer(self._mmap, dtype=np.uint8)
 

@@ -91,7 +91,7 @@ class NativePlan:
         self._plan: int | None = library.ts_plan_create(pool, byref(record))
         if self._plan is None:
             message = f"No memory for {self.num_pages} key-value pages of {page_size} tokens"
-            raise MemoryLimitError(f"{message}; ask for a smaller context or cache.")
+            raise MemoryLimitError(f"{message}; lower --context-length or --kv-memory.")
 
     def run(self, step: StepRecord) -> None:
         """Compute one step.
