@@ -1,0 +1,122 @@
+"""Which draft an engine takes, leaves out or refuses, and options that cannot be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.native import native_dir
+from support.tiny import Tiny, write_tiny_gguf
+from twostroke import LLM
+from twostroke.core.config import (
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
+from twostroke.core.errors import (
+    MemoryLimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tiny = Tiny(num_layers=1, seed=5, context_length=300)
+    return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
+
+
+def engine_of(path: Path, **speculation: Any) -> LLM:
+    native_dir()
+    cache, guessing = CacheOptions(memory_bytes=6_000_000), SpeculationOptions(**speculation)
+    compute = ComputeOptions(backend="cpu", num_threads=2)
+    return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
+
+
+def test_a_damaged_draft_that_nobody_named_is_left_out(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(path.read_bytes()[:2000])
+    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: str(damaged))
+    with engine_of(path, draft="auto") as llm:
+        assert llm.engine.draft is None
+    assert "guesses nothing (--draft none: no draft): " in caplog.text
+    with pytest.raises(ModelFormatError, match="damaged"):
+        engine_of(path, draft="auto", method="draft")
+
+
+def test_the_draft_that_the_catalogue_knows(
+    path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[str | None] = [str(other)]
+    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: known[0])
+
+    def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
+        with engine_of(path, **given) as llm:
+            return llm.engine.draft, llm.engine.client.loop.methods
+
+    assert drafts() == (None, ("ngram", "lookahead"))
+    assert drafts(draft="auto") == ("other", ("ngram", "draft", "lookahead"))
+    assert drafts(draft="auto", method="draft") == ("other", ("draft",))
+    assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
+    assert drafts(draft="auto", method="off") == (None, ())
+    with monkeypatch.context() as poor:
+        poor.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
+        assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
+        with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+            drafts(draft="auto", method="draft")
+    known[0] = None
+    assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
+    with pytest.raises(UsageError, match=r"no draft for tiny in the cache.*--draft MODEL"):
+        drafts(draft="auto", method="draft")
+
+
+def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
+    with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+        engine_of(path, draft=str(path))
+
+
+def test_a_draft_whose_weights_find_no_room_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
+
+    monkeypatch.setattr("twostroke.engine.drafts.make_backend", no_room)
+    with pytest.raises(MemoryLimitError, match=r"does not fit beside tiny\. No memory for"):
+        engine_of(path, draft=str(path))
+
+
+def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        engine_of(path, draft="nowhere.gguf")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "drafts"}, "Unknown speculate 'drafts'.*Did you mean 'draft'"),
+        ({"method": "draft"}, "add --draft MODEL"),
+        ({"method": "off", "draft": "a"}, "of no use where --speculate is off"),
+        ({"method": "lookahead", "draft": "a"}, "of no use where --speculate is lookahead"),
+        ({"method": "lookahed"}, "Did you mean 'lookahead'"),
+        ({"count": 0}, "drafts must be from 1 to 24, not 0"),
+        ({"count": 25}, "drafts must be from 1 to 24, not 25"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        SpeculationOptions(**given)
