@@ -156,6 +156,34 @@ def test_nothing_is_left_of_requests_that_ended(path: Path, heads: dict[str, str
             assert len(proposer._followers) <= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [4, 24])
+def test_answers_up_to_the_end_of_the_context_are_guessed(
+    tmp_path: Path, kind: str, count: int
+) -> None:
+    short = write_tiny_gguf(tmp_path / "short.gguf", Tiny(context_length=64))
+    folder = str(write_random_heads(tmp_path / kind, short, kind))
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    with engine_of(short, method="off") as llm:
+        plain = said(llm.generate([[3]], params))
+    with engine_of(short, method=kind, heads=folder, count=count) as llm:
+        for _ in range(2):
+            assert said(llm.generate([[3]], params)) == plain
+        assert llm.engine.client.loop._speculator._proposers  # none was given up
+
+
+def test_heads_with_a_shorter_context_begin_anew(path: Path, tmp_path: Path) -> None:
+    folder = write_random_heads(tmp_path / "heads", path, "eagle")
+    facts = json.loads((folder / "heads.json").read_text())
+    (folder / "heads.json").write_text(json.dumps(facts | {"context_length": 40}))
+    with engine_of(path, method="off") as llm:
+        plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160)))
+    with engine_of(path, method="eagle", heads=str(folder), count=4) as llm:
+        assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160))) == plain
+        assert llm.engine.client.loop._speculator._proposers
+        assert llm.engine.client.loop.speculation.proposed["eagle"] > 4 * 4 * 50
+
+
 def test_heads_of_another_model_are_refused(tmp_path: Path, heads: dict[str, str]) -> None:
     other = write_tiny_gguf(tmp_path / "other.gguf", Tiny(hidden_size=32, head_dim=16))
     with pytest.raises(UsageError, match=r"heads of tiny, which cannot guess for other: train"):

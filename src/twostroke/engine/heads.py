@@ -107,8 +107,10 @@ class Heads:
         cost = CostModel(program, stored).per_step()
         pace = Pace(cost, hardware, runner.facts.rows_together)
         odds = HeadsOdds(facts.accepted, facts.right_if_sure)
-        kind = EagleHeads if facts.spec.kind == EAGLE else MedusaHeads
-        return kind(facts.spec.kind, runner, pace, odds, facts.token_ids)
+        name, token_ids = facts.spec.kind, facts.token_ids
+        if name == EAGLE:
+            return EagleHeads(name, runner, pace, odds, token_ids, context_length=length)
+        return MedusaHeads(name, runner, pace, odds, token_ids)
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
         """Return all weights; matrices in blocks of 8 bits for kernels that read such."""

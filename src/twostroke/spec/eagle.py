@@ -64,10 +64,21 @@ class EagleHeads(HeadsProposer[_Follower]):
     """
 
     def __init__(
-        self, name: str, runner: Runner, pace: Pace, odds: HeadsOdds, token_ids: Sequence[int]
+        self,
+        name: str,
+        runner: Runner,
+        pace: Pace,
+        odds: HeadsOdds,
+        token_ids: Sequence[int],
+        *,
+        context_length: int,
     ) -> None:
-        """Write with `runner`, whose steps take what `pace` says; the rest as in the base."""
+        """Write with `runner`, whose steps take what `pace` says; the rest as in the base.
+
+        Of one request it has room for `context_length` tokens, behind which it begins anew.
+        """
         super().__init__(name, runner, pace, odds, token_ids)
+        self._context_length = context_length
         facts = runner.facts
         self._page_size, self._window = facts.page_size, facts.windows[0]
         self._free = list(range(facts.num_pages))
@@ -205,6 +216,9 @@ class EagleHeads(HeadsProposer[_Follower]):
     def _grow(self, follower: _Follower, count: int, kept: Sequence[_Follower]) -> bool:
         """Have pages for `count` more tokens, if need be those of others that are not `kept`."""
         mirror = follower.mirror
+        if mirror.num_computed + count > self._context_length:
+            follower.is_done = True
+            return False
         pages = mirror.pages[0]
         num_new = -(-(mirror.num_computed + count) // self._page_size) - len(pages)
         if num_new > len(self._free):
