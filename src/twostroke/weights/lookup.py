@@ -63,7 +63,7 @@ def _local(name: str) -> Path:
             f"{name!r} is no source of models: name a .gguf file, a folder, one of "
             f"{', '.join(CATALOGUE)}, {_FORMS}."
         )
-    hint = nearest(name.lower(), [*CATALOGUE, *(record.name for record in hub_records())])
+    hint = nearest(name, [*CATALOGUE, *(record.name for record in hub_records())])
     if name.endswith(_FILE_SUFFIXES) or "/" in name:
         hint = hub_names.suggestion(name) or hint
         raise ModelNotFoundError(f"There is no file or folder {name!r}.{hint}")

@@ -178,7 +178,7 @@ def _named(name: HubName, asked: str, groups: list[_Group]) -> Choice:
     known = [tag for group in groups for tag in (group.tag, group.path) if tag]
     raise ModelNotFoundError(
         f"{name.repo!r} holds no {name.file!r}: there are {_listed(groups)}."
-        f"{nearest(name.file or '', [*known, *(k.lower() for k in known)])}"
+        f"{nearest(name.file or '', known)}"
     )
 
 
