@@ -29,6 +29,7 @@ from twostroke.core.errors import (
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_heads
 from twostroke.weights.save_heads import save_heads
+from twostroke.weights.write_safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -235,6 +236,16 @@ def test_heads_that_hold_no_numbers_are_refused(path: Path, tmp_path: Path) -> N
     save_heads(tmp_path / "broken", loaded.facts, tensors)
     with pytest.raises(ModelFormatError, match=r"output.weight holds values that are no finite"):
         engine_of(path, method="medusa", heads=str(tmp_path / "broken"))
+
+
+def test_weights_that_heads_do_not_have_are_refused(path: Path, tmp_path: Path) -> None:
+    folder = write_random_heads(tmp_path / "heads", path, "eagle")
+    tensors = dict(load_heads(folder).tensors)
+    write_safetensors(
+        folder / "heads.safetensors", tensors | {"fc.bias": tensors["output_norm.weight"]}
+    )
+    with pytest.raises(ModelFormatError, match=r"it has 'fc.bias', of which eagle heads of depth"):
+        engine_of(path, method="eagle", heads=str(folder))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,11 @@ def load_heads(folder: Path) -> LoadedHeads:
     facts = _facts(Fields(HEADS_JSON, read_json(folder / HEADS_JSON)))
     tensors = dict(read_safetensors(folder / HEADS_WEIGHTS).tensors)
     shapes = stored_shapes(facts.spec)
+    if unknown := sorted(tensors.keys() - shapes.keys()):
+        raise ModelFormatError(
+            f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: it has {unknown[0][:60]!r}, of which "
+            f"{facts.spec.kind} heads of depth {facts.spec.depth} know nothing."
+        )
     for name, shape in shapes.items():
         if name not in tensors or tensors[name].shape != shape:
             found = f"as {tensors[name].shape}" if name in tensors else "not at all"
