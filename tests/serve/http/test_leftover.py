@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import socket
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +13,13 @@ import pytest
 
 from support.servers import LiveServer, live_server
 from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.http.leftover import Leftover
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from starlette.types import Message, Receive, Scope, Send
 
 PATH = "/v1/chat/completions"
 LARGE = 32 << 20  # more than a connection holds that nobody reads
@@ -91,6 +97,57 @@ def test_a_rest_without_end_is_cut_off(brief: LiveServer) -> None:
         assert b"HTTP/1.1 413" in connection.recv(65536)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             connection.sendall(b" " * (100 << 20))
+
+
+@pytest.mark.parametrize("wait", [b"", b"HTTP/1.1 404"])
+def test_no_http_behind_a_request_is_no_fault_of_ours(
+    server: LiveServer, wait: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the request is answered by then or not: somebody's bytes fill no log with traces."""
+    with server.connect() as connection:
+        head = b"POST /v1/chat HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head if wait else head + b"no chunk\r\n")
+        answers = b""
+        while data := connection.recv(65536):
+            answers += data
+            if wait and len(answers) == len(data):
+                connection.sendall(b"no chunk\r\n")
+    assert answers.startswith(wait or b"HTTP/1.1 400")
+    assert answers.count(b"HTTP/1.1") == 1
+    server.wait_idle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_stopping_server_waits_for_no_rest(tmp_path_factory: pytest.TempPathFactory) -> None:
+    limits = Limits(body_timeout_s=1000)
+    options = ServeOptions(drain_s=1000, limits=limits)
+    with socket.socket() as connection:
+        with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            assert b"HTTP/1.1 200" in connection.recv(65536)
+        assert connection.recv(65536) == b""
+
+
+def test_an_answer_after_the_stop_waits_for_no_rest() -> None:
+    sent = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return await asyncio.Future()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        leftover.hurry()
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    leftover = Leftover(receive, send, Limits(body_timeout_s=1000))
+    assert not asyncio.run(asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10))
+    assert [(message["body"], message.get("more_body")) for message in sent] == [
+        (b"whole", True),
+        (b"", None),
+    ]
 
 
 def _ask_and_then_read(server: LiveServer, *, is_chunked: bool = False) -> tuple[int, Any]:

@@ -35,11 +35,13 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._leftover: Leftover | None = None  # of the newest request
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            if not await Leftover(receive, send, limits).answer(inner, scope):
+            self._leftover = Leftover(receive, send, limits)
+            if not await self._leftover.answer(inner, scope):
                 self.transport.close()
 
         self.app = app
@@ -53,6 +55,25 @@ class Connection(H11Protocol):
         """Take in bytes; those of a next request's headers are timed again."""
         super().data_received(data)
         self._time_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP, and whatever request they came with.
+
+        Nothing can be said any more where an answer is on its way.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # its application is not to answer, too
+            self.cycle.message_event.set()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Let an answer end, and wait for nothing that comes behind it."""
+        super().shutdown()
+        if self._leftover is not None:
+            self._leftover.hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""

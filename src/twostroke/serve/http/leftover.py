@@ -27,6 +27,8 @@ class Leftover:
         self._limits = limits
         self._is_read = False
         self._owes_end = False
+        self._patience_s = limits.body_timeout_s
+        self._limit: asyncio.Timeout | None = None  # while a rest is waited for
 
     async def answer(self, app: ASGIApp, scope: Scope) -> bool:
         """Let `app` answer; return whether the connection can be used again.
@@ -39,6 +41,12 @@ class Leftover:
             await self._drop()
             await self._send(_END)
         return self._is_read or not self._owes_end
+
+    def hurry(self) -> None:
+        """From now on drop what is here already, and wait for nothing."""
+        self._patience_s = 0.0
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
 
     async def _take(self) -> Message:
         message = await self._receive()
@@ -56,8 +64,10 @@ class Leftover:
     async def _drop(self) -> None:
         num_left = self._limits.max_dropped_bytes
         try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
+            async with asyncio.timeout(self._patience_s) as self._limit:
                 while not self._is_read and num_left > 0:
                     num_left -= len((await self._take()).get("body", b""))
         except TimeoutError:
             pass
+        finally:
+            self._limit = None
