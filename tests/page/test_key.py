@@ -70,6 +70,22 @@ def test_who_has_no_key_is_left_alone_and_can_give_one_later(
     assert visit.answers()[-1]
 
 
+def test_looking_for_the_key_is_no_part_of_the_time_to_first_token(
+    key_server: Any, visit: Visiting
+) -> None:
+    visit = visit(key_server, allowed=REFUSED)
+    page = visit.page
+    page.wait_for_selector("dialog.wanted")
+    page.keyboard.press("Escape")
+    visit.set(max_tokens=8)
+    visit.send("hello", wait=False)
+    page.wait_for_selector("dialog.wanted")
+    page.evaluate("const now = performance.now(); performance.now = () => now + 3_600_000")
+    _give(page, "sk-right")
+    visit.wait_answered()
+    assert "TTFT 0" in page.inner_text(".reply .figures summary")  # its clock stands still now
+
+
 def test_code_takes_the_key_out_of_the_environment(key_server: Any, visit: Visiting) -> None:
     visit = visit(key_server, allowed=REFUSED)
     page = visit.page

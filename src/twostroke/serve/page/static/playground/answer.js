@@ -23,7 +23,7 @@ export function newReply() {
 export async function collect({ path, body }, choices, signal, onNews) {
   const clock = new Clock(choices.length);
   try {
-    for await (const chunk of chunks(path, body, signal)) {
+    for await (const chunk of chunks(path, body, signal, () => clock.start())) {
       if (chunk.usage) clock.usage = chunk.usage;
       for (const part of chunk.choices) {
         const delta = part.delta ?? { content: part.text }; // of a chat, of a text
@@ -81,7 +81,7 @@ function bytesOf(name) {
 
 /** When the pieces came, as this browser saw it, beside what the server says. */
 class Clock {
-  #start = performance.now();
+  #start = 0;
   #first = [];
   #last = [];
 
@@ -89,6 +89,10 @@ class Clock {
     this.numChoices = numChoices;
     this.usage = null;
     this.timings = [];
+  }
+
+  start() {
+    this.#start = performance.now();
   }
 
   tick(index) {

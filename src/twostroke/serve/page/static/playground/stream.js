@@ -6,15 +6,17 @@ import { ask, ServerError } from "../shared/server.js";
  * Post a request and yield its chunks as they come.
  *
  * Throws a `ServerError` for a refusal, for an error in the middle, and for an end without [DONE];
- * an AbortError when `signal` says so.
+ * an AbortError when `signal` says so. `onSend` is called when the request goes out, again if it
+ * does so again, with a key.
  */
-export async function* chunks(path, body, signal) {
+export async function* chunks(path, body, signal, onSend) {
   const response = await ask(path, {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
     signal,
     isForUser: true,
+    onSend,
   });
   const broken = new ServerError("The connection broke before the answer was whole.");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

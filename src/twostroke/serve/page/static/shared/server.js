@@ -19,10 +19,12 @@ export const GONE = "The server cannot be reached. Is it running?";
  * Return the response to a request, or throw a `ServerError` that says what is wrong.
  *
  * Where a key is wanted the user is asked for it, and the request is made again; `isForUser` says
- * that they have just asked for this, and are asked though they have declined before.
+ * that they have just asked for this, and are asked though they have declined before. `onSend` is
+ * called each time that it is made.
  */
-export async function ask(path, { isForUser = false, ...options } = {}) {
+export async function ask(path, { isForUser = false, onSend = () => {}, ...options } = {}) {
   for (;;) {
+    onSend();
     const response = await send(path, options);
     if (response.ok) return response;
     const error = await refusal(response);
