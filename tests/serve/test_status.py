@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from support.servers import live_server
+from twostroke.core.errors import UsageError
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -36,6 +39,13 @@ def test_model_answers_to_each_of_its_names(tmp_path: Path) -> None:
             assert server.chat(model=name, max_tokens=1).json()["model"] == name
         assert server.chat(max_tokens=1).json()["model"] == "org/tiny"
         assert server.chat(model="tiny", max_tokens=1).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31m"])
+def test_names_that_nobody_can_read_are_refused(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ServeOptions(model_names=("right", name))
+    assert caught.value.message == f"{name!r} is no name for a model: check --name."
 
 
 def test_root_points_to_the_api(server: LiveServer) -> None:

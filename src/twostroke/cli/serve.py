@@ -47,7 +47,10 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
     "more [default: nobody is asked].",
 )
 @click.option(
-    "--name", "names", multiple=True, help="What clients call the model [default: its own name]."
+    "--name",
+    "names",
+    multiple=True,
+    help="What clients call the model; repeatable [default: its own name].",
 )
 @click.option(
     "--drain",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from twostroke.core.errors import UsageError
+
 if TYPE_CHECKING:
     from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.objectives import Objective
@@ -86,6 +88,16 @@ class ServeOptions:
     access_log: bool = False
     otlp_endpoint: str | None = None
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """Refuse names that nobody could read or send.
+
+        Raises:
+            UsageError: a name of the model is empty, or has signs that are not printed.
+        """
+        for name in self.model_names:
+            if not name.strip() or not name.isprintable():
+                raise UsageError(f"{name!r} is no name for a model: check --name.")
 
     @property
     def is_private(self) -> bool:
