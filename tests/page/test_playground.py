@@ -209,6 +209,8 @@ def test_tokens_tell_what_else_might_have_been(visit: Visiting, server: Any) -> 
     assert visit.page.locator(".token").count() >= 10
     visit.page.hover(".token >> nth=3")
     assert visit.page.locator(".token-card li").count() >= 5
+    head, names = (visit.page.locator(f".token-card {part} > code") for part in ("p", "li"))
+    assert names.first.bounding_box()["x"] == head.bounding_box()["x"]  # no list of Markdown
     visit.page.mouse.move(0, 0)
     assert visit.page.locator(".reply .token-card").is_hidden()
     visit.page.focus(".token >> nth=0")
