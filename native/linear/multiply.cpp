@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "linear/few_pairs.h"
 #include "linear/kernels.h"
 #include "linear/layout.h"
 #include "linear/linear.h"
@@ -41,25 +42,15 @@ struct Product {
   float* out;
   int64_t out_stride;
   bool accumulate;
+  const PanelBlock<2>* pairs = nullptr;  // the rows' planes made into pairs, for few rows on AVX2
 
   int64_t num_blocks() const { return round_up(weight.num_inputs, kBlockSize) / kBlockSize; }
 };
 
-/// Rows [row, row + R) of a panel against one group; the first `count` of them are kept.
-template <WeightType T, int R, int Planes>
-void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row,
-                   int count) {
-  const int64_t size = group_bytes(T, product.weight.num_inputs);
-  const int64_t num_blocks = product.num_blocks();
-  const uint8_t* data = product.weight.data + group * size;
-  Lanes sums[R];
-  if constexpr (is_block_format(T)) {
-    const auto* blocks = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared);
-    multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
-  } else {
-    const auto* lines = reinterpret_cast<const FloatBlock*>(product.prepared);
-    multiply_floats<T, R>(data, lines + panel * num_blocks * 2, row, num_blocks * 2, sums);
-  }
+/// Keeps the first `count` of R rows' sums.
+template <int R, int Planes>
+void store_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row, int count,
+                const Lanes sums[R]) {
   const int64_t first = group * kGroupSize;
   const int64_t num_columns = product.weight.num_outputs - first;
   float* out = product.out + (panel * kPanelRows + row) * product.out_stride + first;
@@ -69,6 +60,33 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
       store_group(sums[r], out + r * product.out_stride, num_columns, product.accumulate);
     }
   }
+}
+
+/// Rows [row, row + R) of a panel against one group; the first `count` of them are kept.
+template <WeightType T, int R, int Planes>
+void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row,
+                   int count) {
+  const int64_t size = group_bytes(T, product.weight.num_inputs);
+  const int64_t num_blocks = product.num_blocks();
+  const uint8_t* data = product.weight.data + group * size;
+  Lanes sums[R];
+#if TS_LEVEL == 1
+  if constexpr (R == kFewRows && Planes == 2 && few_as_pairs<T>()) {
+    if (product.pairs != nullptr) {
+      multiply_few<T>(data, product.pairs + panel * num_blocks, row, num_blocks, sums);
+      store_rows<R>(product, group, panel, row, count, sums);
+      return;
+    }
+  }
+#endif
+  if constexpr (is_block_format(T)) {
+    const auto* blocks = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared);
+    multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
+  } else {
+    const auto* lines = reinterpret_cast<const FloatBlock*>(product.prepared);
+    multiply_floats<T, R>(data, lines + panel * num_blocks * 2, row, num_blocks * 2, sums);
+  }
+  store_rows<R>(product, group, panel, row, count, sums);
 }
 
 /// Rows [row, num_rows) of a panel, R at a time while there are more than half as many: one kernel
@@ -91,7 +109,9 @@ int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, 
 template <WeightType T, int Planes>
 void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                     int num_rows) {
-  row = multiply_runs<T, 8>(product, group, panel, row, num_rows);
+  if (product.pairs == nullptr) {
+    row = multiply_runs<T, 8>(product, group, panel, row, num_rows);
+  }
   row = multiply_runs<T, 4>(product, group, panel, row, num_rows);
   row = multiply_runs<T, 2>(product, group, panel, row, num_rows);
   multiply_runs<T, 1>(product, group, panel, row, num_rows);
@@ -268,7 +288,20 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
     row = num_wide_rows;
   }
 #endif
-  if (row < num_rows) multiply_packed<T>(product, row, num_rows, group_begin, group_end);
+  if (row == num_rows) return;
+#if TS_LEVEL == 1
+  if constexpr (Planes == 2 && few_as_pairs<T>()) {
+    if (num_rows - row > kFewRows / 2 && group_end - group_begin >= kFewestGroups) {
+      const int64_t first = row / kPanelRows;
+      Product<Planes> few = product;
+      few.pairs =
+          wide_panels<T>(product, first * kPanelRows, num_rows) - first * product.num_blocks();
+      multiply_packed<T>(few, row, num_rows, group_begin, group_end);
+      return;
+    }
+  }
+#endif
+  multiply_packed<T>(product, row, num_rows, group_begin, group_end);
 }
 
 template <int Planes>

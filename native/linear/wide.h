@@ -35,11 +35,12 @@ constexpr int64_t fewest_wide_rows() {
   return block_format(T).num_bits() == 8 ? 32 : 16;
 }
 
-/// Nor do fewer groups repay what is made of the rows first: on AVX2, planes become pairs
-/// (measured).
+/// Nor do fewer groups repay that planes are made into pairs first, on AVX2 (measured).
+constexpr int64_t kFewestGroups = 3;
+
 template <WeightType T>
 constexpr int64_t fewest_wide_groups() {
-  return TS_LEVEL == 1 && has_planes(T) && block_format(T).num_subs == 1 ? 3 : 1;
+  return TS_LEVEL == 1 && has_planes(T) && block_format(T).num_subs == 1 ? kFewestGroups : 1;
 }
 
 /// The packed blocks that come next, of groups `group_bytes` apart; none if there are no

@@ -45,6 +45,7 @@ SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
 CASES = [
     *zip(SHAPES, (1, 2, 3, 8, 21), strict=True),
     ((100, 96), 37),
+    ((56, 96), 23),  # many rows, and a few behind them
     ((50, 160), 70),
     ((40, 288), 7),  # in one kernel for few rows, where that takes eight
     ((100, 1280), 18),  # more inputs than many rows meet at a time
