@@ -31,7 +31,7 @@ constexpr int wide_groups(int64_t left) {
 template <WeightType T>
 constexpr int64_t fewest_wide_rows() {
   if (TS_LEVEL == 3) return kWideRows;
-  if (TS_LEVEL == 1) return has_planes(T) && block_format(T).num_subs == 1 ? 16 : 8;
+  if (TS_LEVEL == 1) return !has_planes(T) ? 4 : block_format(T).num_subs == 1 ? 16 : 8;
   return block_format(T).num_bits() == 8 ? 32 : 16;
 }
 
