@@ -217,6 +217,14 @@ def test_models_that_nobody_used_for_long_are_cleaned(cli: Cli, leftover: Path, 
     assert leftover.exists(), "only what was asked for goes"
 
 
+@pytest.mark.parametrize("days", ["-1", "nan"])
+def test_models_are_not_unused_for_less_than_no_time(cli: Cli, mini: Path, days: str) -> None:
+    ran = cli("models", "clean", "--unused", days, "--yes")
+    assert ran.code == 2
+    assert f"0 days or more, not {days}" in ran.err
+    assert mini.exists()
+
+
 def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
     ran = cli("models", "remove", tiny)
     assert ran.code == 2

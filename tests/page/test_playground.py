@@ -67,6 +67,19 @@ def test_answer_comes_in_pieces_with_its_figures(visit: Visiting, server: Any) -
     assert "of that in the queue" in visit.page.inner_text(".figures table")
 
 
+def test_speed_is_not_that_of_pieces_which_were_held_back(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    timings = {"decode_tokens_per_s": 50.0}
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in DELTAS]
+    end = {"index": 0, "delta": {}, "finish_reason": "tool_calls", "timings": timings}
+    chunks += [{"choices": [end]}, {"choices": [], "usage": {"completion_tokens": 1000}}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    stream = {"content_type": "text/event-stream", "body": body}
+    visit.page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
+    visit.send(COUNT)
+    assert "50.0 tokens/s" in visit.page.inner_text(".figures summary")
+
+
 def test_escape_stops_and_the_answer_goes_on_from_there(visit: Visiting, server: Any) -> None:
     visit = visit(server)
     visit.set(temperature=0, max_tokens=900, extra='{"ignore_eos": true}')

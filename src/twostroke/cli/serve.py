@@ -55,10 +55,10 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
 @click.option(
     "--drain",
     "drain_s",
-    type=click.FloatRange(0, 86_400),
+    type=float,
     default=30.0,
     show_default=True,
-    help="Seconds that running answers get when the server is stopped.",
+    help="Seconds, up to a day, that running answers get when the server is stopped.",
 )
 @click.option(
     "--keep-responses",

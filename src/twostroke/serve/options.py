@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.objectives import Objective
 
+_MAX_DRAIN_S = 86_400
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -90,14 +92,18 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Refuse names that nobody could read or send.
+        """Refuse names that nobody could read or send, and times that nobody could wait.
 
         Raises:
-            UsageError: a name of the model is empty, or has signs that are not printed.
+            UsageError: a name of the model is empty, or has signs that are not printed; `drain_s`
+                is no time up to a day.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():
                 raise UsageError(f"{name!r} is no name for a model: check --name.")
+        if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # no number is in no range
+            message = f"--drain must be from 0 to {_MAX_DRAIN_S} seconds, not {self.drain_s:g}."
+            raise UsageError(message)
 
     @property
     def is_private(self) -> bool:

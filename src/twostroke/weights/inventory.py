@@ -144,7 +144,13 @@ def remove(name: str) -> int:
 
 
 def unused(days: float) -> list[ModelListing]:
-    """Return the pulled models that were neither loaded nor pulled for so many days."""
+    """Return the pulled models that were neither loaded nor pulled for so many days.
+
+    Raises:
+        UsageError: fewer than none, which would be all models, or no number.
+    """
+    if not days >= 0:
+        raise UsageError(f"Models can be unused for 0 days or more, not {days:g}: check --unused.")
     limit = time.time() - days * _DAY_S
     return [one for one in list_models() if one.path and (one.last_used or 0) < limit]
 

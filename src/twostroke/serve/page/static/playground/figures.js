@@ -22,7 +22,8 @@ export function figuresOf(choice) {
 function main(choice, figures) {
   const parts = [];
   if (isKnown(figures.ttft_s)) parts.push([h("abbr", { title: "Time to first token" }, "TTFT"), ` ${duration(figures.ttft_s)}`]);
-  const speed = figures.tokens_per_s ?? figures.server?.decode_tokens_per_s;
+  // Of a call the first piece comes late, when its name is known: what comes behind it is no measure.
+  const speed = figures.server?.decode_tokens_per_s ?? figures.tokens_per_s;
   if (isKnown(speed)) parts.push([`${rate(speed)} tokens/s`]);
   if (isKnown(figures.completion_tokens)) parts.push([counted(figures.completion_tokens, "token"), figures.numChoices > 1 ? ` in ${figures.numChoices} answers` : ""]);
   if (figures.cached_tokens > 0) parts.push([`${count(figures.cached_tokens)} of ${count(figures.prompt_tokens)} prompt tokens cached`]);
