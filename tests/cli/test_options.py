@@ -119,6 +119,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ("--batch-size 0", "--batch-size must be at least 1, not 0."),
         ("--max-wait -1", "--max-wait must be at least 0, not -1.0."),
         ("--max-wait nan", "--max-wait must be at least 0, not nan."),
+        ("--max-wait inf", "--max-wait must be a finite number, not inf."),
         ("--max-waiting 0", "--max-waiting must be at least 1, not 0."),
         ("--drafts 0", "--drafts must be from 1 to 24, not 0."),
         (

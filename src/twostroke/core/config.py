@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -111,6 +112,8 @@ class BatchOptions:
             value = getattr(self, name)
             if value is not None and not value >= low:
                 raise UsageError(f"{name} must be at least {low}, not {value}.")
+            if value == math.inf:
+                raise UsageError(f"{name} must be a finite number, not {value}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,16 @@ def test_broken_utf_8_is_refused(server: LiveServer) -> None:
     assert error["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 200)])
+def test_only_a_body_that_is_not_compressed_is_read(
+    strict: LiveServer, encoding: str, status: int
+) -> None:
+    headers = {**JSON, "content-encoding": encoding}
+    response = strict.http.post(PATH, json=chat_body(max_tokens=1), headers=headers)
+    assert response.status_code == status
+    assert ("'gzip'" in response.text) == (status == 415)
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_body_must_say_that_it_is_json(server: LiveServer, kind: str) -> None:
     """A web page can make a browser send the others to a server on the reader's machine."""

@@ -87,7 +87,7 @@ class BodyTimeoutError(TwostrokeError):
 
 
 class ContentTypeError(TwostrokeError):
-    """A body that does not say that it is JSON."""
+    """A body that does not say that it is JSON, or says that it is compressed."""
 
     http_status = 415
     code = "unsupported_media_type"

@@ -44,7 +44,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     server, this machine's included, but asks first before it sends JSON.
 
     Raises:
-        ContentTypeError: the body is something else.
+        ContentTypeError: the body is something else, or compressed.
         BodySizeError: it is too long; known at once where the length was announced.
         BodyTimeoutError: it came too slowly.
         ClientGoneError: the client left in the middle.
@@ -53,6 +53,10 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     if media_type != "application/json":
         said = f"not '{media_type}'" if media_type else "but there is none"
         raise ContentTypeError(f"The Content-Type must be application/json, {said}.")
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in {"", "identity"}:
+        said = f"not with the Content-Encoding '{encoding}'"
+        raise ContentTypeError(f"The body must come as it is, {said}.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
         raise _too_large(limits)
