@@ -347,6 +347,21 @@ def test_markdown_is_drawn(visit: Visiting, server: Any) -> None:
         assert answer.locator(part).count() == count, part
 
 
+def test_words_in_a_table_stay_whole_on_a_phone(visit: Visiting, server: Any) -> None:
+    visit = visit(server, viewport={"width": 390, "height": 844})
+    heads = ["Planet", "Diameter in kilometres", "Distance from the sun", "Moons"]
+    cells = ["Mercury", "4879", "57.9 million kilometres", "0"]
+    rows = [heads, ["---"] * 4, cells]
+    visit.tell([{"content": "\n".join(f"| {' | '.join(row)} |" for row in rows)}])
+    visit.send("Hello.")
+    lines = """[...document.querySelectorAll('.body :is(th, td):first-child')].map((cell) => {
+        const range = document.createRange();
+        range.selectNodeContents(cell);
+        return range.getClientRects().length;
+    })"""
+    assert visit.page.evaluate(lines) == [1, 1]
+
+
 def test_reasoning_is_folded_and_calls_are_shown(visit: Visiting, server: Any) -> None:
     visit = visit(server)
     visit.tell(list(DELTAS), [{"content": "It will."}])
