@@ -103,6 +103,18 @@ def post_bytes(path: str, body: object, *, headers: str = "") -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
+def read_all(connection: socket.socket) -> bytes:
+    """Return what comes until the server hangs up, and hang up."""
+    received = b""
+    try:
+        while data := connection.recv(65536):
+            received += data
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return received
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s

@@ -26,8 +26,7 @@ class Limits:
         max_json_depth: lists and objects nested deeper are refused (400).
         max_header_bytes: request line and headers together.
         header_timeout_s: from the first byte of a request to the end of its headers.
-        body_timeout_s: from the headers to the end of the body (408), and from an early answer to
-            the end of a body that is dropped.
+        body_timeout_s: from the headers to the end of the body (408), also of one that is dropped.
         idle_timeout_s: how long a connection may stay open between two requests; longer than
             what proxies keep theirs for (60 s is common), or they meet closed ones.
         reader_timeout_s: how long a stream may stay blocked because its client does not read.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import LiveServer, live_server
+from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
 from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.http.leftover import Leftover
 from twostroke.serve.options import Limits, ServeOptions
@@ -130,6 +130,74 @@ def test_a_stopping_server_waits_for_no_rest(tmp_path_factory: pytest.TempPathFa
                 answer += connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 200")
         assert connection.recv(65536) == b""
+
+
+@pytest.mark.parametrize("has_some", [False, True])
+def test_a_stopping_server_waits_for_no_body(
+    tmp_path_factory: pytest.TempPathFactory, has_some: bool
+) -> None:
+    limits = Limits(body_timeout_s=1000)
+    options = ServeOptions(drain_s=1000, limits=limits)
+    request = post_bytes(PATH, chat_body(), headers="" if has_some else "Expect: 100-continue\r\n")
+    head, _, body = request.partition(b"\r\n\r\n")
+    with socket.socket() as connection:
+        connection.settimeout(20)
+        with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(head + b"\r\n\r\n" + (body[:-1] if has_some else b""))
+            if has_some:
+                assert server.chat(max_tokens=1).status_code == 200  # the bytes before have arrived
+            else:
+                assert connection.recv(65536).startswith(b"HTTP/1.1 100")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"engine_stopped" in answer
+    assert b"retry-after" in answer
+
+
+def test_a_body_that_is_on_its_way_when_the_server_stops_is_read() -> None:
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    read = []
+
+    async def send(_message: Message) -> None:
+        pass
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        leftover.hurry()
+        asyncio.get_running_loop().call_soon(
+            messages.put_nowait, {"type": "http.request", "body": b"whole"}
+        )
+        read.append((await receive())["body"])
+        messages.put_nowait({"type": "http.disconnect"})
+        read.append((await receive())["type"])
+
+    leftover = Leftover(messages.get, send, Limits())
+    assert asyncio.run(asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10))
+    assert read == [b"whole", "http.disconnect"]
+
+
+def test_a_body_that_came_too_slowly_has_no_second_time_for_its_rest() -> None:
+    async def serve() -> bool:
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        time = loop.time
+
+        async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+            loop.time = lambda: time() + 1000  # type: ignore[method-assign]
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        async def send(_message: Message) -> None:
+            answered.set()
+
+        async def receive() -> Message:
+            return await asyncio.Future()
+
+        leftover = Leftover(receive, send, Limits(body_timeout_s=1000))
+        answering = asyncio.create_task(leftover.answer(app, {"type": "http"}))
+        await answered.wait()
+        done, _ = await asyncio.wait({answering}, timeout=10)
+        return bool(done)
+
+    assert asyncio.run(serve())
 
 
 def test_an_answer_after_the_stop_waits_for_no_rest() -> None:

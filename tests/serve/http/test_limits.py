@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import LiveServer, chat_body, live_server, post_bytes
+from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
@@ -226,14 +226,3 @@ def drip(connection: socket.socket, data: bytes) -> bytes:
     finally:
         connection.close()
     raise AssertionError("the server waited for ever")
-
-
-def read_all(connection: socket.socket) -> bytes:
-    received = b""
-    try:
-        while data := connection.recv(65536):
-            received += data
-    except ConnectionResetError:
-        pass
-    connection.close()
-    return received

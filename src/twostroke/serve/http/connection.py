@@ -36,11 +36,14 @@ class Connection(H11Protocol):
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._leftover: Leftover | None = None  # of the newest request
+        self._is_stopping = False
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
             self._leftover = Leftover(receive, send, limits)
+            if self._is_stopping:
+                self._leftover.hurry()
             if not await self._leftover.answer(inner, scope):
                 self.transport.close()
 
@@ -70,7 +73,8 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Let an answer end, and wait for nothing that comes behind it."""
+        """Let an answer end, but wait for no body, and for nothing that comes behind an answer."""
+        self._is_stopping = True
         super().shutdown()
         if self._leftover is not None:
             self._leftover.hurry()

@@ -1,4 +1,4 @@
-"""What still comes of a request that is answered already, such as a body that is too large.
+"""A request's body on its way: what a stopping server does with it, and what with an unread rest.
 
 Closing a connection with bytes in it that nobody has read resets it, and a client that is still
 sending then hears of the reset and never of its answer.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.errors import EngineStoppedError
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from twostroke.serve.options import Limits
 
+_MOMENT_S: Final = 0.5  # for bytes that were sent already
 _END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
@@ -26,47 +29,70 @@ class Leftover:
         self._send = send
         self._limits = limits
         self._is_read = False
+        self._is_answered = False  # in part, at least
         self._owes_end = False
-        self._patience_s = limits.body_timeout_s
-        self._limit: asyncio.Timeout | None = None  # while a rest is waited for
+        self._stops_at: float | None = None  # in the loop's time; with the server
+        self._limit: asyncio.Timeout | None = None  # while a body or a rest is waited for
 
     async def answer(self, app: ASGIApp, scope: Scope) -> bool:
         """Let `app` answer; return whether the connection can be used again.
 
         The answer goes out whole at once; only its end, which would close the connection, waits
-        until the request's end has come, or more of it than is dropped, or too slowly.
+        until the request's end has come, or more of it than is dropped, or too slowly: a rest has
+        the time that the body had, and a moment if that is over.
         """
+        ends_at = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         await app(scope, self._take, self._give)
         if self._owes_end:
-            await self._drop()
+            await self._drop(ends_at)
             await self._send(_END)
         return self._is_read or not self._owes_end
 
     def hurry(self) -> None:
-        """From now on drop what is here already, and wait for nothing."""
-        self._patience_s = 0.0
+        """From now on wait for a body no longer than a moment, and for a rest not at all."""
+        self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
         if self._limit is not None:
-            self._limit.reschedule(0.0)
+            self._limit.reschedule(0.0 if self._is_answered else self._stops_at)
 
     async def _take(self) -> Message:
+        """Return what comes next.
+
+        Raises:
+            EngineStoppedError: the server stops, and the body has not come whole.
+        """
+        if self._is_read or self._is_answered:
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(self._stops_at) as self._limit:
+                return await self._next()
+        except TimeoutError:
+            message = "The server stops, and the request's body has not come whole."
+            raise EngineStoppedError(message) from None
+        finally:
+            self._limit = None
+
+    async def _next(self) -> Message:
         message = await self._receive()
         if not message.get("more_body", False):  # the end, or nobody is there any more
             self._is_read = True
         return message
 
     async def _give(self, message: Message) -> None:
-        is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if is_end and not self._is_read:
+        if message["type"] == "http.response.start":
+            self._is_answered = True
+        elif not message.get("more_body", False) and not self._is_read:
             self._owes_end = True
             message = {**message, "more_body": True}
         await self._send(message)
 
-    async def _drop(self) -> None:
+    async def _drop(self, ends_at: float) -> None:
+        now = asyncio.get_running_loop().time()
         num_left = self._limits.max_dropped_bytes
+        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else 0.0
         try:
-            async with asyncio.timeout(self._patience_s) as self._limit:
+            async with asyncio.timeout_at(until) as self._limit:
                 while not self._is_read and num_left > 0:
-                    num_left -= len((await self._take()).get("body", b""))
+                    num_left -= len((await self._next()).get("body", b""))
         except TimeoutError:
             pass
         finally:
