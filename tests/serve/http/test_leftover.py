@@ -33,6 +33,14 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         server.wait_idle()
 
 
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    limits = Limits(max_body_bytes=1000, body_timeout_s=1000)
+    with live_server(tmp_path_factory.mktemp("patient"), ServeOptions(limits=limits)) as server:
+        yield server
+        server.wait_idle()
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_who_sends_too_much_gets_to_read_why(server: LiveServer, is_chunked: bool) -> None:
     status, error = _ask_and_then_read(server, is_chunked=is_chunked)
@@ -79,15 +87,27 @@ def test_a_rest_that_does_not_come_is_not_waited_for(
             pass
 
 
-def test_who_asks_first_is_not_told_to_go_on(brief: LiveServer) -> None:
-    with brief.connect() as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += "Expect: 100-continue\r\nContent-Length: 9999999\r\n\r\n"
-        connection.sendall(head.encode())
-        answers = b""
-        while data := connection.recv(65536):
-            answers += data
-    assert answers.startswith(b"HTTP/1.1 413")
+@pytest.mark.parametrize(("path", "status"), [(PATH, 413), ("/v1/chat", 404)])
+def test_who_asks_first_is_told_no_and_no_body_is_waited_for(
+    patient: LiveServer, path: str, status: int
+) -> None:
+    answers = read_all(_asked_first(patient, path, 9_999_999))
+    assert answers.startswith(b"HTTP/1.1 %d" % status)
+    assert answers.lower().count(b"\r\nconnection: close\r\n") == 1
+
+
+def test_who_asks_first_is_told_to_go_on_where_the_body_is_wanted(patient: LiveServer) -> None:
+    body = json.dumps(chat_body(max_tokens=1)).encode()
+    with _asked_first(patient, PATH, len(body)) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 100")
+        connection.sendall(body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_who_asks_and_does_not_wait_gets_to_read_why(patient: LiveServer) -> None:
+    with _asked_first(patient, PATH, LARGE, b" " * 100) as connection:
+        connection.sendall(b" " * (LARGE - 100))
+        assert read_all(connection).startswith(b"HTTP/1.1 413")
 
 
 def test_a_rest_without_end_is_cut_off(brief: LiveServer) -> None:
@@ -219,6 +239,15 @@ def test_an_answer_after_the_stop_waits_for_no_rest() -> None:
         (b"whole", True),
         (b"", None),
     ]
+
+
+def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") -> socket.socket:
+    """Return a connection on which a client has asked whether to send a body, and sent some."""
+    connection = server.connect()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Expect: 100-continue\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
 
 
 def _ask_and_then_read(server: LiveServer, *, is_chunked: bool = False) -> tuple[int, Any]:

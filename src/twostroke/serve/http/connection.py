@@ -41,7 +41,7 @@ class Connection(H11Protocol):
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            self._leftover = Leftover(receive, send, limits)
+            self._leftover = Leftover(receive, send, limits, self._is_asked)
             if self._is_stopping:
                 self._leftover.hurry()
             if not await self._leftover.answer(inner, scope):
@@ -83,6 +83,9 @@ class Connection(H11Protocol):
         """Forget the client."""
         self._stop_timer()
         super().connection_lost(exc)
+
+    def _is_asked(self) -> bool:
+        return bool(self.conn.they_are_waiting_for_100_continue)
 
     def _time_headers(self) -> None:
         if self.conn.their_state is not h11.IDLE:

@@ -12,22 +12,35 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import EngineStoppedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from twostroke.serve.options import Limits
 
 _MOMENT_S: Final = 0.5  # for bytes that were sent already
+_CLOSE: Final = (b"connection", b"close")
 _END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
 class Leftover:
     """Answers a request, then drops what nobody has read of it, within limits."""
 
-    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
-        """Stand between the application and the connection."""
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        limits: Limits,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Stand between the application and the connection.
+
+        `is_asked` tells whether the client waits to be told to send its body, or not to.
+        """
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._is_asked = is_asked
         self._is_read = False
         self._is_answered = False  # in part, at least
         self._owes_end = False
@@ -79,6 +92,9 @@ class Leftover:
 
     async def _give(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            if self._is_asked():  # this is its no: no body comes
+                self._is_read = True
+                message = {**message, "headers": _closing(message.get("headers", []))}
             self._is_answered = True
         elif not message.get("more_body", False) and not self._is_read:
             self._owes_end = True
@@ -97,3 +113,8 @@ class Leftover:
             pass
         finally:
             self._limit = None
+
+
+def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an answer behind which the connection is closed."""
+    return [*(one for one in headers if one[0] != _CLOSE[0]), _CLOSE]
