@@ -41,6 +41,16 @@ HUGE = 2**63
         *[("priority", value) for value in (1001, -HUGE, True, "high")],
         ("stream", 1),
         ("stream", "true"),
+        *[("user", value) for value in (1, True, ["u"], {"id": "u"})],
+        *[("metadata", value) for value in ("x", ["x"], {str(i): "" for i in range(17)})],
+        *[("metadata", value) for value in ({"k" * 65: ""}, {"k": "v" * 513})],
+        *[("metadata[...]", value) for value in (1, None, {"a": "b"})],
+        *[("store", value) for value in (1, "yes", {})],
+        *[("safety_identifier", value) for value in (1, ["u"])],
+        *[("prompt_cache_key", value) for value in (1, False)],
+        *[("prompt_cache_retention", value) for value in (24, ["24h"])],
+        *[("request_id", value) for value in (1, {})],
+        *[("spaces_between_special_tokens", value) for value in (1, "true")],
         ("model", 5),
         ("user_id", None),
     ],
@@ -50,7 +60,8 @@ def test_wrong_value_is_a_400_that_names_the_field(
     server: LiveServer, path: str, param: str, value: object
 ) -> None:
     prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
-    response = server.http.post(path, json={**prompt, param: value})
+    sent = {"metadata": {"key": value}} if param == "metadata[...]" else {param: value}
+    response = server.http.post(path, json={**prompt, **sent})
     code = "unknown_parameter" if param == "user_id" else "invalid_value"
     message = refused(response, 400, param, code)
     assert param in message

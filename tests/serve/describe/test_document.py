@@ -147,6 +147,35 @@ def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]
         assert not description.is_valid(schema, {"input": [message, wrong]})
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", chat_body()),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/responses", {"input": "hello"}),
+    ],
+)
+def test_fields_that_change_nothing_have_their_types(
+    described: dict[str, Any], path: str, asked: dict[str, Any]
+) -> None:
+    body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = body["$ref"].rpartition("/")[2]
+    assert described["components"]["schemas"][name]["properties"]["metadata"]["description"]
+    description = Description(described)
+    pairs = {"k" * 64: "v" * 512} | {str(n): "" for n in range(15)}
+    right: dict[str, Any] = {"user": "u", "metadata": pairs, "store": False, "request_id": "r"}
+    assert description.is_valid(body, asked | right)
+    for wrong in (
+        {"user": 1},
+        {"store": 1},
+        {"safety_identifier": []},
+        {"prompt_cache_key": 1},
+        *[{"metadata": value} for value in ("x", {"a": 1}, {"k" * 65: ""}, {"k": "v" * 513})],
+        {"metadata": pairs | {"15": ""}},
+    ):
+        assert not description.is_valid(body, asked | wrong), wrong
+
+
 def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
     operations = {
         operation["operationId"]: operation

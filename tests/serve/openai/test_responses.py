@@ -324,6 +324,8 @@ def test_cached_tokens_are_told(server: LiveServer) -> None:
         ({"top_logprobs": 21, "include": [LOGPROBS]}, "from 0 to 20, not 21", "top_logprobs"),
         ({"include": ["message.logprobs"]}, "does not support 'message.logprobs'", "include[0]"),
         ({"truncation": "some"}, "truncation", "truncation"),
+        ({"prompt_cache_retention": 24}, "must be a string, not an int", "prompt_cache_retention"),
+        ({"prompt_cache_options": "30m"}, "must be an object, not a str", "prompt_cache_options"),
         ({"metadata": {"k": "v" * 513}}, "metadata takes at most 16 pairs", "metadata"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata takes at most", "metadata"),
         ({"stream_options": {}}, "may only be set when stream is true", "stream_options"),

@@ -61,6 +61,12 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[Block]
 
 
+class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """On whose behalf a request is sent."""
+
+    user_id: str | None = None
+
+
 class JsonFormat(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
 ):
@@ -136,7 +142,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     return_timings: bool | None = None
 
     # Harmless: they change nothing about the answer.
-    metadata: Any = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
 

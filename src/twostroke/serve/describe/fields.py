@@ -75,6 +75,11 @@ _HARMLESS_FIELDS: Final = (
     *("prompt_cache_retention", "request_id", "spaces_between_special_tokens", "cache_control"),
 )
 _SENT_BACK: Final = {"description": "Comes back with the answer."}
+_PAIRS: Final = {
+    "maxProperties": fields.MAX_PAIRS,
+    "propertyNames": {"maxLength": fields.MAX_KEY},
+    "additionalProperties": {"type": "string", "maxLength": fields.MAX_VALUE},
+}
 _GRAMMAR: Final = {"maxLength": MAX_CONSTRAINT}
 _CHOICE: Final = {
     "minItems": 1,
@@ -179,6 +184,7 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
         "ChatRequest": {
             "max_completion_tokens": _text("The newer name of `max_tokens`.")
             | {"minimum": 1, "maximum": BOUNDS["max_tokens"].high},
+            "metadata": _PAIRS,
             "logprobs": _text("Whether to tell how likely each token was."),
             "top_logprobs": _text("How many other tokens to tell of; goes with `logprobs`.")
             | {"minimum": 0, "maximum": MAX_LOGPROBS},
@@ -188,6 +194,7 @@ def _bodies(facts: Facts) -> dict[str, dict[str, Schema]]:
             "prompt": _texts_or_ids(facts, facts.limits.max_choices),
             "max_tokens": _text("The most tokens to generate; 0 goes with `echo`.")
             | {"minimum": 0, "default": completions.DEFAULT_MAX_TOKENS},
+            "metadata": _PAIRS,
             "suffix": _text("What stands behind the answer, for models that know how."),
             "echo": _text("Whether the answer begins with its prompt."),
             "logprobs": _text("How many likely tokens to tell of, besides each that is there."),
@@ -238,12 +245,7 @@ def _responses() -> dict[str, Schema]:
         | {"minimum": 0, "maximum": MAX_LOGPROBS},
         "truncation": _text("`auto`: the oldest exchanges leave where not all fit."),
         "store": _text("Whether the answer is kept for later requests; true if left out."),
-        "metadata": _text("Comes back with the answer.")
-        | {
-            "maxProperties": request.MAX_PAIRS,
-            "propertyNames": {"maxLength": request.MAX_KEY},
-            "additionalProperties": {"type": "string", "maxLength": request.MAX_VALUE},
-        },
+        "metadata": _SENT_BACK | _PAIRS,
         **dict.fromkeys(request.LABELS, _SENT_BACK | {"maxLength": request.MAX_LABEL}),
         "max_tool_calls": _text("Comes back; there are no tools of the server's to count.")
         | {"minimum": 1, "maximum": request.MAX_TOOL_CALLS},
@@ -292,6 +294,7 @@ def _inner() -> dict[str, dict[str, Schema]]:
             "audio": _nothing(),
             "function_call": _nothing(),
         },
+        "Metadata": {"user_id": _HARMLESS},
         "AnthropicMessage": {"role": {"enum": list(messages.ROLES)}},
         "FunctionBody": {
             "name": {"pattern": NAME_PATTERN},

@@ -38,8 +38,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     service_tier: str | None = None
 
     # Harmless: they change nothing about the answer.
-    user: Any = None
-    request_id: Any = None
+    user: str | None = None
+    request_id: str | None = None
 
     # Refused unless neutral.
     add_special_tokens: Any = None

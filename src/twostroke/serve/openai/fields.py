@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
 
 MAX_PRIORITY = 1000
+MAX_PAIRS: Final = 16  # of metadata
+MAX_KEY: Final = 64
+MAX_VALUE: Final = 512
 
 # OpenAI's words for classes of service; without contracts for more, two of them are the default.
 TIERS: Final = {
@@ -124,14 +127,14 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
 
     # Harmless: they change nothing about the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    request_id: Any = None
-    spaces_between_special_tokens: Any = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    request_id: str | None = None
+    spaces_between_special_tokens: bool | None = None
 
     # Refused unless neutral.
     add_special_tokens: Any = None
@@ -155,8 +158,10 @@ def check_neutral(
 
     Raises:
         UnsupportedFieldError: naming the field.
+        RequestError: of those that change nothing, one is out of its bounds.
     """
     refuse_all_but(asked, NEUTRAL | dict(neutral or {}))
+    _check_metadata(asked.metadata or {})
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         message = "best_of is not supported yet, unless it equals n."
         raise UnsupportedFieldError(message, param="best_of")
@@ -167,6 +172,16 @@ def check_neutral(
     if options is not None and options.continuous_usage_stats:
         message = "continuous_usage_stats is not supported yet: leave it out."
         raise UnsupportedFieldError(message, param="stream_options.continuous_usage_stats")
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    is_long = any(len(key) > MAX_KEY or len(text) > MAX_VALUE for key, text in metadata.items())
+    if len(metadata) > MAX_PAIRS or is_long:
+        message = (
+            f"metadata takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
+            f"to {MAX_VALUE} characters."
+        )
+        raise RequestError(message, param="metadata")
 
 
 def refuse_all_but(

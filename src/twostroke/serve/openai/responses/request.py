@@ -57,9 +57,6 @@ NEUTRAL_OF_REASONING: Final[dict[str, tuple[object, ...]]] = {
 }
 NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
 NEUTRAL_OF_STREAMS: Final[dict[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
-MAX_PAIRS: Final = 16
-MAX_KEY: Final = 64
-MAX_VALUE: Final = 512
 MAX_LABEL: Final = 512
 MAX_TOOL_CALLS: Final = 2**31 - 1
 LABELS: Final = ("prompt_cache_key", "safety_identifier", "user")
@@ -112,13 +109,8 @@ class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None  # of hosted tools, which are not there
 
-    # Sent back, and otherwise harmless; `store` is heeded.
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    safety_identifier: str | None = None
-    store: bool | None = None
-    user: str | None = None
+    # Harmless, as others of the common fields, which here are sent back; `store` is heeded.
+    prompt_cache_options: dict[str, Any] | None = None
 
     # Refused unless neutral.
     access_programs: Any = None
@@ -154,7 +146,6 @@ def check(asked: ResponsesRequest) -> None:
         _check_stream_options(asked.stream_options)
     check_include(asked.include or ())
     _check_top_logprobs(asked)
-    _check_metadata(asked.metadata or {})
     _check_sent_back(asked)
 
 
@@ -187,16 +178,6 @@ def _check_top_logprobs(asked: ResponsesRequest) -> None:
     if top and LOGPROBS not in (asked.include or ()):
         message = f"top_logprobs may only be set when include has '{LOGPROBS}'."
         raise RequestError(message, param="top_logprobs")
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    is_long = any(len(key) > MAX_KEY or len(text) > MAX_VALUE for key, text in metadata.items())
-    if len(metadata) > MAX_PAIRS or is_long:
-        message = (
-            f"metadata takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
-            f"to {MAX_VALUE} characters."
-        )
-        raise RequestError(message, param="metadata")
 
 
 def _check_sent_back(asked: ResponsesRequest) -> None:
