@@ -239,7 +239,7 @@ def test_the_beginning_of_a_forced_call_is_no_text(server: LiveServer, num_token
 
 
 def test_the_hint_of_a_refused_schema_is_a_sentence_of_its_own(server: LiveServer) -> None:
-    function = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "constant": {}}}
     tools = [{"type": "function", "function": function}]
     said = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
     assert said.endswith("is not supported. Did you mean 'const'?")

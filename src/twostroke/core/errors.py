@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+_NUM_CANDIDATES = 5
+_LEAST_SHARE = 0.4  # of the letters of both words: where one begins the other
+_SAME_START_SHARE = 0.7
+_OTHER_START_SHARE = 0.8
 
 
 class TwostrokeError(Exception):
@@ -123,8 +129,26 @@ class EngineStoppedError(TwostrokeError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string.
 
-    Capitals and small letters are alike: OFF is near to off.
+    Capitals and small letters are alike: OFF is near to off. What is not like any, as a reader
+    would see it, gets no hint.
     """
-    names = {name.lower(): name for name in known}
-    matches = get_close_matches(word.lower(), names, n=1, cutoff=0.5)
-    return f" Did you mean '{names[matches[0]]}'?" if matches else ""
+    wanted = _bare(word)
+    names = {_bare(name): name for name in known}
+    matches = get_close_matches(wanted, names, n=_NUM_CANDIDATES, cutoff=_LEAST_SHARE)
+    return next((f" Did you mean '{names[one]}'?" for one in matches if _is_like(wanted, one)), "")
+
+
+def _bare(word: str) -> str:
+    return word.lower().lstrip("-")  # which all options begin with
+
+
+def _is_like(word: str, known: str) -> bool:
+    """Whether most letters are the same, still more if the first is not, or one begins the other.
+
+    What is shorter than four letters begins too much.
+    """
+    least = _SAME_START_SHARE if word[:1] == known[:1] else _OTHER_START_SHARE
+    if SequenceMatcher(None, known, word).ratio() >= least:
+        return True
+    short, long = sorted((word, known), key=len)
+    return len(short) >= 4 and long.startswith(short)
