@@ -3,8 +3,8 @@
 // A row's bytes are those of AVX-512: two planes, q = 128 hi + lo, 32 x hi in [-127, 127], then 32
 // x lo in [-64, 63]; or one of q, for activations of 8 bits. A multiply of bytes adds pairs of
 // products into int16, and the smaller the codes, the more of these sums fit before they must be
-// widened. Codes of 8 bits would overflow at once: they are multiplied as int16 (dot_pairs.h), as
-// are all codes where many rows of two planes meet them (wide_pairs.h).
+// widened. Codes of 8 bits would overflow at once: they are multiplied as int16, as are others
+// where several rows of two planes meet them (few_pairs.h, wide_pairs.h).
 #pragma once
 
 #include <immintrin.h>
@@ -54,15 +54,31 @@ TS_INLINE __m256i load_byte_plane(const uint8_t* plane, int quad, int part, int 
   return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(((1 << Bits) - 1) << left)));
 }
 
+TS_INLINE __m256i look_up_bytes(__m256i codes) {
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodeTable));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+
+/// A quad's codes of 8 outputs, looked up where the format has a table.
 template <WeightType T>
 TS_INLINE __m256i load_byte_quad(const uint8_t* quants, int quad, int part) {
   constexpr BlockFormat format = block_format(T);
-  const __m256i low = load_byte_plane<format.low_bits>(quants, quad, part, 0);
-  if constexpr (format.high_bits == 0) return low;
-  if constexpr (format.high_bits != 0) {
-    const uint8_t* plane = quants + 64 * format.low_bits;
-    return combine(low, load_byte_plane<format.high_bits>(plane, quad, part, format.low_bits));
+  if constexpr (format.low_bits == 8) {
+    return load_pairs(quants + 64 * quad + 32 * part);
+  } else {
+    const __m256i low = load_byte_plane<format.low_bits>(quants, quad, part, 0);
+    if constexpr (format.has_table) return look_up_bytes(low);
+    if constexpr (format.high_bits == 0) return low;
+    if constexpr (format.high_bits != 0) {
+      const uint8_t* plane = quants + 64 * format.low_bits;
+      return combine(low, load_byte_plane<format.high_bits>(plane, quad, part, format.low_bits));
+    }
   }
+}
+
+/// Codes 0 and 2 of a quad's bytes as int16, or 1 and 3.
+TS_INLINE __m256i pairs_of(__m256i bytes, int odd) {
+  return odd ? shift_right(bytes, 8) : mask_pairs(bytes, 255);
 }
 
 /// Codes of a sub-block where they lie packed.
@@ -150,9 +166,7 @@ TS_INLINE __m256i start_of(const PanelBlock<Planes>& block, int row, int sub) {
 template <WeightType T, int R, int Planes>
 TS_INLINE void dot_sub(const Codes<T>& packed, const PanelBlock<Planes>& block, int row, int sub,
                        Integers sums[R]) {
-  if constexpr (!has_planes(T)) {
-    dot_sub_pairs<T, R>(packed.quants, block, row, sub, sums);
-  } else {
+  if constexpr (has_planes(T)) {
     constexpr int count = block_format(T).quads_per_sub();
     // As many rows as have their sums in the registers.
     constexpr int step = std::min(R, 4 / Planes);

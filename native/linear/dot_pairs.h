@@ -1,8 +1,8 @@
-// Dot products on SSE2, and of codes of 8 bits on AVX2: pairs of int16, which cannot saturate.
+// Pairs of int16, which cannot saturate: dot products on SSE2, which every x86-64 has, and what
+// AVX2 shares with it (few_pairs.h, wide_pairs.h).
 //
 // A row's 64 bytes are int16; in each quad inputs 0 2 1 3, because a shift of the packed bytes
-// yields the pairs (0, 2) and (1, 3). SSE2, which every x86-64 has, does the same as AVX2 in
-// halves.
+// yields the pairs (0, 2) and (1, 3).
 #pragma once
 
 #include <immintrin.h>
@@ -41,11 +41,6 @@ inline Pairs shift_left(Pairs a, int bits) { return _mm256_slli_epi16(a, bits); 
 inline Pairs combine(Pairs a, Pairs b) { return _mm256_or_si256(a, b); }
 inline Pairs add(Pairs a, Pairs b) { return _mm256_add_epi32(a, b); }
 inline Pairs multiply_pairs(Pairs a, Pairs b) { return _mm256_madd_epi16(a, b); }
-inline Pairs look_up(Pairs codes) {
-  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodeTable));
-  const Pairs indices = combine(codes, _mm256_set1_epi16(-32768));  // high bytes: zero
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), indices);
-}
 
 #else
 
@@ -94,8 +89,15 @@ TS_INLINE Pairs load_quad(const uint8_t* quants, int quad, int odd) {
     const uint8_t* plane = quants + 64 * format.low_bits;
     codes = combine(codes, load_plane<format.high_bits>(plane, quad, odd, format.low_bits));
   }
-  return format.has_table ? look_up(codes) : codes;
+#if TS_LEVEL == 0
+  if constexpr (format.has_table) return look_up(codes);
+#else
+  static_assert(!format.has_table);
+#endif
+  return codes;
 }
+
+#if TS_LEVEL == 0
 
 /// sums[r] += pairs x the given dword (two int16) of each row.
 template <int R>
@@ -127,28 +129,7 @@ TS_INLINE void dot_part(const uint8_t* quants, const uint8_t* bytes, int sub, Pa
   }
 }
 
-/// Codes stay packed: each row's sums would push them out of the registers anyway.
-template <WeightType T, int R, int Planes>
-TS_INLINE void dot_sub_pairs(const uint8_t* quants, const PanelBlock<Planes>& block, int row,
-                             int sub, Integers sums[R]) {
-  constexpr int offset = block_format(T).offset;
-  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
-  TS_UNROLL
-  for (int part = 0; part < kParts; ++part) {
-    Pairs totals[R];
-    TS_UNROLL
-    for (int r = 0; r < R; ++r) totals[r] = splat(offset_part(offset, minus_sum[r]));
-    dot_part<T, R>(quants + part * sizeof(Pairs), row_bytes(block, row), sub, totals);
-    TS_UNROLL
-    for (int r = 0; r < R; ++r) {
-      std::memcpy(reinterpret_cast<uint8_t*>(&sums[r]) + part * sizeof(Pairs), &totals[r],
-                  sizeof(Pairs));
-    }
-  }
-}
-
-#if TS_LEVEL == 0
-
+/// Packed: each row's sums would push them out of the registers anyway.
 template <WeightType T>
 struct Codes {
   const uint8_t* quants;
@@ -162,7 +143,20 @@ inline Codes<T> load_codes(const uint8_t* quants) {
 template <WeightType T, int R, int Planes>
 TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
                        Integers sums[R]) {
-  dot_sub_pairs<T, R>(codes.quants, block, row, sub, sums);
+  constexpr int offset = block_format(T).offset;
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int part = 0; part < kParts; ++part) {
+    Pairs totals[R];
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) totals[r] = splat(offset_part(offset, minus_sum[r]));
+    dot_part<T, R>(codes.quants + part * sizeof(Pairs), row_bytes(block, row), sub, totals);
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      std::memcpy(reinterpret_cast<uint8_t*>(&sums[r]) + part * sizeof(Pairs), &totals[r],
+                  sizeof(Pairs));
+    }
+  }
 }
 
 #endif

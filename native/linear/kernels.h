@@ -15,7 +15,7 @@ namespace ts {
 constexpr int64_t kPrefetchBytes = TS_LEVEL == 1 ? 12288 : 2560;
 constexpr int kPrefetchLocality = TS_LEVEL == 1 ? 2 : 3;
 
-/// The row counts that kernels exist for are the powers of two up to this.
+/// Most rows that a kernel takes.
 template <WeightType T>
 constexpr int max_kernel_rows() {
   if (TS_LEVEL >= 2) return 8;
@@ -26,6 +26,16 @@ constexpr int max_kernel_rows() {
   if (TS_LEVEL == 1 && has_planes(T) && block_format(T).high_bits != 0) return 8;
   if (is_block_format(T)) return 4;
   return TS_LEVEL == 1 ? 2 : 1;
+}
+
+/// Whether there is a kernel for R rows: for the powers of two, and on AVX2, where arithmetic is
+/// the limit, for three rows of one plane. There, codes without planes are met as pairs
+/// (few_pairs.h).
+template <WeightType T, int R, int Planes>
+constexpr bool has_kernel() {
+  if (TS_LEVEL == 1 && is_block_format(T) && !has_planes(T)) return false;
+  if (R == 3) return TS_LEVEL == 1 && Planes == 1;
+  return (R & (R - 1)) == 0 && R <= max_kernel_rows<T>();
 }
 
 template <int64_t Bytes>

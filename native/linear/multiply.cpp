@@ -70,15 +70,6 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
   const int64_t num_blocks = product.num_blocks();
   const uint8_t* data = product.weight.data + group * size;
   Lanes sums[R];
-#if TS_LEVEL == 1
-  if constexpr (R == kFewRows && Planes == 2 && few_as_pairs<T>()) {
-    if (product.pairs != nullptr) {
-      multiply_few<T>(data, product.pairs + panel * num_blocks, row, num_blocks, sums);
-      store_rows<R>(product, group, panel, row, count, sums);
-      return;
-    }
-  }
-#endif
   if constexpr (is_block_format(T)) {
     const auto* blocks = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared);
     multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
@@ -89,15 +80,46 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
   store_rows<R>(product, group, panel, row, count, sums);
 }
 
+#if TS_LEVEL == 1
+
+/// Rows [row, row + R) of a panel of pairs against one group.
+template <WeightType T, int R>
+void multiply_pairs(const Product<2>& product, int64_t group, int64_t panel, int row) {
+  const int64_t num_blocks = product.num_blocks();
+  const uint8_t* data = product.weight.data + group * group_bytes(T, product.weight.num_inputs);
+  Lanes sums[R];
+  multiply_few<T, R>(data, product.pairs + panel * num_blocks, row, num_blocks, sums);
+  store_rows<R>(product, group, panel, row, R, sums);
+}
+
+/// Rows [row, num_rows) of a panel, those that are best met as pairs. Returns what is left.
+template <WeightType T>
+int multiply_pair_rows(const Product<2>& product, int64_t group, int64_t panel, int row,
+                       int num_rows) {
+  for (; num_rows - row >= 4; row += 4) multiply_pairs<T, 4>(product, group, panel, row);
+  const int left = num_rows - row;
+  if (left < fewest_pair_rows<T>()) return row;
+  if (left == 3) multiply_pairs<T, 3>(product, group, panel, row);
+  if constexpr (fewest_pair_rows<T>() <= 2) {
+    if (left == 2) multiply_pairs<T, 2>(product, group, panel, row);
+  }
+  if constexpr (fewest_pair_rows<T>() == 1) {
+    if (left == 1) multiply_pairs<T, 1>(product, group, panel, row);
+  }
+  return num_rows;
+}
+
+#endif
+
 /// Rows [row, num_rows) of a panel, R at a time while there are more than half as many: one kernel
 /// that computes a row for nothing is faster than two that unpack the weights, if it is no larger
 /// than `rows_together`. Returns what is left.
 template <WeightType T, int R, int Planes>
 int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                   int num_rows) {
-  if constexpr (R <= max_kernel_rows<T>()) {
+  if constexpr (has_kernel<T, R, Planes>()) {
     constexpr bool may_pad = R <= max_kernel_rows<WeightType::Q4_0>();
-    constexpr int fewest = may_pad ? R / 2 + 1 : R;
+    constexpr int fewest = has_kernel<T, R - 1, Planes>() || !may_pad ? R : R / 2 + 1;
     for (; num_rows - row >= fewest && row + R <= kPanelRows; row += R) {
       multiply_rows<T, R>(product, group, panel, row, std::min(R, num_rows - row));
     }
@@ -109,10 +131,16 @@ int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, 
 template <WeightType T, int Planes>
 void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                     int num_rows) {
-  if (product.pairs == nullptr) {
-    row = multiply_runs<T, 8>(product, group, panel, row, num_rows);
+#if TS_LEVEL == 1
+  if constexpr (Planes == 2 && is_block_format(T)) {
+    if (product.pairs != nullptr) {
+      row = multiply_pair_rows<T>(product, group, panel, row, num_rows);
+    }
   }
+#endif
+  row = multiply_runs<T, 8>(product, group, panel, row, num_rows);
   row = multiply_runs<T, 4>(product, group, panel, row, num_rows);
+  row = multiply_runs<T, 3>(product, group, panel, row, num_rows);
   row = multiply_runs<T, 2>(product, group, panel, row, num_rows);
   multiply_runs<T, 1>(product, group, panel, row, num_rows);
 }
@@ -220,7 +248,7 @@ class WideProduct {
 
 /// Panels of rows [row_begin, row_end) as the kernel for many rows reads them.
 template <WeightType T, int Planes>
-const PanelBlock<Planes>* wide_panels(const Product<Planes>& product, int64_t row_begin,
+const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t row_begin,
                                       [[maybe_unused]] int64_t row_end) {
   const int64_t num_blocks = product.num_blocks();
   const auto* panels = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared) +
@@ -242,7 +270,7 @@ const PanelBlock<Planes>* wide_panels(const Product<Planes>& product, int64_t ro
 template <WeightType T, int Planes>
 void multiply_unpacked(const Product<Planes>& product, int64_t row_begin, int64_t row_end,
                        int64_t group_begin, int64_t group_end) {
-  const PanelBlock<Planes>* panels = wide_panels<T>(product, row_begin, row_end);
+  const PanelBlock<Planes>* panels = pair_panels<T>(product, row_begin, row_end);
 #if TS_LEVEL == 1
   WideProduct<T, 1, Planes> ones(product, panels, row_begin, row_end);
   for (int64_t group = group_begin; group < group_end; ++group) {
@@ -290,12 +318,13 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
 #endif
   if (row == num_rows) return;
 #if TS_LEVEL == 1
-  if constexpr (Planes == 2 && few_as_pairs<T>()) {
-    if (num_rows - row > kFewRows / 2 && group_end - group_begin >= kFewestGroups) {
+  if constexpr (Planes == 2 && is_block_format(T)) {
+    if (num_rows - row >= fewest_pair_rows<T>() &&
+        group_end - group_begin >= fewest_pair_groups<T>()) {
       const int64_t first = row / kPanelRows;
       Product<Planes> few = product;
       few.pairs =
-          wide_panels<T>(product, first * kPanelRows, num_rows) - first * product.num_blocks();
+          pair_panels<T>(product, first * kPanelRows, num_rows) - first * product.num_blocks();
       multiply_packed<T>(few, row, num_rows, group_begin, group_end);
       return;
     }

@@ -31,16 +31,20 @@ constexpr int wide_groups(int64_t left) {
 template <WeightType T>
 constexpr int64_t fewest_wide_rows() {
   if (TS_LEVEL == 3) return kWideRows;
-  if (TS_LEVEL == 1) return !has_planes(T) ? 4 : block_format(T).num_subs == 1 ? 16 : 8;
+  if (TS_LEVEL == 1) return block_format(T).num_subs == 1 ? 16 : 8;
   return block_format(T).num_bits() == 8 ? 32 : 16;
 }
 
 /// Nor do fewer groups repay that planes are made into pairs first, on AVX2 (measured).
-constexpr int64_t kFewestGroups = 3;
+template <WeightType T>
+constexpr int64_t fewest_pair_groups() {
+  return TS_LEVEL == 1 && has_planes(T) ? 3 : 1;
+}
 
+/// For many rows they do where bytes are slowest.
 template <WeightType T>
 constexpr int64_t fewest_wide_groups() {
-  return TS_LEVEL == 1 && has_planes(T) && block_format(T).num_subs == 1 ? kFewestGroups : 1;
+  return block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;
 }
 
 /// The packed blocks that come next, of groups `group_bytes` apart; none if there are no

@@ -46,12 +46,17 @@ TS_INLINE void unpack_wide_block(const uint8_t* group, int64_t index, const Scal
 #if TS_LEVEL == 1
   const uint8_t* quants = group + format.quant_offset(index);
   TS_UNROLL
-  for (int line = 0; line < kWideLines; ++line) {
+  for (int quad = 0; quad < kQuads; ++quad) {
     TS_UNROLL
     for (int part = 0; part < kParts; ++part) {
-      const __m256i codes = load_quad<T>(quants + 32 * part, line / 2, line % 2);
-      const __m256i pairs = _mm256_sub_epi16(codes, _mm256_set1_epi16(format.offset));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(block->lines[line][g]) + part, pairs);
+      const __m256i bytes = load_byte_quad<T>(quants, quad, part);
+      TS_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        const __m256i pairs =
+            _mm256_sub_epi16(pairs_of(bytes, odd), _mm256_set1_epi16(format.offset));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(block->lines[2 * quad + odd][g]) + part,
+                           pairs);
+      }
     }
   }
 #else

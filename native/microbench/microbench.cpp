@@ -176,12 +176,12 @@ int main(int argc, char** argv) {
     const int64_t one = library.packed_bytes(format.type, num_outputs, num_inputs);
     if (one < 0) continue;  // rows of num_inputs do not fill its blocks
     const int64_t copies = std::max(int64_t{1}, footprint / one);
-    for (const int64_t num_rows : {1, 4, 8, 16, 32}) {
+    for (const int64_t num_rows : {1, 2, 3, 4, 8, 16, 32}) {
       measure(library, {format, num_outputs, num_inputs, num_rows, copies, kGenerated}, peaks);
     }
     measure(library, {format, num_outputs, num_inputs, 512, 1, kPrompt}, peaks);
     if (!format.blocks) continue;
-    for (const int64_t num_rows : {1, 4, 8, 16, 32}) {
+    for (const int64_t num_rows : {1, 2, 3, 4, 8, 16, 32}) {
       measure(library, {format, num_outputs, num_inputs, num_rows, copies, kCoarse}, peaks);
     }
     measure(library, {format, num_outputs, num_inputs, 512, 1, kCoarse}, peaks);
