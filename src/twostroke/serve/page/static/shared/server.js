@@ -1,6 +1,6 @@
 // What the page asks the server, besides answers: is it there, and which model does it run?
 
-import { keyHeaders, wantKey } from "./key.js";
+import { hasKey, keyHeaders, wantKey } from "./key.js";
 
 const LOOK_EVERY_MS = 4000;
 
@@ -13,6 +13,8 @@ export class ServerError extends Error {
   }
 }
 
+// The server's own sentence is for those who write clients.
+const KEY_NEEDED = "Only who has a key may use this server: whoever runs it gives you one.";
 export const GONE = "The server cannot be reached. Is it running?";
 
 /**
@@ -44,6 +46,7 @@ async function send(path, options) {
 
 async function refusal(response) {
   const { status } = response;
+  if (status === 401 && !hasKey()) return new ServerError(KEY_NEEDED, { status });
   try {
     const { error } = await response.json();
     return new ServerError(error.message, { status, param: error.param });
