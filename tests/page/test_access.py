@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,11 @@ TOO_WIDE = """
   .filter((element) => element.getBoundingClientRect().right > 361)
   .map((element) => element.outerHTML.slice(0, 80))
 """
+NUM_LINES = """all => all.map((one) => {
+  const range = document.createRange();
+  range.selectNodeContents(one);
+  return new Set([...range.getClientRects()].map(({ top }) => top)).size;
+})"""
 LISTEN = """{
   const news = document.querySelector(".middle > [role=status]");
   window.said = [];
@@ -127,6 +133,68 @@ def test_sides_open_and_close_on_a_phone(visit: Visiting, server: Any) -> None:
     visit.page.keyboard.press("Escape")
     assert settings.is_hidden()
     assert visit.page.evaluate("document.activeElement.getAttribute('aria-label')") == "Settings"
+
+
+def test_nothing_kept_is_told_as_fits_the_mode(visit: Visiting, server: Any) -> None:
+    visit = visit(server)
+    assert visit.page.inner_text(".conversations") == "No chats yet."
+    visit.page.click("[data-kind=text]")
+    assert visit.page.inner_text(".conversations") == "No texts yet."
+
+
+def test_on_a_phone_closing_and_deleting_look_different(visit: Visiting, server: Any) -> None:
+    visit = visit(server, **PHONE)
+    visit.tell([{"content": "yes"}], [{"content": "yes"}])
+    visit.send("first")
+    for side in (".head [aria-label=Conversations]", ".sidebar .primary"):
+        visit.page.tap(side)
+    visit.send("second")
+    visit.page.tap(".head [aria-label=Conversations]")
+    buttons = visit.page.locator(".sidebar .icon")
+    shapes = buttons.evaluate_all("all => all.map((one) => one.querySelector('path').outerHTML)")
+    assert len(shapes) == 3
+    assert len({*shapes}) == 2
+    shown = buttons.evaluate_all("all => all.map((one) => getComputedStyle(one).opacity)")
+    assert shown == ["1", "1", "1"]  # no finger hovers over them
+    visit.page.tap("[aria-label='Delete “first”']")
+    assert visit.page.locator(".conversations .open").all_inner_texts() == ["second"]
+
+
+def test_a_touched_token_tells_of_itself_in_whole_words(visit: Visiting, server: Any) -> None:
+    visit = visit(server, **PHONE)
+    words = [" a", " telecommunications", " of", " a", " internationalization", " it", "."]
+    stream = "".join(
+        f"data: {json.dumps(_likely(words, place))}\n\n" for place in range(len(words))
+    )
+    visit.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=stream + "data: [DONE]\n\n"
+        ),
+    )
+    visit.send("hello")
+    card = visit.page.locator(".reply .token-card")
+    for place, word in enumerate(words):
+        visit.page.locator(".reply .token").nth(place).tap()
+        assert card.is_visible()
+        assert card.locator("p code").inner_text() == word.replace(" ", "␣")
+        assert set(card.locator("code, p span").evaluate_all(NUM_LINES)) == {1}
+        box = card.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+    visit.page.tap(".head .kinds")
+    visit.page.focus("#message")
+    assert card.is_hidden()
+
+
+def _likely(words: list[str], place: int) -> dict[str, Any]:
+    """Return the chunk of a stream that has one of the words, with all as what else might be."""
+    tokens: list[dict[str, Any]] = [
+        {"token": word, "bytes": [*word.encode()], "logprob": -1.5} for word in words
+    ]
+    own = {**tokens[place], "top_logprobs": tokens[:5]}
+    delta = {"content": words[place]}
+    return {"choices": [{"index": 0, "delta": delta, "logprobs": {"content": [own]}}]}
 
 
 def test_keyboard_alone_is_enough(visit: Visiting, server: Any) -> None:

@@ -49,6 +49,7 @@ export function cardOf(piece) {
 export function placeCard(card, element, whole) {
   const frame = whole.getBoundingClientRect();
   const line = element.getClientRects()[0] ?? frame;
+  card.style.left = "0"; // its width is measured where it has all the room
   const left = Math.min(line.left - frame.left, frame.width - card.offsetWidth);
   card.style.left = `${Math.max(left, 0)}px`;
   card.style.top = `${line.bottom - frame.top + 4}px`;

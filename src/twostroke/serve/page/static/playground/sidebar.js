@@ -23,19 +23,21 @@ export class Sidebar {
   }
 
   show(current) {
-    this.#new.textContent = current.kind === "text" ? "New text" : "New chat";
+    const isText = current.kind === "text";
+    this.#new.textContent = isText ? "New text" : "New chat";
     const items = this.#store.all.map((conversation) => {
       const isHere = conversation.id === current.id;
-      const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.kind === "text" ? icon("text") : null, h("span", {}, conversation.title || "Without words"));
-      const remove = h("button.icon", { type: "button", "aria-label": `Delete “${conversation.title}”`, title: "Delete", onclick: () => this.#act.remove(conversation) }, icon("close"));
+      const title = conversation.title || "Without words";
+      const open = h("button.open", { type: "button", "aria-current": isHere ? "true" : null, onclick: () => this.#act.open(conversation) }, conversation.kind === "text" ? icon("text") : null, h("span", {}, title));
+      const remove = h("button.icon", { type: "button", "aria-label": `Delete “${title}”`, title: "Delete", onclick: () => this.#act.remove(conversation) }, icon("trash"));
       return h("li", {}, open, remove);
     });
-    this.#list.replaceChildren(...(items.length ? items : [h("li.none", {}, "No conversations yet.")]));
+    this.#list.replaceChildren(...(items.length ? items : [h("li.none", {}, isText ? "No texts yet." : "No chats yet.")]));
   }
 
   #export() {
     if (!this.#store.all.length) {
-      notice("There are no conversations to export.");
+      notice("There is nothing to export yet.");
       return;
     }
     const url = URL.createObjectURL(new Blob([exportAll(this.#store.all)], { type: "application/json" }));

@@ -14,7 +14,9 @@ export class TokenView {
     this.text = h("div.token-text", { role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
     this.element = h("div.tokens", {}, legend(), h("div.token-lead", { hidden: lead === "" }, lead), this.text, this.#card);
     this.text.addEventListener("mouseover", (event) => this.#show(event.target));
-    this.text.addEventListener("mouseleave", () => this.#hide());
+    this.text.addEventListener("pointerleave", ({ pointerType }) => {
+      if (pointerType === "mouse") this.#hide(); // a finger leaves as soon as it has touched
+    });
     this.text.addEventListener("focusin", (event) => this.#show(event.target));
     this.text.addEventListener("focusout", () => this.#hide());
     this.text.addEventListener("click", (event) => this.#show(event.target));
