@@ -108,8 +108,8 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
 /// may be used; other levels have nothing to ask for and return true.
 bool request_tiles();
 
-/// How many rows kernels of block formats compute at once, at most; there is one for each power of
-/// two up to it.
+/// Up to how many rows kernels of block formats compute as many as the next power of two, some of
+/// them for nothing.
 int rows_together();
 
 /// "portable", "avx2", "avx512", "amx", "amx_emulated" or "neon_dotprod".

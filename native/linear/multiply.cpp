@@ -345,7 +345,9 @@ void multiply_type(const Product<Planes>& product, int64_t num_rows, int64_t gro
 
 }  // namespace
 
-int rows_together() { return max_kernel_rows<WeightType::Q4_0>(); }
+int rows_together() {
+  return has_kernel<WeightType::Q4_0, 3, 1>() ? 1 : max_kernel_rows<WeightType::Q4_0>();
+}
 
 void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
               int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,

@@ -26,8 +26,8 @@ class BackendFacts:
     that pages filled by either serve the other. `level` names the instruction set of the kernels,
     or whose limits the backend is held against. There are `num_pages` pages, each for `page_size`
     tokens of any one cache group; `windows[g]` is how many positions the rows of group g see.
-    Kernels compute up to `rows_together` rows at once, for each power of two up to it: fewer rows
-    take as long as the next one.
+    Up to `rows_together` rows take as long as the next power of two of them, as kernels compute so
+    many at once.
     """
 
     name: str

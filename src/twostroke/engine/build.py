@@ -206,8 +206,8 @@ def build_speculator(
 ) -> Speculator:
     """Return who guesses tokens, for steps of this cost on a machine with these limits.
 
-    Its kernels compute `rows_together` rows at once (`BackendFacts`). `helpers` are proposers with
-    models of their own.
+    Up to `rows_together` rows take as long as the next power of two of them (`BackendFacts`).
+    `helpers` are proposers with models of their own.
     """
     pace = Pace(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []

@@ -54,8 +54,8 @@ class Ratio:
 class Ratios:
     """What steps of each size take beside what is fitted to all.
 
-    Sizes are numbers of rows, in classes that grow with them: kernels take rows by fours and
-    eights. A size of which nothing is known, or nothing new for long, is thought to be like its
+    Sizes are numbers of rows, in classes that grow with them: kernels take so many rows at once. A
+    size of which nothing is known, or nothing new for long, is thought to be like its
     neighbours.
     """
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
 
+_MOST_LIKED = 8  # rows: no kernel takes more at once
+
 
 @dataclass(slots=True)
 class Pace:
@@ -23,8 +25,8 @@ class Pace:
     How much longer memory and arithmetic take than the machine's limits say is learned from all
     steps (`Fit`): prompts tell of the one, single rows of the other, and so a step of some rows is
     known about before one was tried. What steps of a size take beside that is learned for each
-    (`Ratios`), and how slow the machine is at the moment from those just before (`Spell`). Kernels
-    take up to `rows_together` rows at once, and fewer for as long as the next power of two.
+    (`Ratios`), and how slow the machine is at the moment from those just before (`Spell`). Up to
+    `rows_together` rows take as long as the next power of two of them.
     """
 
     cost: StepCost
@@ -103,10 +105,10 @@ class Outlook:
     def probes(self, most: int) -> set[int]:
         """Return numbers of guesses up to `most`, of which one costs least a guess, or nearly.
 
-        They are the powers of two, and those that leave no row of a kernel idle.
+        They are the powers of two, and those with which the rows are one: kernels like these best.
         """
         powers = [1 << exponent for exponent in range(most.bit_length())]
-        full = [1 << exponent for exponent in range(self.rows_together.bit_length())]
+        full = [1 << exponent for exponent in range(_MOST_LIKED.bit_length())]
         return {n for n in (*powers, *[rows - self.num_rows for rows in full]) if 0 < n <= most}
 
     def seconds(self, num_guesses: int, num_forks: int = 0) -> float:
