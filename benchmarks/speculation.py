@@ -172,12 +172,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--activation-bits", type=int, default=ComputeOptions().activation_bits)
     parser.add_argument("--no-acceptance", action="store_true")
     given = parser.parse_args()
     name = _name(given)
     kept(name)
     guessing = SpeculationOptions(draft=given.draft, heads=given.heads, count=given.drafts)
-    options = EngineOptions(ComputeOptions(num_threads=given.threads), speculation=guessing)
+    compute = ComputeOptions(num_threads=given.threads, activation_bits=given.activation_bits)
+    options = EngineOptions(compute, speculation=guessing)
     with build(given.model, options) as engine:
         pairs = [
             measure(engine, TASKS[task], streams, given)
@@ -305,6 +307,8 @@ def _name(given: argparse.Namespace) -> str:
     """Return what the measured way of guessing is called."""
     helpers = [name for name in (given.draft, given.heads and "heads") if name]
     name = ", ".join([given.model, given.speculate, *helpers])
+    if given.activation_bits != ComputeOptions().activation_bits:
+        name += f", {given.activation_bits}-bit activations"
     return f"{name}, {given.drafts} drafts" if given.drafts else name
 
 
