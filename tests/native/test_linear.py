@@ -163,7 +163,8 @@ def test_a_row_does_not_depend_on_its_company_or_on_the_split(
     together = lib.multiply(matrix, x, row_kind)
     for cuts in ((1, 2, 3), (5,)):
         assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
-    for begin, end in ((0, 1), (5, 6), (7, 18), (12, 45), (3, 7), (21, 28)):
+    few = [(20, 20 + count) for count in range(1, 17)]
+    for begin, end in (*few, (5, 6), (7, 24), (12, 45)):
         part = np.ascontiguousarray(x[begin:end])
         assert same_bits(lib.multiply(matrix, part, row_kind), together[begin:end])
     order = rng.permutation(len(x))
@@ -241,7 +242,7 @@ def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, 
     fused = lib.name != "portable" or IS_ARM
     for row_kind, most in ((GENERATED, MOST_15_BITS), (COARSE, MOST_8_BITS)):
         expected = multiply_blocks(matrix, x, fused, most)
-        for count in (1, 2, 4, 7, 40):  # each kernel for few rows, and that for many
+        for count in (1, 2, 3, 4, 7, 40):  # each kernel for few rows, and that for many
             actual = lib.multiply(matrix, x[:count], row_kind)
             assert same_bits(actual, expected[:count])
 
