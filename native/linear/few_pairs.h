@@ -59,6 +59,7 @@ struct BufferedQuad {
   TS_INLINE __m256i pairs(int part, int odd) const { return pairs_of(bytes[part], odd); }
 };
 
+/// Makes a block's codes the bytes that a BufferedQuad reads.
 template <WeightType T>
 TS_INLINE void unpack_to_bytes(const uint8_t* quants, uint8_t* buffer) {
   TS_UNROLL
@@ -72,6 +73,7 @@ TS_INLINE void unpack_to_bytes(const uint8_t* quants, uint8_t* buffer) {
   asm("" : "+r"(buffer) : : "memory");
 }
 
+/// Which of the three ways a format goes (measured, docs/adr/0030).
 template <WeightType T>
 constexpr bool is_buffered() {
   return block_format(T).num_subs == 2;

@@ -195,7 +195,8 @@ struct alignas(64) FloatBlock {
 /// bits as int16, and levels without an instruction for bytes all codes.
 constexpr bool has_planes(WeightType type) {
 #if TS_LEVEL == 1
-  return block_format(type).num_bits() < 8 && !block_format(type).has_table;
+  return is_block_format(type) && block_format(type).num_bits() < 8 &&
+         !block_format(type).has_table;
 #elif TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
   return is_block_format(type);
 #else

@@ -42,9 +42,14 @@ struct Product {
   float* out;
   int64_t out_stride;
   bool accumulate;
-  const PanelBlock<2>* pairs = nullptr;  // the rows' planes made into pairs, for few rows on AVX2
+  const PanelBlock<2>* pairs = nullptr;  // the rows as pairs, for few rows on AVX2
 
   int64_t num_blocks() const { return round_up(weight.num_inputs, kBlockSize) / kBlockSize; }
+
+  /// Blocks of rows from `row` on, the first of a panel.
+  const PanelBlock<Planes>* panels_from(int64_t row) const {
+    return reinterpret_cast<const PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks();
+  }
 };
 
 /// Keeps the first `count` of R rows' sums.
@@ -84,7 +89,7 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
 
 /// Rows [row, row + R) of a panel of pairs against one group.
 template <WeightType T, int R>
-void multiply_pairs(const Product<2>& product, int64_t group, int64_t panel, int row) {
+void multiply_rows_as_pairs(const Product<2>& product, int64_t group, int64_t panel, int row) {
   const int64_t num_blocks = product.num_blocks();
   const uint8_t* data = product.weight.data + group * group_bytes(T, product.weight.num_inputs);
   Lanes sums[R];
@@ -94,17 +99,17 @@ void multiply_pairs(const Product<2>& product, int64_t group, int64_t panel, int
 
 /// Rows [row, num_rows) of a panel, those that are best met as pairs. Returns what is left.
 template <WeightType T>
-int multiply_pair_rows(const Product<2>& product, int64_t group, int64_t panel, int row,
-                       int num_rows) {
-  for (; num_rows - row >= 4; row += 4) multiply_pairs<T, 4>(product, group, panel, row);
+int multiply_panel_as_pairs(const Product<2>& product, int64_t group, int64_t panel, int row,
+                            int num_rows) {
+  for (; num_rows - row >= 4; row += 4) multiply_rows_as_pairs<T, 4>(product, group, panel, row);
   const int left = num_rows - row;
   if (left < fewest_pair_rows<T>()) return row;
-  if (left == 3) multiply_pairs<T, 3>(product, group, panel, row);
+  if (left == 3) multiply_rows_as_pairs<T, 3>(product, group, panel, row);
   if constexpr (fewest_pair_rows<T>() <= 2) {
-    if (left == 2) multiply_pairs<T, 2>(product, group, panel, row);
+    if (left == 2) multiply_rows_as_pairs<T, 2>(product, group, panel, row);
   }
   if constexpr (fewest_pair_rows<T>() == 1) {
-    if (left == 1) multiply_pairs<T, 1>(product, group, panel, row);
+    if (left == 1) multiply_rows_as_pairs<T, 1>(product, group, panel, row);
   }
   return num_rows;
 }
@@ -113,7 +118,7 @@ int multiply_pair_rows(const Product<2>& product, int64_t group, int64_t panel, 
 
 /// Rows [row, num_rows) of a panel, R at a time while there are more than half as many: one kernel
 /// that computes a row for nothing is faster than two that unpack the weights, if it is no larger
-/// than `rows_together`. Returns what is left.
+/// than that for codes of 4 bits. Returns what is left.
 template <WeightType T, int R, int Planes>
 int multiply_runs(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                   int num_rows) {
@@ -134,7 +139,7 @@ void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel
 #if TS_LEVEL == 1
   if constexpr (Planes == 2 && is_block_format(T)) {
     if (product.pairs != nullptr) {
-      row = multiply_pair_rows<T>(product, group, panel, row, num_rows);
+      row = multiply_panel_as_pairs<T>(product, group, panel, row, num_rows);
     }
   }
 #endif
@@ -246,17 +251,17 @@ class WideProduct {
   Sums* sums_;
 };
 
-/// Panels of rows [row_begin, row_end) as the kernel for many rows reads them.
+/// Panels of rows [row_begin, row_end), `row_begin` the first of one: on AVX2 as pairs, on other
+/// levels as they are.
 template <WeightType T, int Planes>
 const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t row_begin,
                                       [[maybe_unused]] int64_t row_end) {
-  const int64_t num_blocks = product.num_blocks();
-  const auto* panels = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared) +
-                       row_begin / kPanelRows * num_blocks;
+  const PanelBlock<Planes>* panels = product.panels_from(row_begin);
 #if TS_LEVEL == 1
   if constexpr (has_planes(T)) {
     static thread_local Scratch pairs;
-    const int64_t count = round_up(row_end - row_begin, kPanelRows) / kPanelRows * num_blocks;
+    const int64_t count =
+        round_up(row_end - row_begin, kPanelRows) / kPanelRows * product.num_blocks();
     auto* copy = reinterpret_cast<PanelBlock<2>*>(
         pairs.reserve(count * static_cast<int64_t>(sizeof(PanelBlock<2>))));
     copy_as_pairs(panels, count, copy);
@@ -321,11 +326,12 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
   if constexpr (Planes == 2 && is_block_format(T)) {
     if (num_rows - row >= fewest_pair_rows<T>() &&
         group_end - group_begin >= fewest_pair_groups<T>()) {
-      const int64_t first = row / kPanelRows;
+      const int64_t first = row / kPanelRows * kPanelRows;
       Product<Planes> few = product;
-      few.pairs =
-          pair_panels<T>(product, first * kPanelRows, num_rows) - first * product.num_blocks();
-      multiply_packed<T>(few, row, num_rows, group_begin, group_end);
+      few.prepared = reinterpret_cast<const uint8_t*>(product.panels_from(first));
+      few.out += first * product.out_stride;
+      few.pairs = pair_panels<T>(few, 0, num_rows - first);
+      multiply_packed<T>(few, row - first, num_rows - first, group_begin, group_end);
       return;
     }
   }

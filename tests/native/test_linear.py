@@ -262,6 +262,9 @@ def test_a_row_that_is_not_finite_spoils_no_other(
     out = lib.multiply(matrix, x, row_kind)
     assert not np.isfinite(out[spoilt]).any()
     assert same_bits(np.delete(out, spoilt, axis=0), np.delete(clean, spoilt, axis=0))
+    few = lib.multiply(matrix, x[:7], row_kind)
+    assert not np.isfinite(few[2]).any()
+    assert same_bits(np.delete(few, 2, axis=0), np.delete(clean[:7], 2, axis=0))
 
 
 def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
