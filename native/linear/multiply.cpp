@@ -260,11 +260,15 @@ const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t ro
 #if TS_LEVEL == 1
   if constexpr (has_planes(T)) {
     static thread_local Scratch pairs;
-    const int64_t count =
-        round_up(row_end - row_begin, kPanelRows) / kPanelRows * product.num_blocks();
+    const int64_t num_blocks = product.num_blocks();
+    const int64_t num_panels = round_up(row_end - row_begin, kPanelRows) / kPanelRows;
     auto* copy = reinterpret_cast<PanelBlock<2>*>(
-        pairs.reserve(count * static_cast<int64_t>(sizeof(PanelBlock<2>))));
-    copy_as_pairs(panels, count, copy);
+        pairs.reserve(num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<2>))));
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+      const int64_t left = row_end - row_begin - panel * kPanelRows;
+      copy_as_pairs(panels + panel * num_blocks, num_blocks,
+                    static_cast<int>(std::min(left, kPanelRows)), copy + panel * num_blocks);
+    }
     return copy;
   }
 #endif

@@ -28,13 +28,17 @@ inline void pairs_from_planes(const uint8_t* planes, uint8_t* pairs) {
   _mm256_store_si256(out + 1, _mm256_permute2x128_si256(first, second, 0x31));
 }
 
-/// Copies blocks of panels, with the planes of their rows made into pairs.
-inline void copy_as_pairs(const PanelBlock<2>* from, int64_t num_blocks, PanelBlock<2>* to) {
+/// Copies blocks of a panel, with the planes of its first `num_rows` rows made into pairs.
+inline void copy_as_pairs(const PanelBlock<2>* from, int64_t num_blocks, int num_rows,
+                          PanelBlock<2>* to) {
   for (int64_t index = 0; index < num_blocks; ++index) {
-    to[index] = from[index];
-    for (int row = 0; row < kPanelRows; ++row) {
+    for (int row = 0; row < num_rows; ++row) {
       pairs_from_planes(from[index].rows[row], to[index].rows[row]);
     }
+    // Scales and sums are what follows the rows.
+    std::memcpy(reinterpret_cast<uint8_t*>(to + index) + sizeof from->rows,
+                reinterpret_cast<const uint8_t*>(from + index) + sizeof from->rows,
+                sizeof *from - sizeof from->rows);
   }
 }
 
