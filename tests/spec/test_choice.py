@@ -10,7 +10,7 @@ import pytest
 from twostroke.core.hardware import Hardware
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, StepCost
-from twostroke.spec import Always, Outcome, Pace, Proposal, WhilePaying
+from twostroke.spec import Always, Outcome, Pace, Price, Proposal, WhilePaying
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,3 +209,20 @@ def test_the_cheapest_number_of_guesses_is_probed(together: int):
         probed = outlook.probes(8)
         assert probed <= set(each_s)
         assert min(each_s[n] for n in probed) == pytest.approx(min(each_s.values()))
+
+
+def test_a_guess_more_must_make_up_for_what_it_makes_dearer() -> None:
+    """Two rows take as long as one, behind them each takes a third of that."""
+
+    def seconds(num_guesses: int) -> float:
+        return 0.03 + 0.01 * max(0, num_guesses - 1)
+
+    price = Price(0.0, 1 / 0.03, 24, seconds)
+    first, second = (price.least_next(n, price.rate, 0.012) for n in (0, 1))
+    assert first == pytest.approx(0.012 / 0.03), "its row is for nothing"
+    assert second == pytest.approx((0.01 + 0.012) / 0.03)
+    faster = price.least_next(1, 2 * price.rate, 0.012)
+    assert faster == pytest.approx(2 * second), "it competes with what there is, not with nothing"
+    assert price.least_next(1, 0.0, 0.012) == pytest.approx(second)
+    unknown = Price(0.25, 10.0, 24)
+    assert unknown.least_next(3, 50.0, 0.01) == unknown.least_chance(0.01)

@@ -107,7 +107,7 @@ class _PayingTerms:
         probes = outlook.probes(min(most, _MOST_PROBED))
         row_s = min([(outlook.seconds(n) - plain_s) / n for n in probes], default=plain_s)
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return Price(chance, rate, most) if chance < 1 else None
+        return Price(chance, rate, most, outlook.seconds) if chance < 1 else None
 
     def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
         """Return how many guesses of each proposal pay."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count as count_up
 from typing import TYPE_CHECKING
 
@@ -90,8 +90,9 @@ class DraftModel:
         least = price.least_chance(step_s / len(requests))
         found = {request: self._follow(request, price, least) for request in requests}
         active = self._catch_up([follower for follower in found.values() if follower is not None])
+        made = _Made(len(requests), active, step_s)
         for _ in range(price.most - 1):
-            self._stop(active, price)
+            self._stop(active, price, made)
             active = [f for f in active if not f.is_done and self._grow(f, 1, active)]
             if not active:
                 break
@@ -288,18 +289,44 @@ class DraftModel:
                 continue
             follower.add(token, math.exp(logprobs.logprob))
 
-    def _stop(self, followers: Sequence[Follower], price: Price) -> None:
+    def _stop(self, followers: Sequence[Follower], price: Price, made: _Made) -> None:
         """Mark those for which another guess would not be worth its time."""
         num_active = max(1, sum(not follower.is_done for follower in followers))
         start = max((f.mirror.num_computed for f in followers), default=0)
         step_s = self._pace.seconds(BatchShape.decode((start,) * num_active))
-        least = price.least_chance(step_s / num_active)
+        rate = made.rate(price)
+        least = price.least_next(made.num_guesses, rate, step_s / num_active)
+        made.taken_s += step_s
         for follower in followers:
             if follower.is_done:
                 continue
             next_chance = follower.chance * max(follower.hope.value, 0.5)
             if next_chance < least or follower.guesses[-1] in follower.mirror.end_ids:
                 follower.is_done = True
+
+
+@dataclass(slots=True)
+class _Made:
+    """The guesses of a step up to now, behind `num_tokens` that it brings without any.
+
+    `taken_s` is about how long it took to make them; prompts are not in it.
+    """
+
+    num_tokens: int
+    followers: Sequence[Follower]
+    taken_s: float
+
+    @property
+    def num_guesses(self) -> int:
+        """How many there are."""
+        return sum([len(follower.guesses) for follower in self.followers])
+
+    def rate(self, price: Price) -> float:
+        """Return how many tokens a second they bring, in the step and what came before it."""
+        if price.seconds is None:
+            return price.rate
+        expected = self.num_tokens + sum([follower.expected for follower in self.followers])
+        return expected / (price.seconds(self.num_guesses) + self.taken_s)
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:

@@ -62,6 +62,7 @@ class Follower:
     guesses: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)  # the draft of each
     chance: float = 1.0  # that all are right
+    expected: float = 0.0  # how many are
     is_done: bool = False
     stride: int = _STRIDE
     is_new: bool = True
@@ -87,7 +88,7 @@ class Follower:
         mirror.tokens[first:] = said
         # One is always left over, to be computed for its logits.
         mirror.num_computed = max(0, min(mirror.num_computed, agreed, len(mirror.tokens) - 1))
-        self.guesses, self.sure, self.chance = [], [], 1.0
+        self.guesses, self.sure, self.chance, self.expected = [], [], 1.0, 0.0
         self.is_new &= self.is_behind
         self.is_done = self.is_behind or self._waits or not mirror.tokens
 
@@ -123,6 +124,7 @@ class Follower:
         self.guesses.append(guess)
         self.sure.append(sureness)
         self.chance *= self.odds.of(_kind(sureness))
+        self.expected += self.chance
 
     def proposal(self, most: int) -> Proposal | None:
         """Return up to `most` guesses, in the target's tokens."""

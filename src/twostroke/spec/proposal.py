@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 from twostroke.core.tree import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
+
+_AHEAD = (1, 2, 3, 4)  # guesses more
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +117,30 @@ class Price:
 
     `row_chance` is the chance of being right from which on a guess is worth its row, and `rate` how
     many tokens a second there are without guesses. Of one request at most `most` are taken.
+    `seconds` is how long the step takes with so many guesses, where that is known.
     """
 
     row_chance: float
     rate: float
     most: int
+    seconds: Callable[[int], float] | None = None
 
     def least_chance(self, seconds: float) -> float:
         """Return the chance from which on a guess pays that takes `seconds` to be made."""
         return self.row_chance + self.rate * seconds
+
+    def least_next(self, num_guesses: int, rate: float, seconds: float) -> float:
+        """Return the chance from which on one more guess pays that takes `seconds` to be made.
+
+        There are `num_guesses` already, of all requests, with which `rate` tokens a second are
+        expected: what brings fewer for its time makes the step slower. Rows are cheap up to the end
+        of a kernel and dear behind it, so the way on is as dear as the cheapest of some numbers.
+        """
+        if self.seconds is None:
+            return self.least_chance(seconds)
+        step_s = self.seconds(num_guesses)
+        row_s = min((self.seconds(num_guesses + more) - step_s) / more for more in _AHEAD)
+        return max(self.rate, rate) * (max(0.0, row_s) + seconds)
 
 
 class Watcher(Protocol):
