@@ -79,6 +79,11 @@ class Mixture {
     shares_ = shares;
   }
 
+  /// Whether two weights meet the same prepared rows.
+  bool are_shared(WeightType a, WeightType b) const {
+    return same_preparation(a, b, op_.precision == Precision::Mixed);
+  }
+
   /// Lays out the groups' prepared rows for their `first` and `second` weight.
   void lay_out(Part first, Part second, int64_t width) {
     int64_t bytes = 0;
@@ -88,9 +93,9 @@ class Mixture {
       const ExpertGroup& earliest = groups_.groups.front();
       // A single row is prepared once for all its experts.
       group.is_shared = first != kDown && num_rows_ == 1 && &group != &earliest &&
-                        same_preparation(types[0], weight(earliest.expert, first).type) &&
-                        same_preparation(types[1], weight(earliest.expert, second).type);
-      group.serves_both = same_preparation(types[0], types[1]);
+                        are_shared(types[0], weight(earliest.expert, first).type) &&
+                        are_shared(types[1], weight(earliest.expert, second).type);
+      group.serves_both = are_shared(types[0], types[1]);
       if (group.is_shared) {
         std::copy_n(earliest.prepared, 2, group.prepared);
         continue;

@@ -20,7 +20,8 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
     const OutputRecord& output = op.outputs[i];
     const WeightType type = plan.weights[static_cast<size_t>(output.weight)].type;
     int index = 0;
-    while (index < facts.num_preparations && !same_preparation(facts.prepared_for[index], type))
+    while (index < facts.num_preparations &&
+           !same_preparation(facts.prepared_for[index], type, op.precision == Precision::Mixed))
       ++index;
     if (index == facts.num_preparations) facts.prepared_for[facts.num_preparations++] = type;
     facts.preparation_of[i] = index;

@@ -10,8 +10,11 @@
 namespace ts {
 
 RowKind row_kind(Precision precision, bool is_prompt) {
-  // Tiles are worth more than what coarse rows would save.
-  if (precision == Precision::Coarse && !(is_prompt && TS_LEVEL == 3)) return RowKind::Coarse;
+  // Tiles are worth more than what fewer bits would save.
+  if (!(is_prompt && TS_LEVEL == 3)) {
+    if (precision == Precision::Coarse) return RowKind::Coarse;
+    if (precision == Precision::Mixed) return RowKind::Mixed;
+  }
   if (!is_prompt) return RowKind::Generated;
   return precision == Precision::Precise ? RowKind::PrecisePrompt : RowKind::Prompt;
 }

@@ -32,7 +32,8 @@ enum class OpKind : int32_t {
 
 /// How an operation's products are computed. Plain: 15 bits of an activation, on AMX bfloat16 tiles
 /// for prompt rows. Precise: tiles split in two. Coarse: 8 bits of an activation in place of 15.
-enum class Precision : int32_t { Plain = 0, Precise = 1, Coarse = 2 };
+/// Mixed: 15 where a row's numbers are large.
+enum class Precision : int32_t { Plain = 0, Precise = 1, Coarse = 2, Mixed = 3 };
 
 /// What becomes of a product once it is computed.
 enum class Store : int32_t { Nothing = 0, Keys = 1, Values = 2 };

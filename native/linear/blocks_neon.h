@@ -63,17 +63,17 @@ TS_INLINE void read_part(const uint8_t* group, int64_t block, int sub, int part,
 
 /// Adds a sub-block's part to the sums of rows [row, row + R).
 template <WeightType T, int R, int Planes>
-TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock<Planes>& block,
+TS_INLINE void add_part(const uint8_t* group, int64_t place, const PanelBlock<Planes>& block,
                         int row, int sub, int part, Lanes sums[R]) {
   constexpr BlockFormat format = block_format(T);
   constexpr int offset = offset_beside(format);
-  const PartCodes<T> codes = load_part<T>(group + format.quant_offset(index) + 16 * part, sub);
+  const PartCodes<T> codes = load_part<T>(group + format.quant_offset(place) + 16 * part, sub);
   const uint8_t* bytes = row_bytes(block, row);
   const int32_t* minus_sum = minus_sums<T>(block, row, sub);
   const float* scaled_sum = block.scaled_sum[sum_index(format.num_subs, sub)] + row;
   float32x4_t scale;
   float32x4_t minimum;
-  read_part<T>(group, index, sub, part, &scale, &minimum);
+  read_part<T>(group, place, sub, part, &scale, &minimum);
   TS_UNROLL
   for (int r = 0; r < R; ++r) {
     const int32x4_t start = vdupq_n_s32(offset_part(offset, minus_sum[r]));
@@ -85,21 +85,24 @@ TS_INLINE void add_part(const uint8_t* group, int64_t index, const PanelBlock<Pl
   }
 }
 
-/// `panel` holds 8 rows; rows [row, row + R) of them are computed.
-template <WeightType T, int R, int Planes>
+/// `panel` holds 8 rows; rows [row, row + R) of them are computed. `place_of(i)` is the block of
+/// weights that the panel's block i meets.
+template <WeightType T, int R, int Planes, typename Places>
 void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int row,
-                     int64_t num_blocks, Lanes out[R]) {
+                     int64_t num_blocks, Places place_of, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
   TS_UNROLL
   for (int r = 0; r < R; ++r) out[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
-    prefetch<format.block_bytes()>(group + index * format.block_bytes());
+    if constexpr (Places::is_every) {
+      prefetch<format.block_bytes()>(group + index * format.block_bytes());
+    }
     TS_UNROLL
     for (int sub = 0; sub < format.num_subs; ++sub) {
       // Unrolled, it would take the sums into registers, and move them in and out.
 #pragma GCC unroll 1
       for (int part = 0; part < kParts; ++part) {
-        add_part<T, R>(group, index, panel[index], row, sub, part, out);
+        add_part<T, R>(group, place_of(index), panel[index], row, sub, part, out);
       }
     }
   }

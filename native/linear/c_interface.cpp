@@ -44,8 +44,11 @@ TS_EXPORT int64_t ts_linear_prepared_bytes(int32_t type, int32_t kind, int64_t n
                             num_rows);
 }
 
-TS_EXPORT int32_t ts_linear_same_preparation(int32_t a, int32_t b) {
-  return ts::same_preparation(static_cast<WeightType>(a), static_cast<WeightType>(b)) ? 1 : 0;
+TS_EXPORT int32_t ts_linear_same_preparation(int32_t a, int32_t b, int32_t may_be_mixed) {
+  return ts::same_preparation(static_cast<WeightType>(a), static_cast<WeightType>(b),
+                              may_be_mixed != 0)
+             ? 1
+             : 0;
 }
 
 TS_EXPORT void ts_linear_prepare(int32_t type, int32_t kind, const float* x, int64_t x_stride,

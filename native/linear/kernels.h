@@ -46,12 +46,29 @@ inline void prefetch(const uint8_t* p) {
   }
 }
 
+/// Blocks of a panel that meet all of the weights, in order.
+struct EveryBlock {
+  static constexpr bool is_every = true;
+  TS_INLINE int64_t operator()(int64_t index) const { return index; }
+};
+
+/// Blocks of a panel that meet some of the weights: those at a row's places.
+struct FineBlocks {
+  static constexpr bool is_every = false;
+  const FinePlaces* places;
+  int row;
+
+  TS_INLINE int64_t operator()(int64_t index) const { return places[index][row]; }
+};
+
 #if !defined(__aarch64__)
 
-/// Block formats. `panel` holds 8 rows; rows [row, row + R) of them are computed.
-template <WeightType T, int R, int Planes>
-void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int row,
-                     int64_t num_blocks, Lanes out[R]) {
+/// Block formats. `panel` holds 8 rows; rows [row, row + R) of them are computed. `place_of(i)` is
+/// the block of weights that the panel's block i meets.
+template <WeightType T, int R, int Planes, typename Places>
+__attribute__((noinline)) void multiply_blocks(const uint8_t* group,
+                                               const PanelBlock<Planes>* panel, int row,
+                                               int64_t num_blocks, Places place_of, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
   ScaleReader<T> reader;
   Lanes sums[R];
@@ -59,9 +76,12 @@ void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int 
   for (int r = 0; r < R; ++r) sums[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock<Planes>& block = panel[index];
-    prefetch<format.block_bytes()>(group + index * format.block_bytes());
-    const Codes<T> codes = load_codes<T>(group + format.quant_offset(index));
-    reader.enter(group, index);
+    if constexpr (Places::is_every) {
+      prefetch<format.block_bytes()>(group + index * format.block_bytes());
+    }
+    const int64_t place = place_of(index);
+    const Codes<T> codes = load_codes<T>(group + format.quant_offset(place));
+    reader.template enter<!Places::is_every>(group, place);
     TS_UNROLL
     for (int sub = 0; sub < format.num_subs; ++sub) {
       Integers dots[R];

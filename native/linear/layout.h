@@ -208,10 +208,49 @@ constexpr bool has_planes(WeightType type) {
 constexpr bool kHasPlanes = has_planes(WeightType::Q4_0);
 constexpr bool kHasPairs = !has_planes(WeightType::Q8_0);
 
-/// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8; those of
-/// int16 are apart on the level that knows both. Tiles: 16 rows x 32 inputs of bfloat16, 1 KB each;
-/// split tiles: each followed by that of what rounding took away.
-enum class Preparation { Blocks, CoarseBlocks, Pairs, CoarsePairs, Floats, Tiles, SplitTiles };
+/// Mixed rows: of so many blocks one is fine, in each stretch of blocks (measured, docs/adr/0031).
+constexpr int64_t kMixedShare = 8;
+constexpr int64_t kMixedStretch = 1024;
+static_assert(kMixedStretch % kMixedShare == 0);
+
+constexpr int64_t num_fine_blocks(int64_t num_blocks) {
+  return round_up(num_blocks, kMixedShare) / kMixedShare;
+}
+
+/// Where in the weights the fine blocks of a panel's rows belong: the first ones of all rows, the
+/// second ones, ...; a row's are in order.
+using FinePlaces = int32_t[kPanelRows];
+
+/// A panel of mixed rows: coarse blocks, then what the fine ones lack, then their places.
+template <int Planes>
+constexpr int64_t mixed_panel_blocks(int64_t num_blocks) {
+  const int64_t num_fine = num_fine_blocks(num_blocks);
+  const auto size = static_cast<int64_t>(sizeof(PanelBlock<Planes>));
+  const int64_t places = num_fine * static_cast<int64_t>(sizeof(FinePlaces));
+  return num_blocks + num_fine + round_up(places, size) / size;
+}
+
+/// Whether mixed rows have blocks of 8 bits against such weights.
+constexpr bool is_mixed_format(WeightType type) {
+  const BlockFormat format = block_format(type);
+  return is_block_format(type) && format.num_subs == 1 && format.num_bits() <= 5 &&
+         !format.has_table;
+}
+
+/// What the rows were made into. Blocks have activations of 15 bits, coarse blocks of 8, mixed ones
+/// of either; those of int16 are apart on the level that knows both. Tiles: 16 rows x 32 inputs of
+/// bfloat16, 1 KB each; split tiles: each followed by that of what rounding took away.
+enum class Preparation {
+  Blocks,
+  CoarseBlocks,
+  MixedBlocks,
+  Pairs,
+  CoarsePairs,
+  MixedPairs,
+  Floats,
+  Tiles,
+  SplitTiles
+};
 
 constexpr Preparation preparation(WeightType type, RowKind kind) {
   if (TS_LEVEL == 3 && type != WeightType::F32) {
@@ -219,9 +258,14 @@ constexpr Preparation preparation(WeightType type, RowKind kind) {
     if (kind == RowKind::PrecisePrompt) return Preparation::SplitTiles;
   }
   if (!is_block_format(type)) return Preparation::Floats;
-  const bool is_coarse = kind == RowKind::Coarse;
-  if (!has_planes(type)) return is_coarse ? Preparation::CoarsePairs : Preparation::Pairs;
-  return is_coarse ? Preparation::CoarseBlocks : Preparation::Blocks;
+  const bool has_bytes = has_planes(type);
+  if (kind == RowKind::Coarse) {
+    return has_bytes ? Preparation::CoarseBlocks : Preparation::CoarsePairs;
+  }
+  if (kind == RowKind::Mixed && is_mixed_format(type)) {
+    return has_bytes ? Preparation::MixedBlocks : Preparation::MixedPairs;
+  }
+  return has_bytes ? Preparation::Blocks : Preparation::Pairs;
 }
 
 }  // namespace ts

@@ -11,11 +11,13 @@
 // that share a scale of the weight; then one float multiply-add for each of these sub-blocks (and
 // one more for its minimum), in their order. A block whose amax is below 2^-100 counts as zero; one
 // with an infinity or a NaN gives NaN. Coarse rows have activations of 8 bits instead, scale = amax
-// / 127. F32, F16 and BF16 weights meet float32 activations, whatever the kind of row: even and odd
-// inputs are summed apart, in order, then added.
-// The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead: weights and
-// activations are rounded to bfloat16, for precise rows to the sum of two, of which the product of
-// the two small terms is left out.
+// / 127. Mixed rows are coarse, and what they lack to 15 bits in the eighth of blocks with the
+// largest amax is a second product, added to the first: against codes of up to 5 bits in one
+// sub-block; other quantized weights meet 15 bits. F32, F16 and BF16 weights meet float32
+// activations, whatever the kind of row: even and odd inputs are summed apart, in order, then
+// added. The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead:
+// weights and activations are rounded to bfloat16, for precise rows to the sum of two, of which the
+// product of the two small terms is left out.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +49,7 @@ enum class RowKind : int32_t {
   Prompt = 1,
   PrecisePrompt = 2,  // a prompt's, where small differences have large consequences
   Coarse = 3,         // any, with activations of 8 bits where weights are quantized
+  Mixed = 4,          // any, with 15 where they are large, and 8 elsewhere
 };
 
 /// Outputs come in groups of this many; the last group is padded with zeros.
@@ -94,12 +97,13 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
 void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_stride,
                   int64_t num_inputs, int64_t row_begin, int64_t row_end, void* prepared);
 
-/// Whether rows prepared for a weight of type `a` serve one of type `b`, whatever their kind.
-bool same_preparation(WeightType a, WeightType b);
+/// Whether rows prepared for a weight of type `a` serve one of type `b`, whatever their kind;
+/// `may_be_mixed` says whether that may be Mixed.
+bool same_preparation(WeightType a, WeightType b, bool may_be_mixed);
 
 /// Computes outputs of groups [group_begin, group_end) for all rows: out[row * out_stride + output]
-/// is set, or added to. `out` points at row 0, output 0 of the whole result (any alignment);
-/// outputs of other groups are not touched.
+/// is set, or added to (of mixed rows, one product after the other). `out` points at row 0, output
+/// 0 of the whole result (any alignment); outputs of other groups are not touched.
 void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, int64_t num_rows,
               int64_t group_begin, int64_t group_end, float* out, int64_t out_stride,
               bool accumulate);

@@ -6,6 +6,7 @@
 #include "linear/kernels.h"
 #include "linear/layout.h"
 #include "linear/linear.h"
+#include "linear/product.h"
 #include "linear/scratch.h"
 #include "linear/tiles.h"
 #include "linear/wide.h"
@@ -20,53 +21,6 @@ namespace {
 /// Packed groups that are kept in the second-level cache while the rows pass by.
 constexpr int64_t kCachedGroupBytes = TS_LEVEL >= 2 ? 512 * 1024 : 128 * 1024;
 
-/// Adds one group's sums of one row to the result, or writes them.
-void store_group(const Lanes& sums, float* out, int64_t num_columns, bool accumulate) {
-  if (num_columns >= kGroupSize) {
-    store_lanes(out, accumulate ? add(load_lanes(out), sums) : sums);
-    return;
-  }
-  float values[kGroupSize];
-  store_lanes(values, sums);
-  for (int64_t i = 0; i < num_columns; ++i) {
-    out[i] = accumulate ? out[i] + values[i] : values[i];
-  }
-}
-
-/// A product in progress: everything but the group and the rows. `Planes` are those of prepared
-/// blocks.
-template <int Planes>
-struct Product {
-  const PackedWeight& weight;
-  const uint8_t* prepared;
-  float* out;
-  int64_t out_stride;
-  bool accumulate;
-  const PanelBlock<2>* pairs = nullptr;  // the rows as pairs, for few rows on AVX2
-
-  int64_t num_blocks() const { return round_up(weight.num_inputs, kBlockSize) / kBlockSize; }
-
-  /// Blocks of rows from `row` on, the first of a panel.
-  const PanelBlock<Planes>* panels_from(int64_t row) const {
-    return reinterpret_cast<const PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks();
-  }
-};
-
-/// Keeps the first `count` of R rows' sums.
-template <int R, int Planes>
-void store_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row, int count,
-                const Lanes sums[R]) {
-  const int64_t first = group * kGroupSize;
-  const int64_t num_columns = product.weight.num_outputs - first;
-  float* out = product.out + (panel * kPanelRows + row) * product.out_stride + first;
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    if (r < count) {
-      store_group(sums[r], out + r * product.out_stride, num_columns, product.accumulate);
-    }
-  }
-}
-
 /// Rows [row, row + R) of a panel against one group; the first `count` of them are kept.
 template <WeightType T, int R, int Planes>
 void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel, int row,
@@ -76,13 +30,33 @@ void multiply_rows(const Product<Planes>& product, int64_t group, int64_t panel,
   const uint8_t* data = product.weight.data + group * size;
   Lanes sums[R];
   if constexpr (is_block_format(T)) {
-    const auto* blocks = reinterpret_cast<const PanelBlock<Planes>*>(product.prepared);
-    multiply_blocks<T, R>(data, blocks + panel * num_blocks, row, num_blocks, sums);
+    const PanelBlock<Planes>* blocks = product.panels_from(panel * kPanelRows);
+    multiply_blocks<T, R>(data, blocks, row, num_blocks, EveryBlock(), sums);
   } else {
     const auto* lines = reinterpret_cast<const FloatBlock*>(product.prepared);
     multiply_floats<T, R>(data, lines + panel * num_blocks * 2, row, num_blocks * 2, sums);
   }
   store_rows<R>(product, group, panel, row, count, sums);
+}
+
+/// Adds to rows [row, row_end) of a panel what their fine blocks lack against one group.
+template <WeightType T, int Planes>
+__attribute__((noinline)) void add_fine_blocks(const Product<Planes>& product, int64_t group,
+                                               int64_t panel, int row, int row_end) {
+  if constexpr (is_mixed_format(T)) {
+    const uint8_t* data = product.weight.data + group * group_bytes(T, product.weight.num_inputs);
+    const int64_t num_blocks = product.num_blocks();
+    const int64_t num_fine = num_fine_blocks(num_blocks);
+    const auto* low = product.panels_from(panel * kPanelRows) + num_blocks;
+    const auto* places = reinterpret_cast<const FinePlaces*>(low + num_fine);
+    const int64_t first = group * kGroupSize;
+    for (; row < row_end; ++row) {
+      Lanes sums;
+      multiply_blocks<T, 1>(data, low, row, num_fine, FineBlocks{places, row}, &sums);
+      store_group(sums, product.out + (panel * kPanelRows + row) * product.out_stride + first,
+                  product.weight.num_outputs - first, true);
+    }
+  }
 }
 
 #if TS_LEVEL == 1
@@ -164,6 +138,7 @@ void multiply_packed(const Product<Planes>& product, int64_t row_begin, int64_t 
       const auto end = static_cast<int>(std::min(row_end - first_row, kPanelRows));
       for (int64_t group = first; group < last; ++group) {
         multiply_panel<T>(product, group, panel, begin, end);
+        if (product.is_mixed) add_fine_blocks<T>(product, group, panel, begin, end);
       }
     }
   }
@@ -208,6 +183,7 @@ class WideProduct {
       add(begin, end, next);
     }
     for (int64_t part = 0; part < num_parts(); ++part) store(group, part);
+    if (product_.is_mixed) add_fine(group);
   }
 
  private:
@@ -224,7 +200,7 @@ class WideProduct {
   void add(int64_t begin, int64_t end, NextBlocks next) {
     for (int64_t part = 0; part < num_parts(); ++part) {
       const int64_t row = part * kWideRows;
-      const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.num_blocks() + begin;
+      const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.panel_step() + begin;
       multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
           blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
           sums_[part].lanes);
@@ -239,6 +215,15 @@ class WideProduct {
         const int64_t first = (group + g) * kGroupSize;
         store_group(sums_[part].lanes[r][g], out + first, product_.weight.num_outputs - first,
                     product_.accumulate);
+      }
+    }
+  }
+
+  void add_fine(int64_t group) {
+    for (int64_t row = row_begin_; row < row_end_; row += kPanelRows) {
+      const auto count = static_cast<int>(std::min(row_end_ - row, kPanelRows));
+      for (int g = 0; g < G; ++g) {
+        add_fine_blocks<T>(product_, group + g, row / kPanelRows, 0, count);
       }
     }
   }
@@ -372,11 +357,12 @@ void multiply(const PackedWeight& weight, RowKind kind, const void* prepared, in
     return;
   }
 #endif
-  if (form == Preparation::CoarseBlocks) {
-    const Product<1> product = {weight, bytes, out, out_stride, accumulate};
+  const bool is_mixed = form == Preparation::MixedBlocks || form == Preparation::MixedPairs;
+  if (form == Preparation::CoarseBlocks || form == Preparation::MixedBlocks) {
+    const Product<1> product = {weight, bytes, out, out_stride, accumulate, is_mixed};
     multiply_type(product, num_rows, group_begin, group_end);
   } else {
-    const Product<2> product = {weight, bytes, out, out_stride, accumulate};
+    const Product<2> product = {weight, bytes, out, out_stride, accumulate, is_mixed};
     multiply_type(product, num_rows, group_begin, group_end);
   }
 }

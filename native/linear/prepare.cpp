@@ -1,6 +1,7 @@
 // Prepares rows of activations: quantized blocks, padded float32 lines, or bfloat16 tiles.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <iterator>
 
 #include "linear/dot.h"
@@ -25,11 +26,16 @@ int32_t largest_bits(const float* x) {
   return largest;
 }
 
-/// Quantizes 32 numbers of one row to [-max_quant, max_quant]; 1 / scale stays finite because tiny
-/// blocks count as zero.
-template <bool AsPairs, int Planes>
-void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, int64_t row) {
-  const int32_t largest = largest_bits(x);
+/// 32 numbers of one row as q * scale. The scale of what is not finite is NaN.
+struct Quantized {
+  alignas(64) int32_t q[kBlockSize];
+  float scale;
+};
+
+/// Quantizes 32 numbers, of which the largest is given as its bits, to [-max_quant, max_quant];
+/// 1 / scale stays finite because tiny blocks count as zero.
+Quantized quantize(const float* x, int32_t largest, float max_quant) {
+  Quantized result;
   const float amax = float_from_bits(static_cast<uint32_t>(largest));
   const bool is_finite = largest < 0x7f800000;
   const bool usable = amax >= 0x1p-100f && is_finite;
@@ -38,25 +44,37 @@ void prepare_block(const float* x, float max_quant, PanelBlock<Planes>* block, i
   // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
   constexpr float magic = 12582912.0F;
   alignas(64) float shifted[kBlockSize];
-  alignas(64) int32_t q[kBlockSize];
   for (int i = 0; i < kBlockSize; ++i) shifted[i] = (usable ? x[i] : 0.0F) * inverse + magic;
   for (int i = 0; i < kBlockSize; ++i) {
-    q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
+    result.q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
   }
+  result.scale = is_finite ? scale : float_from_bits(0x7fc00000U);
+  return result;
+}
+
+/// The sum of 16 numbers.
+int32_t sum_of(const int32_t* q) {
+  int32_t sum = 0;
+  for (int i = 0; i < kGroupSize; ++i) sum += q[i];
+  return sum;
+}
+
+/// Lays a row's numbers into a block as the level's kernels read them.
+template <bool AsPairs, int Planes>
+void store_block(const Quantized& numbers, PanelBlock<Planes>* block, int64_t row) {
   if constexpr (AsPairs) {
-    store_pairs(q, block->rows[row]);
+    store_pairs(numbers.q, block->rows[row]);
   } else {
-    store_planes<Planes>(q, block->rows[row]);
+    store_planes<Planes>(numbers.q, block->rows[row]);
   }
-  block->scale[row] = is_finite ? scale : float_from_bits(0x7fc00000U);
-  // Integers below 2^24: exact in float32, in any order.
-  const Lanes minus_magic = broadcast(-magic);
-  const float first = sum_across(add(load_lanes(shifted), minus_magic));
-  const float second = sum_across(add(load_lanes(shifted + kGroupSize), minus_magic));
-  const float sums[3] = {first + second, first, second};
+  block->scale[row] = numbers.scale;
+  const int32_t first = sum_of(numbers.q);
+  const int32_t second = sum_of(numbers.q + kGroupSize);
+  const int32_t sums[3] = {first + second, first, second};
   for (int part = 0; part < 3; ++part) {
-    block->scaled_sum[part][row] = block->scale[row] * sums[part];
-    block->minus_sum[part][row] = -static_cast<int32_t>(sums[part]);
+    // Below 2^24: exact in float32.
+    block->scaled_sum[part][row] = numbers.scale * static_cast<float>(sums[part]);
+    block->minus_sum[part][row] = -sums[part];
   }
   block->minus_eight_sum[row] = 8 * block->minus_sum[0][row];
 }
@@ -67,7 +85,58 @@ void prepare_blocks(const float* x, int64_t num_inputs, float max_quant, int64_t
   const int64_t num_blocks = num_inputs / kBlockSize;
   auto* panel = static_cast<PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks;
   for (int64_t block = 0; block < num_blocks; ++block) {
-    prepare_block<AsPairs>(x + block * kBlockSize, max_quant, panel + block, row % kPanelRows);
+    const float* values = x + block * kBlockSize;
+    store_block<AsPairs>(quantize(values, largest_bits(values), max_quant), panel + block,
+                         row % kPanelRows);
+  }
+}
+
+/// Writes which blocks of a stretch are fine, in order: those with the largest numbers, and of
+/// equal ones the first. Returns how many.
+int64_t choose_fine(const int32_t* largest, int64_t num_blocks, int32_t* places) {
+  const int64_t num_fine = num_fine_blocks(num_blocks);
+  int32_t ordered[kMixedStretch] = {};
+  std::copy_n(largest, num_blocks, ordered);
+  std::nth_element(ordered, ordered + num_fine - 1, ordered + num_blocks, std::greater<>());
+  const int32_t least = ordered[num_fine - 1];
+  int64_t num_equal = num_fine - std::count_if(ordered, ordered + num_fine - 1,
+                                               [&](int32_t it) { return it > least; });
+  int64_t count = 0;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    if (largest[block] < least || (largest[block] == least && num_equal-- <= 0)) continue;
+    places[count++] = static_cast<int32_t>(block);
+  }
+  return count;
+}
+
+/// Coarse blocks, and for the fine ones what rounding took away, as their low planes.
+template <bool AsPairs, int Planes>
+void prepare_mixed(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+  const int64_t num_blocks = num_inputs / kBlockSize;
+  auto* coarse = static_cast<PanelBlock<Planes>*>(prepared) +
+                 row / kPanelRows * mixed_panel_blocks<Planes>(num_blocks);
+  auto* low = coarse + num_blocks;
+  auto* places = reinterpret_cast<FinePlaces*>(low + num_fine_blocks(num_blocks));
+  const int64_t at = row % kPanelRows;
+  int32_t largest[kMixedStretch];
+  int32_t fine[kMixedStretch / kMixedShare];
+  for (int64_t begin = 0; begin < num_blocks; begin += kMixedStretch) {
+    const int64_t count = std::min(num_blocks - begin, kMixedStretch);
+    for (int64_t i = 0; i < count; ++i) largest[i] = largest_bits(x + (begin + i) * kBlockSize);
+    const int64_t num_fine = choose_fine(largest, count, fine);
+    int64_t next = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t block = begin + i;
+      const float* values = x + block * kBlockSize;
+      const Quantized high = quantize(values, largest[i], kMaxCoarseQuant);
+      store_block<AsPairs>(high, coarse + block, at);
+      if (next == num_fine || fine[next] != i) continue;
+      Quantized rest = quantize(values, largest[i], kMaxQuant);
+      for (int k = 0; k < kBlockSize; ++k) rest.q[k] -= 128 * high.q[k];
+      store_block<AsPairs>(rest, low++, at);
+      (*places++)[at] = static_cast<int32_t>(block);
+      ++next;
+    }
   }
 }
 
@@ -85,10 +154,18 @@ bool prepare_quants(Preparation form, const float* x, int64_t num_inputs, int64_
       prepare_blocks<false, 1>(x, num_inputs, max_quant, row, prepared);
       return true;
     }
+    if (form == Preparation::MixedBlocks) {
+      prepare_mixed<false, 1>(x, num_inputs, row, prepared);
+      return true;
+    }
   }
   if constexpr (kHasPairs) {
     if (form == Preparation::Pairs || form == Preparation::CoarsePairs) {
       prepare_blocks<true, 2>(x, num_inputs, max_quant, row, prepared);
+      return true;
+    }
+    if (form == Preparation::MixedPairs) {
+      prepare_mixed<true, 2>(x, num_inputs, row, prepared);
       return true;
     }
   }
@@ -144,6 +221,12 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
       return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<2>));
     case Preparation::CoarseBlocks:
       return num_panels * num_blocks * static_cast<int64_t>(sizeof(PanelBlock<1>));
+    case Preparation::MixedBlocks:
+      return num_panels * mixed_panel_blocks<1>(num_blocks) *
+             static_cast<int64_t>(sizeof(PanelBlock<1>));
+    case Preparation::MixedPairs:
+      return num_panels * mixed_panel_blocks<2>(num_blocks) *
+             static_cast<int64_t>(sizeof(PanelBlock<2>));
     case Preparation::Floats:
       return num_panels * num_blocks * 2 * static_cast<int64_t>(sizeof(FloatBlock));
     case Preparation::Tiles:
@@ -168,11 +251,12 @@ void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_strid
   }
 }
 
-bool same_preparation(WeightType a, WeightType b) {
+bool same_preparation(WeightType a, WeightType b, bool may_be_mixed) {
   constexpr RowKind kinds[] = {RowKind::Generated, RowKind::Prompt, RowKind::PrecisePrompt,
                                RowKind::Coarse};
-  return std::all_of(std::begin(kinds), std::end(kinds),
-                     [&](RowKind kind) { return preparation(a, kind) == preparation(b, kind); });
+  const auto is_same = [&](RowKind kind) { return preparation(a, kind) == preparation(b, kind); };
+  return std::all_of(std::begin(kinds), std::end(kinds), is_same) &&
+         (!may_be_mixed || is_same(RowKind::Mixed));
 }
 
 }  // namespace ts

@@ -12,11 +12,12 @@ namespace ts {
 template <WeightType T>
 class ScaleReader {
  public:
-  /// Must be called with each block, from the first on.
+  /// Must be called with each block, from the first on, or with `IsAlone` set.
+  template <bool IsAlone = false>
   TS_INLINE void enter(const uint8_t* group, int64_t block) {
     scales_ = group + kFormat.scale_offset(block);
     if constexpr (kFormat.two_steps()) {
-      if (block % kFormat.blocks_per_unit() != 0) return;
+      if (!IsAlone && block % kFormat.blocks_per_unit() != 0) return;
       const uint8_t* halves = group + kFormat.unit_scale_offset(block);
       unit_scale_ = load_halves(halves);
       if constexpr (kFormat.has_minimum) unit_minimum_ = load_halves(halves + 2 * kGroupSize);

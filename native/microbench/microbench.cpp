@@ -35,6 +35,7 @@ constexpr Format kFormats[] = {
 constexpr int32_t kGenerated = 0;
 constexpr int32_t kPrompt = 1;
 constexpr int32_t kCoarse = 3;
+constexpr int32_t kMixed = 4;
 
 /// The functions of one library.
 struct Library {
@@ -120,9 +121,13 @@ void measure(const Library& library, const Case& c, const Peaks& peaks) {
   double peak = c.format.blocks ? peaks.quantized_macs_s : peaks.float_macs_s;
   const bool has_planes = std::strncmp(library.level(), "a", 1) == 0;
   if (c.kind == kCoarse && has_planes) peak *= 2;  // one in place of two
+  if (c.kind == kMixed && has_planes) peak *= 16.0 / 9;
   if (c.format.blocks || c.kind == kPrompt) peak = std::max(peak, peaks.tile_macs_s);
   std::printf("%-6s %4ld %s rows  %6.2f MB", c.format.name, c.num_rows,
-              c.kind == kCoarse ? "coarse" : "      ", static_cast<double>(bytes) / 1e6);
+              c.kind == kCoarse  ? "coarse"
+              : c.kind == kMixed ? "mixed "
+                                 : "      ",
+              static_cast<double>(bytes) / 1e6);
   print_rates(time, static_cast<double>(bytes), macs,
               std::max(static_cast<double>(bytes) / peaks.read_bytes_s, macs / peak));
   std::printf("  prepare %.1f us\n", prepare_s * 1e6);
@@ -181,10 +186,12 @@ int main(int argc, char** argv) {
     }
     measure(library, {format, num_outputs, num_inputs, 512, 1, kPrompt}, peaks);
     if (!format.blocks) continue;
-    for (const int64_t num_rows : {1, 2, 3, 4, 8, 16, 32}) {
-      measure(library, {format, num_outputs, num_inputs, num_rows, copies, kCoarse}, peaks);
+    for (const int32_t kind : {kMixed, kCoarse}) {
+      for (const int64_t num_rows : {1, 2, 3, 4, 8, 16, 32}) {
+        measure(library, {format, num_outputs, num_inputs, num_rows, copies, kind}, peaks);
+      }
+      measure(library, {format, num_outputs, num_inputs, 512, 1, kind}, peaks);
     }
-    measure(library, {format, num_outputs, num_inputs, 512, 1, kCoarse}, peaks);
   }
   if (argc <= 5 || std::strstr(argv[5], "kernels") != nullptr)
     measure_kernels(library.handle, footprint, peaks);

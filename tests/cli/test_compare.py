@@ -67,9 +67,12 @@ def test_formats_of_keys_and_values_are_lines_too(cli: Cli, tiny: str) -> None:
 
 def test_bits_of_activations_are_lines_too(cli: Cli, coarse: str) -> None:
     ran = cli("compare", coarse, "--tokens", "100", "--activation-bits", "all", "--json")
-    fifteen, eight = json.loads(ran.out)["readers"]
+    fifteen, nine, eight = json.loads(ran.out)["readers"]
+    assert "9-bit activations" in nine["name"]
     assert "8-bit activations" in eight["name"]
-    assert fifteen["comparison"]["mean_kl"] < eight["comparison"]["mean_kl"] < 1e-1
+    kl = [reader["comparison"]["mean_kl"] for reader in (fifteen, nine, eight)]
+    assert kl == sorted(kl)
+    assert kl[-1] < 1e-1
 
 
 def test_check_fails_for_a_coarser_format(cli: Cli, tiny: str, coarse: str) -> None:
@@ -102,7 +105,7 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
         (("--length", "100000"), "lower --length"),
         (("--device", "cuda"), "--device is the torch reader's: add it to --readers."),
         (("--levels", "all", "--readers", "reference"), "--levels is the cpu reader's"),
-        (("--activation-bits", "7"), "There is no number of bits '7'; there are: 15, 8."),
+        (("--activation-bits", "7"), "There is no number of bits '7'; there are: 15, 9, 8."),
         (("--kv-formats", "f16,int4"), "There is no format of keys and values 'int4'"),
     ],
 )

@@ -105,7 +105,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
     [
         ("--backend reference --level avx2", "--level is the cpu backend's, not reference's."),
         ("--device cuda", "--device is the torch backend's: add --backend torch."),
-        ("--activation-bits 9", "--activation-bits must be 15 or 8, not 9."),
+        ("--activation-bits 7", "--activation-bits must be 15, 9 or 8, not 7."),
         (
             "--activation-bits 8 --backend reference",
             "--activation-bits is the cpu backend's, not reference's.",

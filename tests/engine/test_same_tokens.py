@@ -101,18 +101,23 @@ def windowed() -> Iterator[Pair]:
 
 @pytest.fixture(
     scope="module",
-    params=[(level, name) for level in (None, "amx_emulated") for name in ("llama", "qwen3-moe")],
-    ids=lambda param: "-".join(filter(None, param)),
+    params=[
+        (level, name, bits)
+        for level in (None, "amx_emulated")
+        for name in ("llama", "qwen3-moe")
+        for bits in (9, 8)
+    ],
+    ids=lambda param: "-".join(str(it) for it in param if it),
 )
-def coarse(
+def fewer_bits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Activations of 8 bits."""
-    level, name = request.param
+    """Activations of 9 or 8 bits."""
+    level, name, bits = request.param
     load_level(level or "portable")
     sizes = replace(tiny_of(name), fmt="Q4_0", embedding_fmt="Q8_0")
     path = write_tiny_gguf(tmp_path_factory.mktemp(name) / "tiny.gguf", sizes)
-    pair = Pair.of(path, level, activation_bits=8)
+    pair = Pair.of(path, level, activation_bits=bits)
     yield pair
     pair.close()
 
@@ -149,12 +154,10 @@ def test_tokens_over_windows_and_int8_do_not_depend_on_the_schedule(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_tokens_with_8_bit_activations_do_not_depend_on_the_schedule(
-    coarse: Pair, seed: int
-) -> None:
+def test_tokens_with_fewer_bits_do_not_depend_on_the_schedule(fewer_bits: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 24, vocab_size=280, longest=80, most_output=40)
-    assert_same_tokens(coarse, chance, requests, fewest_pages=10)
+    assert_same_tokens(fewer_bits, chance, requests, fewest_pages=10)
 
 
 @pytest.mark.model

@@ -15,8 +15,8 @@ from support.native_linear import (
     F32,
     FLOAT_TYPES,
     GENERATED,
-    MOST_8_BITS,
-    MOST_15_BITS,
+    MIXED,
+    MIXED_FORMATS,
     NAMES,
     PRECISE_PROMPT,
     PROMPT,
@@ -34,6 +34,7 @@ from support.native_linear import (
     library,
     multiply_blocks,
     multiply_floats,
+    multiply_rest,
     random_matrix,
     random_rows,
     same_bits,
@@ -50,6 +51,7 @@ CASES = [
     ((40, 288), 7),  # in one kernel for few rows, where that takes eight
     ((100, 1280), 18),  # more inputs than many rows meet at a time
     ((40, 4096), 90),  # more rows than are kept in a cache
+    ((17, 33_024), 5),  # more blocks than mixed rows order at once
 ]
 
 
@@ -89,24 +91,26 @@ def test_generated_rows_equal_the_twin_bit_for_bit(
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
 @pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
-def test_coarse_rows_equal_the_twin_with_8_bits_bit_for_bit(
-    lib: Library, kind: int, shape: tuple[int, int], num_rows: int
+@pytest.mark.parametrize("row_kind", [COARSE, MIXED])
+def test_rows_of_fewer_bits_equal_the_twin_bit_for_bit(
+    lib: Library, kind: int, shape: tuple[int, int], num_rows: int, row_kind: int
 ) -> None:
     rng = np.random.default_rng(num_rows)
     matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
     x = random_rows(num_rows, matrix.exact.shape[1], rng)
     fused = lib.name != "portable" or IS_ARM
-    actual = lib.multiply(matrix, x, COARSE)
-    assert same_bits(actual, multiply_blocks(matrix, x, fused, MOST_8_BITS))
+    actual = lib.multiply(matrix, x, row_kind)
+    assert same_bits(actual, multiply_blocks(matrix, x, fused, row_kind))
     assert close(actual, matrix, x, 1e-2)
 
 
 @pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
-def test_coarse_rows_meet_float_weights_as_generated_rows_do(lib: Library, kind: int) -> None:
+def test_bits_are_of_no_matter_where_weights_are_floats(lib: Library, kind: int) -> None:
     rng = np.random.default_rng(12)
     matrix = random_matrix(kind, (72, 192), rng)
     x = random_rows(19, 192, rng)
-    assert same_bits(lib.multiply(matrix, x, COARSE), lib.multiply(matrix, x, GENERATED))
+    for row_kind in (COARSE, MIXED):
+        assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
@@ -184,7 +188,11 @@ def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
     before = rng.standard_normal((23, 50)).astype(np.float32)
     out = before.copy()
     lib.multiply(matrix, x, row_kind, out=out)
-    assert same_bits(out[:, :37], before[:, :37] + plain)
+    expected = before[:, :37] + plain
+    if row_kind == MIXED and NAMES[kind] in MIXED_FORMATS:  # two products, one after the other
+        rest = multiply_rest(matrix, x, lib.name != "portable" or IS_ARM)
+        expected = before[:, :37] + lib.multiply(matrix, x, COARSE) + rest
+    assert same_bits(out[:, :37], expected)
     assert same_bits(np.ascontiguousarray(out[:, 37:]), np.ascontiguousarray(before[:, 37:]))
 
 
@@ -193,7 +201,7 @@ def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
     rng = np.random.default_rng(6)
     matrix = random_matrix(kind, whole_blocks(kind, (200, 320)), rng)
     x = random_rows(33, matrix.exact.shape[1], rng)
-    for row_kind in (GENERATED, COARSE):
+    for row_kind in (GENERATED, COARSE, MIXED):
         first, second = (library(level).multiply(matrix, x, row_kind) for level in VECTOR_LEVELS)
         assert same_bits(first, second)
 
@@ -203,7 +211,7 @@ def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int
     rng = np.random.default_rng(7)
     matrix = random_matrix(kind, whole_blocks(kind, (48, 128)), rng)
     x = random_rows(9, matrix.exact.shape[1], rng)
-    for row_kind in (GENERATED, COARSE):
+    for row_kind in (GENERATED, COARSE, MIXED):
         expected = library("avx512").multiply(matrix, x, row_kind)
         assert same_bits(tiles.multiply(matrix, x, row_kind), expected)
 
@@ -240,8 +248,8 @@ def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, 
     x = np.full((40, matrix.exact.shape[1]), 3, np.float32)
     x[::2] *= -1
     fused = lib.name != "portable" or IS_ARM
-    for row_kind, most in ((GENERATED, MOST_15_BITS), (COARSE, MOST_8_BITS)):
-        expected = multiply_blocks(matrix, x, fused, most)
+    for row_kind in (GENERATED, COARSE, MIXED):
+        expected = multiply_blocks(matrix, x, fused, row_kind)
         for count in (1, 2, 3, 4, 7, 40):  # each kernel for few rows, and that for many
             actual = lib.multiply(matrix, x[:count], row_kind)
             assert same_bits(actual, expected[:count])
@@ -277,8 +285,14 @@ def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:
 
 def test_block_formats_share_prepared_rows(lib: Library) -> None:
     shared = int(lib.name != "avx2")  # there codes of 8 bits meet int16
-    assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0) == shared
-    assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0) == 1
-    assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0) == 1
-    assert lib.c.ts_linear_same_preparation(F16, BF16) == 1
-    assert lib.c.ts_linear_same_preparation(F32, Q4_0) == 0
+    assert lib.c.ts_linear_same_preparation(Q4_0, Q8_0, 0) == shared
+    assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0, 0) == 1
+    assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0, 0) == 1
+    assert lib.c.ts_linear_same_preparation(F16, BF16, 0) == 1
+    assert lib.c.ts_linear_same_preparation(F32, Q4_0, 0) == 0
+
+
+def test_mixed_rows_are_shared_by_formats_that_mix(lib: Library) -> None:
+    assert lib.c.ts_linear_same_preparation(Q4_1, Q4_0, 1) == 1
+    assert lib.c.ts_linear_same_preparation(Q6_K, Q4_0, 1) == 0  # meets 15 bits
+    assert lib.c.ts_linear_same_preparation(F16, BF16, 1) == 1

@@ -17,8 +17,10 @@ NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
 TYPES = tuple(NAMES)
 FLOAT_TYPES = (F32, F16, BF16)
 BLOCK_TYPES = tuple(kind for kind in TYPES if kind not in FLOAT_TYPES)
-GENERATED, PROMPT, PRECISE_PROMPT, COARSE = ROW_KINDS = 0, 1, 2, 3
+GENERATED, PROMPT, PRECISE_PROMPT, COARSE, MIXED = ROW_KINDS = 0, 1, 2, 3, 4
 MOST_15_BITS, MOST_8_BITS = 16256, 127  # magnitudes of quantized activations
+MIXED_FORMATS = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"}
+MIXED_SHARE, MIXED_STRETCH = 8, 1024  # one block of so many has 15 bits, in each stretch
 
 
 def aligned(num_bytes: int) -> np.ndarray:
@@ -193,22 +195,50 @@ def quantize_rows(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     return scales, q
 
 
-def multiply_blocks(
-    matrix: Matrix, x: np.ndarray, fused: bool, most: int = MOST_15_BITS
-) -> np.ndarray:
-    """The block formats' arithmetic, step by step: (rows, outputs) float32.
+def rest_of_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What 8 bits lack to 15 in a row's fine blocks: as `quantize_rows` returns it.
 
-    `fused` multiply-adds round once: 64 bits of mantissa hold the product exactly, and the sum
+    Fine is, in each stretch, the eighth of blocks with the largest activations.
+    """
+    scales, fine = quantize_rows(x, MOST_15_BITS)
+    _, coarse = quantize_rows(x, MOST_8_BITS)
+    amax = np.abs(x.reshape(len(x), -1, 32)).max(axis=-1)
+    is_fine = np.zeros(amax.shape, bool)
+    for begin in range(0, amax.shape[1], MIXED_STRETCH):
+        order = np.argsort(-amax[:, begin : begin + MIXED_STRETCH], axis=1, kind="stable")
+        places = begin + order[:, : -(-order.shape[1] // MIXED_SHARE)]
+        np.put_along_axis(is_fine, places, values=True, axis=1)
+    return scales, np.where(is_fine[..., None], fine - 128 * coarse, 0)
+
+
+def multiply_blocks(
+    matrix: Matrix, x: np.ndarray, fused: bool, row_kind: int = GENERATED
+) -> np.ndarray:
+    """The block formats' arithmetic, step by step: (rows, outputs) float32."""
+    if row_kind == COARSE:
+        return _sum_blocks(matrix, *quantize_rows(x, MOST_8_BITS), fused)
+    if row_kind == MIXED and NAMES[matrix.type] in MIXED_FORMATS:
+        coarse = _sum_blocks(matrix, *quantize_rows(x, MOST_8_BITS), fused)
+        return np.asarray(coarse + multiply_rest(matrix, x, fused))
+    return _sum_blocks(matrix, *quantize_rows(x, MOST_15_BITS), fused)
+
+
+def multiply_rest(matrix: Matrix, x: np.ndarray, fused: bool) -> np.ndarray:
+    """What mixed rows add to coarse ones: (rows, outputs) float32."""
+    return _sum_blocks(matrix, *rest_of_rows(x), fused)
+
+
+def _sum_blocks(matrix: Matrix, scales: np.ndarray, q: np.ndarray, fused: bool) -> np.ndarray:
+    """`fused` multiply-adds round once: 64 bits of mantissa hold the product exactly, and the sum
     closely enough that a second rounding could only show in one case of 2^40.
     """
-    scales, q = quantize_rows(x, most)
     parts = matrix.parts
     assert parts is not None
     num_subs, size = parts.quants.shape[1:]
-    q = q.reshape(len(x), num_subs, size)
+    q = q.reshape(len(q), num_subs, size)
     scales = np.repeat(scales, 32 // size, axis=1)
     sums = q.sum(axis=-1).astype(np.float32) * scales
-    total = np.zeros((len(x), len(matrix.exact)), np.float32)
+    total = np.zeros((len(q), len(matrix.exact)), np.float32)
     wide: type[np.floating] = np.longdouble if fused else np.float32
 
     def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

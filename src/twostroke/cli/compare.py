@@ -42,7 +42,7 @@ _LAYERS_SHOWN: Final = 6
 @click.option(
     "--activation-bits",
     metavar="BITS",
-    help="What the cpu reader keeps of activations: 'all', or such as 15,8 [default: 15].",
+    help="What the cpu reader keeps of activations: 'all', or such as 15,9 [default: 15].",
 )
 @click.option("--against", metavar="MODEL", help="The model that is right [default: the same].")
 @click.option(

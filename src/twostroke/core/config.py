@@ -11,7 +11,7 @@ from twostroke.core.errors import UsageError, nearest
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
-ACTIVATION_BITS: Final = (15, 8)
+ACTIVATION_BITS: Final = (15, 9, 8)
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 PARTNER: Final = "auto"  # the draft that the catalogue knows
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
@@ -25,7 +25,8 @@ class ComputeOptions:
     `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
     one of several. `activation_bits` is what the cpu backend keeps of an activation that meets
     quantized weights: 8 are up to 1.6 times faster on AVX-512, at prompts and many streams,
-    and change answers as other engines that keep 8 do (docs/adr/0019-eight-bits-as-a-choice.md).
+    and change answers as other engines that keep 8 do (docs/adr/0019-eight-bits-as-a-choice.md);
+    9 are 15 where activations are large and 8 elsewhere (docs/adr/0031).
     """
 
     backend: str = "auto"
@@ -42,7 +43,8 @@ class ComputeOptions:
         if self.level is not None and self.backend not in {"auto", "cpu"}:
             raise UsageError(f"level is the cpu backend's, not {self.backend}'s.")
         if self.activation_bits not in ACTIVATION_BITS:
-            bits = " or ".join(map(str, ACTIVATION_BITS))
+            *most, last = ACTIVATION_BITS
+            bits = f"{', '.join(map(str, most))} or {last}"
             raise UsageError(f"activation_bits must be {bits}, not {self.activation_bits}.")
         if self.activation_bits != ACTIVATION_BITS[0] and self.backend not in {"auto", "cpu"}:
             raise UsageError(f"activation_bits is the cpu backend's, not {self.backend}'s.")

@@ -58,13 +58,16 @@ def test_only_the_products_of_a_program_with_routers_are_precise():
     assert not any(op.precision == Precision.PRECISE for op in lower(tiny_model()[0]).ops)
 
 
-def test_eight_bits_are_for_all_products_but_those_that_routers_hang_on():
-    ops = lower(tiny_model()[0], activation_bits=8).ops
-    assert {op.precision for op in ops} == {Precision.COARSE}
-    ops = lower(PROGRAMS["experts"], activation_bits=8).ops
+@pytest.mark.parametrize(("bits", "precision"), [(9, Precision.MIXED), (8, Precision.COARSE)])
+def test_fewer_bits_are_for_all_products_but_those_that_routers_hang_on(
+    bits: int, precision: Precision
+):
+    ops = lower(tiny_model()[0], activation_bits=bits).ops
+    assert {op.precision for op in ops} == {precision}
+    ops = lower(PROGRAMS["experts"], activation_bits=bits).ops
     of_kind = {OpKind(op.kind): op.precision for op in ops}
     assert of_kind[OpKind.LINEAR] == Precision.PRECISE
-    assert of_kind[OpKind.EXPERTS] == of_kind[OpKind.LOGITS] == Precision.COARSE
+    assert of_kind[OpKind.EXPERTS] == of_kind[OpKind.LOGITS] == precision
 
 
 def test_heads_that_the_kernels_cannot_run_are_refused():

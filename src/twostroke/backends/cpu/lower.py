@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from twostroke.program.fuse import Fused
 
 _PLAIN = {Given: OpKind.GIVEN, Add: OpKind.ADD}
+_PRECISIONS = dict(
+    zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
+)
 _HEAD_UNIT = 16  # values of a head that the kernels handle at once
 _MAX_HEAD_DIM = 512
 _MOST_TOKENS = 2**31 - 1
@@ -112,8 +115,7 @@ class _Lowering:
         self._matrices: Table[str] = Table()
         self._vectors: Table[Vector] = Table()
         self._ropes: Table[Rope] = Table()
-        is_coarse = activation_bits != ACTIVATION_BITS[0]
-        self._precision = Precision.COARSE if is_coarse else Precision.PLAIN
+        self._precision = _PRECISIONS[activation_bits]
         self._has_routers = any(isinstance(op, MixtureOfExperts) for op in program.ops)
         self._absorbed: set[str] = set()  # outputs of what is done right behind a product
         self._stored: set[str] = set()  # keys and values that go to the pages behind their product

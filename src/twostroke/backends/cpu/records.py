@@ -41,6 +41,7 @@ class Precision(IntEnum):
     PLAIN = 0
     PRECISE = 1
     COARSE = 2
+    MIXED = 3
 
 
 class Store(IntEnum):
