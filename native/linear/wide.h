@@ -27,7 +27,7 @@ constexpr int wide_groups(int64_t left) {
 
 /// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512 (measured; on
 /// AMX counted). On AVX2 it is repaid soonest where kernels for few rows are slow: with two scales
-/// a block, and without planes.
+/// a block.
 template <WeightType T>
 constexpr int64_t fewest_wide_rows() {
   if (TS_LEVEL == 3) return kWideRows;
@@ -41,7 +41,7 @@ constexpr int64_t fewest_pair_groups() {
   return TS_LEVEL == 1 && has_planes(T) ? 3 : 1;
 }
 
-/// For many rows they do where bytes are slowest.
+/// With two scales a block any number of groups repays it.
 template <WeightType T>
 constexpr int64_t fewest_wide_groups() {
   return block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;

@@ -20,6 +20,9 @@ from twostroke.core.errors import nearest
         ("temp", ("stream", "temperature"), " Did you mean 'temperature'?"),
         ("stop_sequences", ("stop_token_ids", "stop"), " Did you mean 'stop'?"),
         ("max_new_tokens", ("min_tokens", "max_tokens"), " Did you mean 'max_tokens'?"),
+        ("freq", ("stop", "frequency_penalty"), " Did you mean 'frequency_penalty'?"),
+        ("top_k_options", ("options", "top_k"), " Did you mean 'top_k'?"),
+        ("text", ("text", "prompt"), ""),  # which is known elsewhere
         ("ouput", ("input", "output"), " Did you mean 'output'?"),
         ("--modle", ("--models", "--version"), " Did you mean '--models'?"),
         ("on", ("n", "off"), ""),

@@ -169,6 +169,12 @@ def test_unknown_field_of_a_message_names_the_nearest(server: LiveServer) -> Non
     assert "'content'" in message
 
 
+def test_a_field_of_another_place_is_no_hint(server: LiveServer) -> None:
+    response = server.chat(messages=[{"role": "user", "text": "x"}])
+    message = refused(response, 400, "messages[0].text", "unknown_parameter")
+    assert message == "Unknown field 'messages[0].text'."
+
+
 def test_missing_messages_are_named(server: LiveServer) -> None:
     response = server.http.post("/v1/chat/completions", json={"model": "tiny"})
     refused(response, 400, "messages", "missing_required_parameter")

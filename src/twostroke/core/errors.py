@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-_NUM_CANDIDATES = 5
-_LEAST_SHARE = 0.4  # of the letters of both words: where one begins the other
-_SAME_START_SHARE = 0.7
+_SAME_START_SHARE = 0.7  # of the letters of both words
 _OTHER_START_SHARE = 0.8
 
 
@@ -134,12 +132,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     wanted = _bare(word)
     names = {_bare(name): name for name in known}
-    matches = get_close_matches(wanted, names, n=_NUM_CANDIDATES, cutoff=_LEAST_SHARE)
-    return next((f" Did you mean '{names[one]}'?" for one in matches if _is_like(wanted, one)), "")
+    alike = [name for name in names if names[name] != word and _is_like(wanted, name)]
+    if not alike:
+        return ""
+    return f" Did you mean '{names[max(alike, key=lambda name: _share(wanted, name))]}'?"
 
 
 def _bare(word: str) -> str:
     return word.lower().lstrip("-")  # which all options begin with
+
+
+def _share(word: str, known: str) -> float:
+    return SequenceMatcher(None, known, word).ratio()
 
 
 def _is_like(word: str, known: str) -> bool:
@@ -148,7 +152,7 @@ def _is_like(word: str, known: str) -> bool:
     What is shorter than four letters begins too much.
     """
     least = _SAME_START_SHARE if word[:1] == known[:1] else _OTHER_START_SHARE
-    if SequenceMatcher(None, known, word).ratio() >= least:
+    if _share(word, known) >= least:
         return True
     short, long = sorted((word, known), key=len)
     return len(short) >= 4 and long.startswith(short)

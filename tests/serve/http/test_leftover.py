@@ -241,6 +241,27 @@ def test_an_answer_after_the_stop_waits_for_no_rest() -> None:
     ]
 
 
+def test_a_stop_as_the_time_of_a_rest_ends_is_no_error() -> None:
+    async def serve() -> bool:
+        async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        async def send(_message: Message) -> None:
+            pass
+
+        async def receive() -> Message:
+            try:
+                return await asyncio.Future()
+            except asyncio.CancelledError:  # the limit is expiring
+                leftover.hurry()
+                raise
+
+        leftover = Leftover(receive, send, Limits(body_timeout_s=0.01))
+        return await asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10)
+
+    assert not asyncio.run(serve())
+
+
 def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") -> socket.socket:
     """Return a connection on which a client has asked whether to send a body, and sent some."""
     connection = server.connect()

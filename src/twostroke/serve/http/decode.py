@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
@@ -79,12 +78,6 @@ def convert(value: object, kind: type[T], where: str) -> T:
         raise _explain(str(error), kind, where) from None
 
 
-@cache
-def field_names(kind: type[msgspec.Struct]) -> list[str]:
-    """Return the names of a struct's fields and of the structs' inside it."""
-    return sorted(_field_names(msgspec.inspect.type_info(kind)))
-
-
 def depth_exceeds(body: bytes, limit: int) -> bool:
     """Return whether lists and objects in a JSON text are nested deeper than `limit`.
 
@@ -110,7 +103,7 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
         param = _join(path, word)
-        hint = nearest(word, field_names(kind))
+        hint = nearest(word, _fields_at(kind, inner))
         return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
     if found := _MISSING.fullmatch(what):
         param = _join(path, found[1])
@@ -141,11 +134,22 @@ def _split(text: str) -> tuple[str, str, bool]:
 
 def _words_at(kind: type[msgspec.Struct], path: str) -> list[str]:
     """Return the words that may stand at a place inside a struct that takes no others."""
-    here = [msgspec.inspect.type_info(kind)]
+    literals = (it for it in _types_at(kind, path) if isinstance(it, msgspec.inspect.LiteralType))
+    return [str(word) for it in literals for word in it.values]
+
+
+def _fields_at(kind: type[msgspec.Struct], path: str) -> list[str]:
+    """Return the names of fields that an object at a place inside a struct may have."""
+    structs = (it for it in _types_at(kind, path) if isinstance(it, msgspec.inspect.StructType))
+    return sorted({field.encode_name for it in structs for field in it.fields})
+
+
+def _types_at(kind: type[msgspec.Struct], path: str) -> list[msgspec.inspect.Type]:
+    """Return what may stand at a place inside a struct."""
+    here: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
     for step in _STEP.findall(path):
         here = [inner for part in _parts(here) for inner in _into(part, step)]
-    literals = (part for part in _parts(here) if isinstance(part, msgspec.inspect.LiteralType))
-    return [str(word) for part in literals for word in part.values]
+    return list(_parts(here))
 
 
 def _into(kind: msgspec.inspect.Type, step: str) -> Iterator[msgspec.inspect.Type]:
@@ -170,16 +174,3 @@ def _join(path: str, name: str) -> str:
 def _in_words(types: str) -> str:
     words = [_WORDS.get(word, word) for word in types.split(" | ") if word != "null"]
     return " or ".join(words) or "null"
-
-
-def _field_names(kind: msgspec.inspect.Type) -> Iterator[str]:
-    """Yield the names of a struct's fields and of the structs' inside it."""
-    if isinstance(kind, msgspec.inspect.StructType):
-        for field in kind.fields:
-            yield field.encode_name
-            yield from _field_names(field.type)
-    elif isinstance(kind, msgspec.inspect.UnionType):
-        for part in kind.types:
-            yield from _field_names(part)
-    elif isinstance(kind, msgspec.inspect.ListType):
-        yield from _field_names(kind.item_type)

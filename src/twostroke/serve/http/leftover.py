@@ -64,7 +64,7 @@ class Leftover:
     def hurry(self) -> None:
         """From now on wait for a body no longer than a moment, and for a rest not at all."""
         self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
-        if self._limit is not None:
+        if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0.0 if self._is_answered else self._stops_at)
 
     async def _take(self) -> Message:
