@@ -9,8 +9,9 @@ from goals import GOALS
 from guessing import all_guessing
 from plots import Bar, bars
 from quality import Quality
-from records import COARSE, OURS, Record, all_records
+from records import OURS, Record, all_records, is_ours, ours_with
 from report import ROOT, Spread, caption, table
+from twostroke.core.config import ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +55,13 @@ def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
         plot.parent.mkdir(parents=True, exist_ok=True)
         plot.write_text(bars("times the best peer of the row (the mark is the goal)", drawn))
         yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
-    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached", "with 8-bit activations")
-    rows = [_goal_cells(goal, usual.get((goal.row, goal.model))) for goal in GOALS]
+    others = [bits for bits in ACTIVATION_BITS if any(r.best(ours_with(bits)) for r in records)]
+    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached")
+    header += tuple(f"with {bits}-bit activations" for bits in others)
+    rows = []
+    for goal in GOALS:
+        record = usual.get((goal.row, goal.model))
+        rows.append(_goal_cells(goal, record) + tuple(_bits_cell(goal, record, b) for b in others))
     yield table(header, rows) + "\n"
     for record in sorted(records, key=lambda each: (each.model, each.setting, each.row)):
         yield from _record_parts(record)
@@ -74,7 +80,7 @@ def _bar(goal: Goal, record: Record | None) -> Bar | None:
 def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
     if record is None or (ours := record.best(OURS)) is None:
         how = f"{_NOT_MEASURED}: `{goal.command}`"
-        return (goal.row, goal.model, how, "", "", goal.text(), "", "")
+        return (goal.row, goal.model, how, "", "", goal.text(), "")
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
     ratio = record.ratio(peer) if peer else None
@@ -96,16 +102,18 @@ def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
     word = _NOT_MEASURED if unknown else "yes" if all(reached) else "no"
     theirs = f"{_figure(best.median, record.unit)}, {peer}" if best else _NOT_MEASURED
     own = _figure(ours.median, record.unit)
-    coarse = _coarse_cell(goal, record, peer)
-    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word, coarse)
+    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word)
 
 
-def _coarse_cell(goal: Goal, record: Record, peer: str | None) -> str:
-    """Return what 8-bit activations, which most peers have, make of a row."""
-    ratio = record.ratio(peer, COARSE) if peer else None
+def _bits_cell(goal: Goal, record: Record | None, bits: int) -> str:
+    """Return what other bits of activations make of a row; most peers have 8."""
+    if record is None:
+        return ""
+    ratio = record.ratio(record.peers[0], ours_with(bits)) if record.peers else None
+    limits = record.others.get("with_bits", {}).get(str(bits), {})
     shares = [f"{ratio:.2f}"] if ratio is not None else []
     for wanted, name, limit in ((goal.mbu, "mbu", "bandwidth"), (goal.mfu, "mfu", "peak")):
-        if wanted is not None and (got := record.others.get(f"coarse_{name}")) is not None:
+        if wanted is not None and (got := limits.get(name)) is not None:
             shares.append(f"{got:.0%} of the {limit}")
     return ", ".join(shares)
 
@@ -121,7 +129,7 @@ def _record_parts(record: Record) -> Iterator[str]:
     digits = {"s": 3, "ms": 3, "tokens/s": 1}.get(record.unit, 0)
     lines = []
     for entry in record.entries:
-        ratio = record.ratio(entry.engine) if entry.engine not in {OURS, COARSE} else None
+        ratio = record.ratio(entry.engine) if not is_ours(entry.engine) else None
         is_best = record.best(entry.engine) == entry
         name = f"{entry.engine}, {entry.way}" if entry.way else entry.engine
         shown = f"{ratio:.2f}" if ratio and is_best else ""
@@ -150,7 +158,7 @@ def _others(others: dict[str, Any]) -> Iterator[str]:
         )
     if "same_first_tokens" in others:
         share = others["same_first_tokens"]
-        yield f"- {share:.0%} of the prompts got one first token from all engines (8 bits aside)"
+        yield f"- {share:.0%} of the prompts got one first token from all engines (other bits aside)"
     if bare := others.get("bare_tokens_per_s"):
         yield f"- the bare engine: {Spread.of(bare).text(1)} tokens/s"
     for name, figures in others.get("latency", {}).items():

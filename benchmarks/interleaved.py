@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quiet import MAX_SHARE
-from records import COARSE, OURS, Entry
+from records import OURS, Entry, is_ours
 from report import Spread, note
 from workload import Timing, Work
 
@@ -71,11 +71,11 @@ class Row:
 
     @property
     def same_first_tokens(self) -> float:
-        """The share of prompts that all answered with the same first token, 8 bits aside."""
+        """The share of prompts that all answered with the same first token, ours by default."""
         known = [
             tokens
             for (engine, _), tokens in self.first_tokens.items()
-            if tokens and engine != COARSE
+            if tokens and (engine == OURS or not is_ours(engine))
         ]
         longest = max(map(len, known), default=0)
         counted = [tokens for tokens in known if len(tokens) == longest]  # no way that was left out

@@ -24,7 +24,7 @@ from quality import (
     engine_quality,
     reference_logits,
 )
-from records import COARSE, OURS, Record, keep
+from records import OTHER_BITS, OURS, Record, is_ours, keep, ours_with
 from report import Spread, caption, machine_facts, note, save, table
 from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
@@ -139,8 +139,13 @@ def _record(run: Run, name: str, row: Row) -> Record:
             "limits": limits,
             "mbu": row.share("bytes", limits.get("bandwidth")),
             "mfu": row.share("flops", limits.get("peak")),
-            "coarse_mbu": row.share("bytes", limits.get("bandwidth"), COARSE),
-            "coarse_mfu": row.share("flops", limits.get("peak"), COARSE),
+            "with_bits": {
+                str(bits): {
+                    "mbu": row.share("bytes", limits.get("bandwidth"), ours_with(bits)),
+                    "mfu": row.share("flops", limits.get("peak"), ours_with(bits)),
+                }
+                for bits in OTHER_BITS
+            },
             "same_first_tokens": row.same_first_tokens,
             "quality": [asdict(line) for line in run.quality],
         },
@@ -165,10 +170,11 @@ def _quality(
     right = reference_logits(loaded, parts)
     compute = ComputeOptions(given.backend, given.threads, given.level)
     lines = engine_quality(loaded, right, parts, compute)
-    if any(side.name == COARSE for side in sides):
-        lines += engine_quality(loaded, right, parts, replace(compute, activation_bits=8))
+    for bits in OTHER_BITS:
+        if any(side.name == ours_with(bits) for side in sides):
+            lines += engine_quality(loaded, right, parts, replace(compute, activation_bits=bits))
     for side in sides:
-        if side.name in {OURS, COARSE}:
+        if is_ours(side.name):
             continue
         if not side.scores:
             lines += _answers_quality(side, right, parts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from report import RESULTS, Spread, machine_facts, write
 from twostroke.backends.cpu.library import choose_level
+from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
 
 ROWS = RESULTS / "rows"
 OURS = "Twostroke"
-COARSE = "Twostroke, 8-bit activations"
+OTHER_BITS = tuple(bits for bits in ACTIVATION_BITS if bits != DEFAULT_ACTIVATION_BITS)
+
+
+def ours_with(bits: int) -> str:
+    """Return the name of Twostroke with so many bits of activations, other than by default."""
+    return f"{OURS}, {bits}-bit activations"
+
+
+def is_ours(engine: str) -> bool:
+    """Tell Twostroke, with any bits of activations, from its peers."""
+    return engine.partition(",")[0] == OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class Record:
     @property
     def peers(self) -> list[str]:
         """The engines beside Twostroke, the best one first."""
-        names = {entry.engine: None for entry in self.entries if entry.engine not in {OURS, COARSE}}
+        names = {entry.engine: None for entry in self.entries if not is_ours(entry.engine)}
         medians = {name: best.median for name in names if (best := self.best(name))}
         return sorted(medians, key=medians.__getitem__, reverse=not self.lower_is_better)
 

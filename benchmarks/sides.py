@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import environments
 from pipe import Worker, WorkerError
-from records import COARSE, OURS
+from records import OTHER_BITS, OURS, is_ours, ours_with
 from report import note
 from twostroke.models import build_program
 from twostroke.program import FLOAT16
@@ -55,7 +55,7 @@ class Side:
         except WorkerError as error:
             self.failure = str(error)
             note(f"{self.name} {error}")
-            if self.name in {OURS, COARSE}:
+            if is_ours(self.name):
                 raise SystemExit(f"{self.name} {error}") from None
             return None
 
@@ -117,7 +117,9 @@ def _sides(
     own = [sys.executable, _script("twostroke"), model, *ours]
     yield Side(OURS, worker(OURS, *own))
     if given.backend in {"auto", "cpu"}:
-        yield Side(COARSE, worker(COARSE, *own, "--activation-bits", "8"))
+        for bits in OTHER_BITS:
+            name = ours_with(bits)
+            yield Side(name, worker(name, *own, "--activation-bits", str(bits)))
     if LLAMA in given.peers:
         python = environments.llama_python(given.llama_level, given.llama_env)
         flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}

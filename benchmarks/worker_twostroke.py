@@ -10,7 +10,7 @@ from closed_loop import Loop
 from ours import run_job, run_loop
 from pipe import claim_output, serve
 from twostroke.core.config import (
-    ACTIVATION_BITS,
+    DEFAULT_ACTIVATION_BITS,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--level")
-    parser.add_argument("--activation-bits", type=int, default=ACTIVATION_BITS[0])
+    parser.add_argument("--activation-bits", type=int, default=DEFAULT_ACTIVATION_BITS)
     parser.add_argument("--kv-memory", type=int, help="bytes")
     given, answers = parser.parse_args(), claim_output()
     bits = given.activation_bits

@@ -88,17 +88,16 @@ def test_kept_tokens_stay_and_the_rest_is_fresh():
     assert {len(prompt) for prompt in first} == {40}
 
 
-def test_our_8_bits_are_no_peer_and_have_a_column_of_their_own():
-    record = _record([20], [[10]], others={"mbu": 0.5, "coarse_mbu": 0.7})
-    record.entries.append(Entry(records.COARSE, "", [30]))
+def test_our_other_bits_are_no_peers_and_have_columns_of_their_own():
+    others = {"mbu": 0.5, "with_bits": {"8": {"mbu": 0.7}}}
+    record = _record([20], [[10]], others=others)
+    record.entries.append(Entry(records.ours_with(8), "", [30]))
     assert record.peers == ["llama.cpp"]
-    cells = bench_report._goal_cells(Goal("decode-1", "smollm2", 1.5, mbu=0.85), record)
-    assert cells[4:] == (
-        "2.00, 50% of the bandwidth",
-        "1.5 x, 85% of the bandwidth",
-        "no",
-        "3.00, 70% of the bandwidth",
-    )
+    goal = Goal("decode-1", "smollm2", 1.5, mbu=0.85)
+    cells = bench_report._goal_cells(goal, record)
+    assert cells[4:] == ("2.00, 50% of the bandwidth", "1.5 x, 85% of the bandwidth", "no")
+    assert bench_report._bits_cell(goal, record, 8) == "3.00, 70% of the bandwidth"
+    assert not bench_report._bits_cell(goal, record, 15)
 
 
 def test_a_row_that_cannot_be_kept_leaves_the_old_one_and_a_damaged_one_is_named(

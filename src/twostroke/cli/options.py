@@ -9,8 +9,8 @@ import click
 
 from twostroke.cli.help import ByteSize, OneOf, SectionOption
 from twostroke.core.config import (
-    ACTIVATION_BITS,
     BACKENDS,
+    DEFAULT_ACTIVATION_BITS,
     KV_FORMATS,
     PARTNER,
     POLICIES,
@@ -111,7 +111,7 @@ def compute_options(function: F) -> F:
             ("--activation-bits",),
             {
                 "type": int,
-                "default": ACTIVATION_BITS[0],
+                "default": DEFAULT_ACTIVATION_BITS,
                 "help": "Kept where weights are quantized: 15; 9: faster; 8: fastest, not as near.",
             },
         ),

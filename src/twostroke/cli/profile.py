@@ -16,8 +16,8 @@ from twostroke.cli.options import named_as_options
 from twostroke.cli.roofline import Point, Roof, Series, draw
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
-    ACTIVATION_BITS,
     BACKENDS,
+    DEFAULT_ACTIVATION_BITS,
     KV_FORMATS,
     CacheOptions,
     ComputeOptions,
@@ -88,7 +88,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--activation-bits",
     type=int,
-    default=ACTIVATION_BITS[0],
+    default=DEFAULT_ACTIVATION_BITS,
     show_default=True,
     help="Against quantized weights.",
 )

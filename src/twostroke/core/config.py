@@ -12,6 +12,7 @@ BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
 PAGE_SIZES: Final = (16, 32, 64)
 ACTIVATION_BITS: Final = (15, 9, 8)
+DEFAULT_ACTIVATION_BITS: Final = 15
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 PARTNER: Final = "auto"  # the draft that the catalogue knows
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
@@ -33,7 +34,7 @@ class ComputeOptions:
     num_threads: int | None = None
     level: str | None = None
     device: str = "auto"
-    activation_bits: int = ACTIVATION_BITS[0]
+    activation_bits: int = DEFAULT_ACTIVATION_BITS
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
@@ -46,7 +47,7 @@ class ComputeOptions:
             *most, last = ACTIVATION_BITS
             bits = f"{', '.join(map(str, most))} or {last}"
             raise UsageError(f"activation_bits must be {bits}, not {self.activation_bits}.")
-        if self.activation_bits != ACTIVATION_BITS[0] and self.backend not in {"auto", "cpu"}:
+        if self.activation_bits != DEFAULT_ACTIVATION_BITS and self.backend not in {"auto", "cpu"}:
             raise UsageError(f"activation_bits is the cpu backend's, not {self.backend}'s.")
         if self.device != "auto" and self.backend != "torch":
             raise UsageError("device is the torch backend's: add --backend torch.")

@@ -17,7 +17,7 @@ from twostroke.backends.cpu.steps import StepArrays
 from twostroke.backends.cpu.team import create_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
-from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.config import DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import StepResult
 
@@ -49,7 +49,7 @@ class CpuBackend:
         *,
         level: str | None = None,
         kv_format: str = DEFAULT_FORMAT,
-        activation_bits: int = ACTIVATION_BITS[0],
+        activation_bits: int = DEFAULT_ACTIVATION_BITS,
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         beside: CpuBackend | None = None,
@@ -244,7 +244,7 @@ class CpuBackend:
 
 def _detail(level: str, num_threads: int, activation_bits: int, kv_format: str) -> str:
     parts = [level, f"{num_threads} threads"]
-    if activation_bits != ACTIVATION_BITS[0]:
+    if activation_bits != DEFAULT_ACTIVATION_BITS:
         parts.append(f"{activation_bits}-bit activations")
     if kv_format != DEFAULT_FORMAT:
         parts.append(f"{kv_format} keys and values")

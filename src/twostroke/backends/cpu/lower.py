@@ -18,7 +18,7 @@ from twostroke.backends.cpu.records import (
     Precision,
     Store,
 )
-from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
 from twostroke.program import (
     Add,
@@ -77,7 +77,7 @@ class Lowered:
 
 
 def lower(
-    program: Program, taps: Sequence[str] = (), *, activation_bits: int = ACTIVATION_BITS[0]
+    program: Program, taps: Sequence[str] = (), *, activation_bits: int = DEFAULT_ACTIVATION_BITS
 ) -> Lowered:
     """Lower a Program whose values `taps` leave the step.
 
