@@ -158,7 +158,7 @@ def _others(others: dict[str, Any]) -> Iterator[str]:
         )
     if "same_first_tokens" in others:
         share = others["same_first_tokens"]
-        yield f"- {share:.0%} of the prompts got one first token from all engines (other bits aside)"
+        yield f"- {share:.0%} of the prompts got one first token from all (other bits aside)"
     if bare := others.get("bare_tokens_per_s"):
         yield f"- the bare engine: {Spread.of(bare).text(1)} tokens/s"
     for name, figures in others.get("latency", {}).items():
