@@ -56,8 +56,8 @@ def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
         plot.write_text(bars("times the best peer of the row (the mark is the goal)", drawn))
         yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
     others = [bits for bits in ACTIVATION_BITS if any(r.best(ours_with(bits)) for r in records)]
-    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached")
-    header += tuple(f"with {bits}-bit activations" for bits in others)
+    named = [f"with {bits}-bit activations" for bits in others]
+    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached", *named)
     rows = []
     for goal in GOALS:
         record = usual.get((goal.row, goal.model))
