@@ -1,6 +1,7 @@
 // The C face of the matrix products, for tests and measurements; its names start with ts_linear_.
 #include "linear/layout.h"
 #include "linear/linear.h"
+#include "linear/tuning.h"
 
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -17,6 +18,10 @@ using ts::WeightType;
 TS_EXPORT const char* ts_linear_level() { return ts::level_name(); }
 
 TS_EXPORT int32_t ts_linear_request_tiles() { return ts::request_tiles() ? 1 : 0; }
+
+TS_EXPORT int32_t ts_linear_has_half_ports() { return ts::tuning().has_half_ports ? 1 : 0; }
+
+TS_EXPORT void ts_linear_assume_half_ports(int32_t half) { ts::assume_half_ports(half != 0); }
 
 TS_EXPORT int32_t ts_linear_rows_together() { return ts::rows_together(); }
 

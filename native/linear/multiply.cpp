@@ -9,6 +9,7 @@
 #include "linear/product.h"
 #include "linear/scratch.h"
 #include "linear/tiles.h"
+#include "linear/tuning.h"
 #include "linear/wide.h"
 
 #if defined(__aarch64__)
@@ -146,9 +147,6 @@ void multiply_packed(const Product<Planes>& product, int64_t row_begin, int64_t 
 
 #if TS_LEVEL >= 1
 
-/// Prepared rows that are kept in the second-level cache while unpacked groups pass by.
-constexpr int64_t kCachedRowBytes = TS_LEVEL >= 2 ? 1024 * 1024 : 512 * 1024;
-
 /// G groups against rows [row_begin, row_end), a few blocks of inputs at a time.
 template <WeightType T, int G, int Planes>
 class WideProduct {
@@ -160,7 +158,7 @@ class WideProduct {
     static thread_local Scratch blocks;
     static thread_local Scratch sums;
     const auto block_bytes = static_cast<int64_t>(sizeof(Block));
-    blocks_ = reinterpret_cast<Block*>(blocks.reserve(kWideBlocks * block_bytes));
+    blocks_ = reinterpret_cast<Block*>(blocks.reserve(tuning().wide_blocks * block_bytes));
     sums_ = reinterpret_cast<Sums*>(sums.reserve(num_parts() * static_cast<int64_t>(sizeof(Sums))));
   }
 
@@ -171,7 +169,7 @@ class WideProduct {
     const int64_t size = group_bytes(T, num_inputs);
     const uint8_t* packed = product_.weight.data + group * size;
     // Chunks of nearly the same size: reading and writing the sums would cost a small one too much.
-    const int64_t num_chunks = round_up(num_blocks, kWideBlocks) / kWideBlocks;
+    const int64_t num_chunks = round_up(num_blocks, tuning().wide_blocks) / tuning().wide_blocks;
     const int64_t step =
         round_up(round_up(num_blocks, num_chunks) / num_chunks, kFormat.blocks_per_unit());
     for (int64_t begin = 0; begin < num_blocks; begin += step) {
@@ -299,9 +297,9 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
     const int64_t row_bytes =
         product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock<Planes>)) / kPanelRows;
     const int64_t step =
-        std::max(kPanelRows, kCachedRowBytes / row_bytes / kPanelRows * kPanelRows);
-    const bool is_wide =
-        num_rows >= fewest_wide_rows<T>() && group_end - group_begin >= fewest_wide_groups<T>();
+        std::max(kPanelRows, tuning().cached_row_bytes / row_bytes / kPanelRows * kPanelRows);
+    const bool is_wide = num_rows >= fewest_wide_rows<T, Planes>(tuning()) &&
+                         group_end - group_begin >= fewest_wide_groups<T>();
     const int64_t num_wide_rows = is_wide ? num_rows / kWideRows * kWideRows : 0;
     for (; row < num_wide_rows; row += step) {
       const int64_t end = std::min(row + step, num_wide_rows);

@@ -8,7 +8,9 @@
 #if TS_LEVEL >= 1
 
 #include <cstdint>
+#include <limits>
 
+#include "linear/tuning.h"
 #if TS_LEVEL == 3
 #include "linear/wide_tiles.h"
 #elif TS_LEVEL == 2
@@ -27,12 +29,17 @@ constexpr int wide_groups(int64_t left) {
 
 /// Fewer rows do not repay the unpacking, of which whole bytes need least on AVX-512 (measured; on
 /// AMX counted). On AVX2 it is repaid soonest where kernels for few rows are slow: with two scales
-/// a block.
-template <WeightType T>
-constexpr int64_t fewest_wide_rows() {
+/// a block. With half ports it is repaid only there, and where codes in two planes meet one.
+template <WeightType T, int Planes>
+constexpr int64_t fewest_wide_rows(const Tuning& tuning) {
+  constexpr BlockFormat format = block_format(T);
   if (TS_LEVEL == 3) return kWideRows;
-  if (TS_LEVEL == 1) return block_format(T).num_subs == 1 ? 16 : 8;
-  return block_format(T).num_bits() == 8 ? 32 : 16;
+  if (TS_LEVEL == 1) return format.num_subs == 1 ? 16 : 8;
+  if (tuning.has_half_ports && format.num_subs == 1) {
+    const bool is_slow = Planes == 1 && format.high_bits != 0;
+    return is_slow ? 32 : std::numeric_limits<int64_t>::max();
+  }
+  return format.num_bits() == 8 ? 32 : 16;
 }
 
 /// Nor do fewer groups repay that planes are made into pairs first, on AVX2 (measured).

@@ -14,9 +14,6 @@
 
 namespace ts {
 
-/// Blocks that are unpacked at a time: of three groups, some 30 KB, which stay in the first-level
-/// cache while all rows pass by. A multiple of every format's unit.
-constexpr int64_t kWideBlocks = 16;
 constexpr int kWideRows = TS_LEVEL == 3 ? int{kPanelRows} : 4;
 constexpr int kWideLines = TS_LEVEL == 1 ? 2 * kQuads : kQuads;  // of 64 bytes, for 16 outputs
 

@@ -153,7 +153,7 @@ double measure_tiles(const Library& library) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: microbench LIBRARY [outputs inputs megabytes formats]\n");
+    std::fprintf(stderr, "usage: microbench LIBRARY [outputs inputs megabytes formats [full|half]]\n");
     return 2;
   }
   const Library library = open_library(argv[1]);
@@ -163,6 +163,11 @@ int main(int argc, char** argv) {
   if (library.request_tiles() == 0) {
     std::fprintf(stderr, "the system does not grant the tile registers\n");
     return 1;
+  }
+  if (argc > 6) {  // the ports of another processor, in place of this one's
+    void (*assume_half_ports)(int32_t);
+    find(library.handle, "ts_linear_assume_half_ports", &assume_half_ports);
+    assume_half_ports(std::strcmp(argv[6], "half") == 0 ? 1 : 0);
   }
   Peaks peaks = measure_peaks(footprint);
   peaks.tile_macs_s = measure_tiles(library);
