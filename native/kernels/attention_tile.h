@@ -6,6 +6,7 @@
 
 #include "kernels/kv.h"
 #include "kernels/lane_math.h"
+#include "linear/tuning.h"
 
 namespace ts {
 
@@ -37,9 +38,6 @@ inline Lanes load_sixteen(const int8_t* p) { return load_bytes(p); }
 template <class T>
 constexpr int kSixteensPerLine = 64 / (kLanes * static_cast<int>(sizeof(T)));
 
-/// Fetches a line of the piece that comes next: on AVX2 into the second-level cache (measured).
-inline void fetch_ahead(const void* p) { __builtin_prefetch(p, 0, TS_LEVEL == 1 ? 2 : 3); }
-
 /// sums[i][b] += factors[i * stride] * sixteens[b].
 template <int Q, int B, class T>
 TS_INLINE void add_products(const float* factors, int64_t stride, const T* const* sixteens,
@@ -70,6 +68,7 @@ TS_INLINE void add_products(const float* factors, int64_t stride, const T* const
 template <int Q, int B, class T>
 void score_tile(const float* q, const T* const* blocks, const T* const* ahead, int64_t head_dim,
                 float* scores, int64_t score_stride) {
+  [[maybe_unused]] const bool is_far = fetches_far();
   Lanes sums[Q][B];
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
@@ -79,7 +78,7 @@ void score_tile(const float* q, const T* const* blocks, const T* const* ahead, i
     TS_UNROLL for (int b = 0; b < B; ++b) sixteens[b] = blocks[b] + d * kLanes;
     if constexpr (!std::is_same_v<T, float>) {
       if (d % kSixteensPerLine<T> == 0) {
-        TS_UNROLL for (int b = 0; b < B; ++b) fetch_ahead(ahead[b] + d * kLanes);
+        TS_UNROLL for (int b = 0; b < B; ++b) fetch(ahead[b] + d * kLanes, is_far);
       }
     }
     add_products<Q, B>(q + d, head_dim, sixteens, sums);
@@ -95,6 +94,7 @@ void score_tile(const float* q, const T* const* blocks, const T* const* ahead, i
 template <int Q, int B, class T>
 void value_tile(const float* shares, int64_t share_stride, const T* const* blocks,
                 const T* const* ahead, int64_t head_dim, int64_t begin, int64_t end, float* out) {
+  [[maybe_unused]] const bool is_far = fetches_far();
   Lanes sums[Q][B];
   TS_UNROLL for (int i = 0; i < Q; ++i) {
     TS_UNROLL for (int b = 0; b < B; ++b) sums[i][b] = zero_lanes();
@@ -105,7 +105,7 @@ void value_tile(const float* shares, int64_t share_stride, const T* const* block
     TS_UNROLL for (int b = 0; b < B; ++b) sixteens[b] = row + b * kLanes;
     if constexpr (!std::is_same_v<T, float>) {
       const T* next = ahead[token / kBlockTokens] + token % kBlockTokens * head_dim;
-      TS_UNROLL for (int b = 0; b < B; b += kSixteensPerLine<T>) fetch_ahead(next + b * kLanes);
+      TS_UNROLL for (int b = 0; b < B; b += kSixteensPerLine<T>) fetch(next + b * kLanes, is_far);
     }
     add_products<Q, B>(shares + token, share_stride, sixteens, sums);
   }

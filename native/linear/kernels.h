@@ -7,13 +7,13 @@
 #include "linear/lanes.h"
 #include "linear/layout.h"
 #include "linear/scales.h"
+#include "linear/tuning.h"
 
 namespace ts {
 
-/// How far ahead of the loads the packed weights are fetched, and into which cache (measured: on
-/// AVX2 far, into the second level, docs/adr/0027).
-constexpr int64_t kPrefetchBytes = TS_LEVEL == 1 ? 12288 : 2560;
-constexpr int kPrefetchLocality = TS_LEVEL == 1 ? 2 : 3;
+/// How far ahead of the loads the packed weights are fetched (measured, docs/adr/0027 and 0032).
+constexpr int64_t kFarBytes = 12288;
+constexpr int64_t kNearBytes = 2560;
 
 /// Most rows that a kernel takes.
 template <WeightType T>
@@ -38,11 +38,15 @@ constexpr bool has_kernel() {
   return (R & (R - 1)) == 0 && R <= max_kernel_rows<T>();
 }
 
+/// Fetches so many bytes of packed weights that are read a while after those at `p`.
 template <int64_t Bytes>
-inline void prefetch(const uint8_t* p) {
-  TS_UNROLL
-  for (int64_t offset = 0; offset < Bytes; offset += 64) {
-    __builtin_prefetch(p + kPrefetchBytes + offset, 0, kPrefetchLocality);
+inline void fetch_weights(const uint8_t* p, bool is_far) {
+  if (is_far) {
+    TS_UNROLL
+    for (int64_t offset = 0; offset < Bytes; offset += 64) fetch(p + kFarBytes + offset, true);
+  } else {
+    TS_UNROLL
+    for (int64_t offset = 0; offset < Bytes; offset += 64) fetch(p + kNearBytes + offset, false);
   }
 }
 
@@ -70,6 +74,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
                                                const PanelBlock<Planes>* panel, int row,
                                                int64_t num_blocks, Places place_of, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
+  const bool is_far = fetches_far();
   ScaleReader<T> reader;
   Lanes sums[R];
   TS_UNROLL
@@ -77,7 +82,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock<Planes>& block = panel[index];
     if constexpr (Places::is_every) {
-      prefetch<format.block_bytes()>(group + index * format.block_bytes());
+      fetch_weights<format.block_bytes()>(group + index * format.block_bytes(), is_far);
     }
     const int64_t place = place_of(index);
     const Codes<T> codes = load_codes<T>(group + format.quant_offset(place));
@@ -128,6 +133,7 @@ template <WeightType T, int R>
 void multiply_floats(const uint8_t* group, const FloatBlock* panel, int row, int64_t num_lines,
                      Lanes out[R]) {
   constexpr int64_t pair_bytes = 2 * kGroupSize * element_bytes(T);
+  const bool is_far = fetches_far();
   Lanes even_sums[R];
   Lanes odd_sums[R];
   TS_UNROLL
@@ -136,7 +142,7 @@ void multiply_floats(const uint8_t* group, const FloatBlock* panel, int row, int
     for (int64_t i = 0; i < kFloatsPerLine; i += 2) {
       Lanes even;
       Lanes odd;
-      prefetch<pair_bytes>(group);
+      fetch_weights<pair_bytes>(group, is_far);
       load_pair<T>(group, &even, &odd);
       group += pair_bytes;
       TS_UNROLL

@@ -24,21 +24,17 @@ bool is_zen4() {
 #endif
 }
 
-Tuning& chosen() {
-  static Tuning tuning = tuning_for(is_zen4());
-  return tuning;
+Tuning tuning_for(bool has_half_ports) {
+  constexpr int64_t kKilobyte = 1024;
+  if (TS_LEVEL == 2 && has_half_ports) return {true, true, 8, 512 * kKilobyte};
+  if (TS_LEVEL >= 2) return {false, false, 16, 1024 * kKilobyte};
+  return {false, TS_LEVEL == 1, 16, 512 * kKilobyte};
 }
 
 }  // namespace
 
-Tuning tuning_for(bool has_half_ports) {
-  constexpr int64_t kKilobyte = 1024;
-  if (TS_LEVEL < 2) return {has_half_ports, 16, 512 * kKilobyte};
-  return {has_half_ports, has_half_ports ? 8 : 16, (has_half_ports ? 512 : 1024) * kKilobyte};
-}
+Tuning current_tuning = tuning_for(is_zen4());
 
-const Tuning& tuning() { return chosen(); }
-
-void assume_half_ports(bool has_half_ports) { chosen() = tuning_for(has_half_ports); }
+void assume_half_ports(bool has_half_ports) { current_tuning = tuning_for(has_half_ports); }
 
 }  // namespace ts

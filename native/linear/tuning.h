@@ -5,22 +5,40 @@
 
 namespace ts {
 
-/// Choices between ways that give the same bits.
+/// Choices between ways that give the same bits, by the caches and ports of a processor.
 struct Tuning {
   /// Zen 4 multiplies 512 bits in two halves. There loading activations anew for each group is
   /// free, and only what takes long to unpack is unpacked once for many rows (docs/adr/0032).
   bool has_half_ports;
-  int64_t wide_blocks;  // blocks that are unpacked at a time: they stay in the first-level cache
+  /// Memory is fetched far ahead, into the second-level cache; else near, into the first.
+  bool fetches_far;
+  int64_t wide_blocks;       // that are unpacked at a time: they stay in the first-level cache
   int64_t cached_row_bytes;  // prepared rows that stay in the second-level cache meanwhile
 };
 
-Tuning tuning_for(bool has_half_ports);
-
 /// That of this processor, or the one that was last assumed.
-const Tuning& tuning();
+extern Tuning current_tuning;
 
-/// Computes as on another processor from now on; for tests and measurements. Not while products
-/// run.
+inline const Tuning& tuning() { return current_tuning; }
+
+/// Computes as on Zen 4 from now on, or as on others; for tests and measurements. Not while
+/// products run.
 void assume_half_ports(bool has_half_ports);
+
+/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/adr/0027), on AMX
+/// never (not measured), on AVX-512 as the processor likes it.
+inline bool fetches_far() {
+  if (TS_LEVEL == 2) return tuning().fetches_far;
+  return TS_LEVEL == 1;
+}
+
+/// Fetches a line of cache that will be read soon.
+inline void fetch(const void* p, bool is_far) {
+  if (is_far) {
+    __builtin_prefetch(p, 0, 2);
+  } else {
+    __builtin_prefetch(p, 0, 3);
+  }
+}
 
 }  // namespace ts
