@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,9 @@ from support.native_linear import (
     whole_blocks,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 # (outputs, inputs), widened to whole blocks, and rows
 SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
 CASES = [
@@ -55,9 +60,17 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=list(NEEDS))
-def lib(request: pytest.FixtureRequest) -> Library:
-    return library(request.param)
+OTHER_PORTS = "avx512, tuned for other processors than this"
+
+
+@pytest.fixture(params=[*NEEDS, OTHER_PORTS])
+def lib(request: pytest.FixtureRequest) -> Iterator[Library]:
+    lib = library(request.param.partition(",")[0])
+    if request.param != OTHER_PORTS:
+        yield lib
+        return
+    with lib.ports_of_another():
+        yield lib
 
 
 @pytest.fixture(params=["amx_emulated", "amx"])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from support.block_formats import Parts, random_source, take_apart
 from support.native import address, load_level
 from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
 NAMES = {fmt.gguf_id: fmt.name for fmt in FORMATS.values()}
@@ -53,6 +58,17 @@ class Library:
             getattr(self.c, f"ts_linear_{name}").restype = ctypes.c_int64
         assert self.c.ts_linear_request_tiles() == 1
         self.name: str = self.c.ts_linear_level().decode()
+
+    @contextmanager
+    def ports_of_another(self) -> Iterator[None]:
+        """Compute as on a processor with half ports of 512 bits, or with whole ones if not so here."""
+        half = self.c.ts_linear_has_half_ports()
+        self.c.ts_linear_assume_half_ports(1 - half)
+        try:
+            assert self.c.ts_linear_has_half_ports() == 1 - half
+            yield
+        finally:
+            self.c.ts_linear_assume_half_ports(half)
 
     def packed_bytes(self, kind: int, num_outputs: int, num_inputs: int) -> int:
         sizes = ctypes.c_int64(num_outputs), ctypes.c_int64(num_inputs)
