@@ -153,7 +153,8 @@ double measure_tiles(const Library& library) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: microbench LIBRARY [outputs inputs megabytes formats [full|half]]\n");
+    std::fprintf(stderr,
+                 "usage: microbench LIBRARY [outputs inputs megabytes formats [full|half]]\n");
     return 2;
   }
   const Library library = open_library(argv[1]);

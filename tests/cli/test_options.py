@@ -111,7 +111,7 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
             "--activation-bits is the cpu backend's, not reference's.",
         ),
         ("--threads 0", "--threads must be from 1 to 1024, not 0."),
-        ("--page-size 17", "--page-size must be one of (16, 32, 64), not 17."),
+        ("--page-size 17", "--page-size must be 16, 32 or 64, not 17."),
         ("--kv-memory 0", "--kv-memory must be above 0 bytes, not 0."),
         ("--context-length 1", "--context-length must be at least 2, not 1."),
         ("--max-running 0", "--max-running must be at least 1, not 0."),

@@ -247,7 +247,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         (("--host", "no.such.host.invalid"), 7, "check --host"),
         (("--port", "99999"), 7, "choose --port from 0 to 65535"),
         (("--port", "http"), 2, "'http' is not a valid integer"),
-        (("--port", "0", "--drain", "-1"), 2, "--drain must be from 0 to 86400 seconds, not -1"),
+        (("--port", "0", "--drain", "-1"), 2, "--drain must be from 0 to 86400 seconds, not -1.0"),
         (("--port", "0", "--drain", "nan"), 2, "--drain must be from 0 to 86400 seconds, not nan"),
         (("--port", "0", "--policy", "static", "--batch-size", "300"), 2, "A batch of 300"),
         (("--port", "0", "--objective", "tttf=1"), 2, "Did you mean 'ttft'?"),

@@ -93,6 +93,14 @@ def test_params_may_differ_and_must_be_as_many(llm: LLM) -> None:
         llm.generate(["a", "a"], each[:1])
 
 
+@pytest.mark.parametrize("wrong", [{"max_tokens": 5}, 5, "5", [{"max_tokens": 5}]])
+def test_params_of_another_kind_are_refused(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"must be SamplingParams, .* not (dict|int|str)\."):
+        llm.generate("a", wrong)
+    with pytest.raises(UsageError, match="must be SamplingParams"):
+        next(llm.stream("a", wrong))
+
+
 def test_the_same_seed_gives_the_same_answer(llm: LLM) -> None:
     params = SamplingParams(seed=7, max_tokens=16, ignore_eos=True)
     first, again = (llm.generate("hello", params)[0][0].token_ids for _ in range(2))

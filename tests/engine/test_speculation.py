@@ -313,6 +313,27 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
     assert found[0] < found[1]
 
 
+@pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
+def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, most: int) -> None:
+    """The draft is its own target, so that nothing but what rows cost can stop it."""
+    with engine_of(path, method="draft", draft=str(path)) as llm:
+        (draft,) = llm.engine.client.loop._speculator._proposers
+        propose, counts = draft.propose, []
+
+        def with_price(requests: Any, price: Any) -> Any:
+            seconds = 1e9, 1e12  # so long that no chance is too small where rows are cheap
+            price = replace(
+                price, row_chance=0.0, rate=1e-9, most=8, seconds=lambda n: seconds[n > cheap]
+            )
+            found = propose(requests, price)
+            counts.extend(len(one.tokens) for one in found if one is not None)
+            return found
+
+        draft.propose = with_price
+        llm.generate(PROMPTS[:1], GREEDY)
+    assert max(counts) == most
+
+
 @pytest.mark.parametrize("failing", ["propose", "learn", "finish"])
 def test_a_draft_that_fails_takes_no_answer_along(
     path: Path, plain: list[Any], failing: str, caplog: pytest.LogCaptureFixture

@@ -41,7 +41,7 @@ def test_full_queue_refuses_at_once_with_retry_after(tmp_path: Path, stream: boo
             assert refused.headers["retry-after"] == "1"
             error = refused.json()["error"]
             assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-            assert "max_waiting_requests is 2" in error["message"]
+            assert "at most 2 may" in error["message"]
             server.backend.gate.set()
             assert all(future.result().status_code == 200 for future in [running, *waiting])
         server.wait_idle()

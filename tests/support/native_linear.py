@@ -61,7 +61,7 @@ class Library:
 
     @contextmanager
     def ports_of_another(self) -> Iterator[None]:
-        """Compute as on a processor with half ports of 512 bits, or with whole ones if not so here."""
+        """Compute as where 512-bit ports are halves, or where they are whole if not so here."""
         half = self.c.ts_linear_has_half_ports()
         self.c.ts_linear_assume_half_ports(1 - half)
         try:

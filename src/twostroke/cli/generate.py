@@ -134,7 +134,8 @@ def _encode(
 
     if raw or engine.card.chat_template is None:
         if system is not None:
-            raise UsageError("--system needs a chat template; it cannot go with --raw.")
+            why = "and --raw leaves it out" if raw else f"and {engine.card.name} has none"
+            raise UsageError(f"--system needs a chat template, {why}.")
         return encode_text(engine.card, text), params
     if not text.strip():
         raise UsageError(

@@ -76,7 +76,9 @@ class CacheOptions:
         """Refuse unknown names and numbers out of range."""
         _one_of("kv_format", self.kv_format, KV_FORMATS)
         if self.page_size not in PAGE_SIZES:
-            raise UsageError(f"page size must be one of {PAGE_SIZES}, not {self.page_size}.")
+            *most, last = PAGE_SIZES
+            sizes = f"{', '.join(map(str, most))} or {last}"
+            raise UsageError(f"page size must be {sizes}, not {self.page_size}.")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise UsageError(f"KV memory must be above 0 bytes, not {self.memory_bytes}.")
         if self.context_length is not None and self.context_length < 2:

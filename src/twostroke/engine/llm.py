@@ -98,7 +98,7 @@ class LLM:
         Raises:
             RequestError: the model has no chat template, or a message is not as it should be.
         """
-        tokens, params = encode_turn(self.engine.card, messages, params or SamplingParams())
+        tokens, params = encode_turn(self.engine.card, messages, _as_one(params))
         hints = self._hints(speculate, prediction)
         return self._run([tokens], [params], _SPEAKER, hints)[0]
 
@@ -116,7 +116,7 @@ class LLM:
         `suffix`, `speculate` and `prediction` as in `generate`.
         """
         client = self.engine.client
-        tokens, params = _written(client.card, prompt, params or SamplingParams(), suffix)
+        tokens, params = _written(client.card, prompt, _as_one(params), suffix)
         hints = self._hints(speculate, prediction)
         generation = client.generate(tokens, params, _WRITER, hints)
         client.loop.flush()
@@ -214,7 +214,7 @@ class AsyncLLM:
         `suffix`, `speculate` and `prediction` as in `LLM.generate`.
         """
         card, hints = self.engine.card, to_hints(self.engine.card, speculate, prediction)
-        tokens, params = _written(card, prompt, params or SamplingParams(), suffix)
+        tokens, params = _written(card, prompt, _as_one(params), suffix)
         async for output in self._outputs(tokens, params, _WRITER, hints):
             yield output
 
@@ -231,7 +231,7 @@ class AsyncLLM:
         `speculate` and `prediction` as in `LLM.generate`.
         """
         card = self.engine.card
-        tokens, params = encode_turn(card, messages, params or SamplingParams())
+        tokens, params = encode_turn(card, messages, _as_one(params))
         hints = to_hints(card, speculate, prediction)
         async for output in self._outputs(tokens, params, _SPEAKER, hints):
             yield output
@@ -336,6 +336,23 @@ def _as_params(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, (str, bytes, Mapping)) or not hasattr(params, "__getitem__"):
+        raise _no_params(params)
     if len(params) != count:
         raise UsageError(f"There are {count} prompts but {len(params)} sampling parameters.")
-    return list(params)
+    return [_as_one(one) for one in params]
+
+
+def _as_one(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise _no_params(params)
+    return params
+
+
+def _no_params(given: object) -> UsageError:
+    kind = type(given).__name__
+    return UsageError(
+        f"params must be SamplingParams, as SamplingParams(max_tokens=64), not {kind}."
+    )

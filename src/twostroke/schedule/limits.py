@@ -75,14 +75,14 @@ def check_queue(
     """
     if num_waiting >= config.max_waiting_requests:
         message = (
-            f"The queue is full: {num_waiting} requests wait, and max_waiting_requests is "
-            f"{config.max_waiting_requests}. Try again later."
+            f"The queue is full: {num_waiting} requests wait, and at most "
+            f"{config.max_waiting_requests} may. Try again later."
         )
         raise OverloadedError(message)
     num_tokens = num_waiting_tokens + len(request.tokens)
     if num_waiting and num_tokens > config.max_waiting_tokens:
         message = (
-            f"The queue is full: {num_tokens} tokens would wait, and max_waiting_tokens is "
-            f"{config.max_waiting_tokens}. Try again later."
+            f"The queue is full: {num_tokens} tokens would wait, and at most "
+            f"{config.max_waiting_tokens} may. Try again later."
         )
         raise OverloadedError(message)

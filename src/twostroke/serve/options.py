@@ -101,7 +101,7 @@ class ServeOptions:
             if not name.strip() or not name.isprintable():
                 raise UsageError(f"{name!r} is no name for a model: check --name.")
         if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # no number is in no range
-            message = f"--drain must be from 0 to {_MAX_DRAIN_S} seconds, not {self.drain_s:g}."
+            message = f"--drain must be from 0 to {_MAX_DRAIN_S} seconds, not {self.drain_s}."
             raise UsageError(message)
 
     @property

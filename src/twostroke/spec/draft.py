@@ -323,10 +323,8 @@ class _Made:
 
     def rate(self, price: Price) -> float:
         """Return how many tokens a second they bring, in the step and what came before it."""
-        if price.seconds is None:
-            return price.rate
         expected = self.num_tokens + sum([follower.expected for follower in self.followers])
-        return expected / (price.seconds(self.num_guesses) + self.taken_s)
+        return price.rate_with(self.num_guesses, expected, self.taken_s)
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:

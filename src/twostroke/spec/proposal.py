@@ -129,6 +129,15 @@ class Price:
         """Return the chance from which on a guess pays that takes `seconds` to be made."""
         return self.row_chance + self.rate * seconds
 
+    def rate_with(self, num_guesses: int, num_tokens: float, seconds: float) -> float:
+        """Return how many tokens a second come of a step that is expected to bring `num_tokens`.
+
+        It took `seconds` to make its guesses. Without any, where it is not known what they cost.
+        """
+        if self.seconds is None:
+            return self.rate
+        return num_tokens / (self.seconds(num_guesses) + seconds)
+
     def least_next(self, num_guesses: int, rate: float, seconds: float) -> float:
         """Return the chance from which on one more guess pays that takes `seconds` to be made.
 

@@ -228,6 +228,14 @@ def test_both_names_of_the_length_limit_work(server: LiveServer, hello: Fields, 
     assert body["usage"]["completion_tokens"] == 3
 
 
+def test_both_names_of_the_length_limit_must_agree(server: LiveServer, hello: Fields) -> None:
+    same = server.chat(max_tokens=3, max_completion_tokens=3, **hello).json()
+    assert same["usage"]["completion_tokens"] == 3
+    refused = server.chat(max_tokens=5, max_completion_tokens=3, **hello)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_tokens"
+
+
 def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -> None:
     parts = [{"type": "text", "text": "the "}, {"text": "world", "type": "text"}]
     many = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.serve.http.leftover import Leftover
+from twostroke.serve.http.body import BodyReader
 from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        self._leftover: Leftover | None = None  # of the newest request
+        self._body: BodyReader | None = None  # of the newest request
         self._is_stopping = False
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            self._leftover = Leftover(receive, send, limits, self._is_asked)
+            self._body = BodyReader(receive, send, limits, self._is_asked)
             if self._is_stopping:
-                self._leftover.hurry()
-            if not await self._leftover.answer(inner, scope):
+                self._body.hurry()
+            if not await self._body.answer(inner, scope):
                 self.transport.close()
 
         self.app = app
@@ -76,8 +76,8 @@ class Connection(H11Protocol):
         """Let an answer end, but wait for no body, and for nothing that comes behind an answer."""
         self._is_stopping = True
         super().shutdown()
-        if self._leftover is not None:
-            self._leftover.hurry()
+        if self._body is not None:
+            self._body.hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""

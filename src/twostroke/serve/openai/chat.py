@@ -130,6 +130,9 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         thinking=to_thinking(asked.chat_template_kwargs, asked.reasoning_effort),
     )
     if asked.max_completion_tokens is not None:  # the newer name of the same limit
+        if asked.max_tokens not in {None, asked.max_completion_tokens}:
+            message = "max_tokens is the older name of max_completion_tokens: give one of them."
+            raise RequestError(message, param="max_tokens")
         own["max_tokens"] = asked.max_completion_tokens
     return Job(
         model=asked.model,

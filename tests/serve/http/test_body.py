@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import select
 import socket
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
+from twostroke.serve.http.body import BodyReader
 from twostroke.serve.http.keys import ApiKeys
-from twostroke.serve.http.leftover import Leftover
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
@@ -110,6 +111,13 @@ def test_who_asks_and_does_not_wait_gets_to_read_why(patient: LiveServer) -> Non
         assert read_all(connection).startswith(b"HTTP/1.1 413")
 
 
+def test_who_sends_behind_a_no_that_was_not_read_gets_to_read_it(patient: LiveServer) -> None:
+    with _asked_first(patient, PATH, LARGE) as connection:
+        select.select([connection], [], [], 20)
+        connection.sendall(b" " * LARGE)
+        assert read_all(connection).startswith(b"HTTP/1.1 413")
+
+
 def test_a_rest_without_end_is_cut_off(brief: LiveServer) -> None:
     with brief.connect() as connection:
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -183,7 +191,7 @@ def test_a_body_that_is_on_its_way_when_the_server_stops_is_read() -> None:
         pass
 
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
-        leftover.hurry()
+        reader.hurry()
         asyncio.get_running_loop().call_soon(
             messages.put_nowait, {"type": "http.request", "body": b"whole"}
         )
@@ -191,8 +199,8 @@ def test_a_body_that_is_on_its_way_when_the_server_stops_is_read() -> None:
         messages.put_nowait({"type": "http.disconnect"})
         read.append((await receive())["type"])
 
-    leftover = Leftover(messages.get, send, Limits())
-    assert asyncio.run(asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10))
+    reader = BodyReader(messages.get, send, Limits())
+    assert asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
     assert read == [b"whole", "http.disconnect"]
 
 
@@ -211,8 +219,8 @@ def test_a_body_that_came_too_slowly_has_no_second_time_for_its_rest() -> None:
         async def receive() -> Message:
             return await asyncio.Future()
 
-        leftover = Leftover(receive, send, Limits(body_timeout_s=1000))
-        answering = asyncio.create_task(leftover.answer(app, {"type": "http"}))
+        reader = BodyReader(receive, send, Limits(body_timeout_s=1000))
+        answering = asyncio.create_task(reader.answer(app, {"type": "http"}))
         await answered.wait()
         done, _ = await asyncio.wait({answering}, timeout=10)
         return bool(done)
@@ -230,11 +238,11 @@ def test_an_answer_after_the_stop_waits_for_no_rest() -> None:
         return await asyncio.Future()
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        leftover.hurry()
+        reader.hurry()
         await send({"type": "http.response.body", "body": b"whole"})
 
-    leftover = Leftover(receive, send, Limits(body_timeout_s=1000))
-    assert not asyncio.run(asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10))
+    reader = BodyReader(receive, send, Limits(body_timeout_s=1000))
+    assert not asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
     assert [(message["body"], message.get("more_body")) for message in sent] == [
         (b"whole", True),
         (b"", None),
@@ -253,11 +261,11 @@ def test_a_stop_as_the_time_of_a_rest_ends_is_no_error() -> None:
             try:
                 return await asyncio.Future()
             except asyncio.CancelledError:  # the limit is expiring
-                leftover.hurry()
+                reader.hurry()
                 raise
 
-        leftover = Leftover(receive, send, Limits(body_timeout_s=0.01))
-        return await asyncio.wait_for(leftover.answer(app, {"type": "http"}), 10)
+        reader = BodyReader(receive, send, Limits(body_timeout_s=0.01))
+        return await asyncio.wait_for(reader.answer(app, {"type": "http"}), 10)
 
     assert not asyncio.run(serve())
 

@@ -23,8 +23,12 @@ _CLOSE: Final = (b"connection", b"close")
 _END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
-class Leftover:
-    """Answers a request, then drops what nobody has read of it, within limits."""
+class BodyReader:
+    """Reads a request's body for the application, and behind the answer what is left of it.
+
+    The rest is dropped, within limits of size and time; of a client that was told not to send a
+    body it is waited for a moment, since some send it all the same.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Leftover:
         self._is_asked = is_asked
         self._is_read = False
         self._is_answered = False  # in part, at least
+        self._is_refused = False  # the client asked whether to send its body, and was told no
         self._owes_end = False
         self._stops_at: float | None = None  # in the loop's time; with the server
         self._limit: asyncio.Timeout | None = None  # while a body or a rest is waited for
@@ -93,7 +98,7 @@ class Leftover:
     async def _give(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if self._is_asked():  # this is its no: no body comes
-                self._is_read = True
+                self._is_refused = True
                 message = {**message, "headers": _closing(message.get("headers", []))}
             self._is_answered = True
         elif not message.get("more_body", False) and not self._is_read:
@@ -106,9 +111,13 @@ class Leftover:
         num_left = self._limits.max_dropped_bytes
         until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else 0.0
         try:
-            async with asyncio.timeout_at(until) as self._limit:
+            begins_by = min(until, now + _MOMENT_S) if self._is_refused else until
+            async with asyncio.timeout_at(begins_by) as self._limit:
                 while not self._is_read and num_left > 0:
                     num_left -= len((await self._next()).get("body", b""))
+                    if self._is_refused and self._stops_at is None:
+                        self._is_refused = False
+                        self._limit.reschedule(until)
         except TimeoutError:
             pass
         finally:
