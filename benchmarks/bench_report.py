@@ -12,6 +12,7 @@ from quality import Quality
 from records import OURS, Record, all_records, is_ours, ours_with
 from report import ROOT, Spread, caption, table
 from twostroke.core.config import ACTIVATION_BITS
+from workload import WORKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +81,8 @@ def _bar(goal: Goal, record: Record | None) -> Bar | None:
 def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
     if record is None or (ours := record.best(OURS)) is None:
         how = f"{_NOT_MEASURED}: `{goal.command}`"
-        return (goal.row, goal.model, how, "", "", goal.text(), "")
+        name = WORKS[goal.row].name if goal.row in WORKS else goal.row
+        return (name, goal.model, how, "", "", goal.text(), "")
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
     ratio = record.ratio(peer) if peer else None

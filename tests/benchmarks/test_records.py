@@ -58,6 +58,7 @@ def test_a_goal_is_reached_only_when_all_its_parts_are():
 
 def test_a_row_that_was_not_measured_says_how_to_measure_it():
     cells = bench_report._goal_cells(Goal("decode-8", "smollm2", 3), None)
+    assert cells[0] == "decode, 8 streams together"
     assert 'make bench-peers BENCH_ARGS="--models smollm2 --only decode-8"' in cells[2]
 
 
