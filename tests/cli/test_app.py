@@ -83,6 +83,7 @@ def test_version_is_printed(cli: Cli) -> None:
         (["models", "show", "a", "b"], "unexpected extra argument (b). See: twostroke models show"),
         (["generate", "x", "--backend", "cpuu"], "Did you mean 'cpu'? See: twostroke generate"),
         (["compare", "x", "--right", "refrence"], "Did you mean 'reference'? See: twostroke"),
+        (["serve", "--model", "x"], "The model has no option: twostroke serve MODEL. See: two"),
         (["generate", "x", "-p"], "requires an argument"),
     ],
 )

@@ -11,7 +11,7 @@ from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.backends.cpu import CpuBackend
 from twostroke.cache import FORMATS
 from twostroke.core.config import CacheOptions, ComputeOptions
-from twostroke.core.errors import BackendError, MemoryLimitError, UsageError
+from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.hardware import Hardware
 from twostroke.engine import profile as module
 from twostroke.engine.labels import labels
@@ -160,5 +160,5 @@ def test_streams_that_do_not_fit_are_refused(path: Path, monkeypatch: pytest.Mon
 def test_backends_without_kernels_are_refused() -> None:
     with pytest.raises(UsageError, match="Only the cpu backend has kernels to profile"):
         Wanted(SHAPES, compute=ComputeOptions("reference"))
-    with pytest.raises(BackendError, match="no instruction-set level 'avx9'"):
+    with pytest.raises(UsageError, match="no instruction-set level 'avx9'"):
         next(profile("x", Wanted(SHAPES, compute=ComputeOptions(level="avx9")), print))

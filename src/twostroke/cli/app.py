@@ -171,6 +171,8 @@ def _sentence(error: click.ClickException) -> str:
         return error.format_message()
     more = f" See: {context.command_path} --help"
     if isinstance(error, click.NoSuchOption):
+        if error.option_name == "--model" and any(map(_is_model, context.command.params)):
+            return f"The model has no option: {context.command_path} MODEL.{more}"
         known = [name for param in context.command.get_params(context) for name in param.opts]
         hint = nearest(error.option_name, (name for name in known if name.startswith("-")))
         return f"There is no option '{error.option_name}'.{hint}{more}"

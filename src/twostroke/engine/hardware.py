@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.core import env
-from twostroke.core.errors import BackendError
+from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.hardware import Hardware
 from twostroke.core.machine import memory_total, processor_name
 
@@ -60,7 +60,7 @@ class Limits:
         level, num_threads, stream_bytes = self._set_up
         try:
             return machine(level, num_threads, stream_bytes, again=again)
-        except BackendError:
+        except (BackendError, UsageError):  # a level for the cpu backend, while another computes
             return None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from twostroke.core.errors import PortInUseError
+from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.serve.app import Api, build_app
 from twostroke.serve.http.connection import Connection
 from twostroke.serve.options import ServeOptions
@@ -38,10 +38,11 @@ def bind(host: str, port: int) -> socket.socket:
     Clients that connect before `run_server` wait for it. Port 0 takes a free one.
 
     Raises:
+        UsageError: no port has this number.
         PortInUseError: the address is taken, not this machine's, or not allowed.
     """
     if not 0 <= port <= 65535:
-        raise PortInUseError(f"{port} is no port: choose --port from 0 to 65535.")
+        raise UsageError(f"{port} is no port: choose --port from 0 to 65535.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError):
@@ -84,6 +85,7 @@ def run_server(
         on_stop: called with the number of running requests when a signal came.
 
     Raises:
+        UsageError: no port has this number.
         PortInUseError: the address cannot be bound.
     """
     options = options or ServeOptions()

@@ -6,7 +6,7 @@ import pytest
 
 from support.native import NEEDS, native_dir, processor_flags
 from twostroke.backends.cpu.library import choose_level, level_reports, load_library
-from twostroke.core.errors import BackendError
+from twostroke.core.errors import BackendError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_the_environment_forces_a_level(monkeypatch):
 
 
 def test_an_unknown_level_names_the_nearest_and_what_runs_here():
-    with pytest.raises(BackendError, match=r"'portabel'.*portable.*Did you mean 'portable'"):
+    with pytest.raises(UsageError, match=r"'portabel'.*portable.*Did you mean 'portable'"):
         choose_level("portabel")
 
 

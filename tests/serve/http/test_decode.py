@@ -93,6 +93,38 @@ def test_word_that_is_not_known_is_told_with_those_that_are(
     assert "does not support" in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "why"),
+    [
+        (ChatRequest, b'{"prompt": "x"}', "Send 'messages' here; 'prompt' is for /v1/completions."),
+        (
+            CompletionRequest,
+            b'{"messages": []}',
+            "Send 'prompt' here; 'messages' is for /v1/chat/completions.",
+        ),
+    ],
+)
+def test_field_of_the_other_endpoint_is_told_with_where_it_belongs(
+    kind: type[msgspec.Struct], body: bytes, why: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        BodyDecoder(kind, 16).decode(body)
+    assert refused.value.message.endswith(why)
+
+
+def test_field_of_the_other_endpoint_inside_a_message_is_only_unknown() -> None:
+    body = b'{"messages": [{"role": "user", "prompt": "x"}]}'
+    with pytest.raises(RequestError) as refused:
+        DECODER.decode(body)
+    assert "/v1/" not in refused.value.message
+
+
+@pytest.mark.parametrize("body", [b"", b" \r\n"])
+def test_empty_body_is_said_to_be_empty(body: bytes) -> None:
+    with pytest.raises(RequestError, match="The body is empty: send a JSON object"):
+        DECODER.decode(body)
+
+
 def _depth(value: Any) -> int:
     if isinstance(value, list):
         return 1 + max(map(_depth, value), default=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from twostroke.backends.cpu.records import RECORD_SIZES, NodeRecord, PlanRecord, StepRecord
 from twostroke.core import env
-from twostroke.core.errors import BackendError, nearest
+from twostroke.core.errors import BackendError, UsageError, nearest
 
 _INTERFACE_VERSION = 13  # as in native/c_interface.cpp
 
@@ -65,7 +65,8 @@ def choose_level(requested: str | None) -> LevelChoice:
     """Return the level to use: as requested, else as the environment says, else the best.
 
     Raises:
-        BackendError: that level is unknown, is not built, or cannot run on this machine.
+        UsageError: there is no such level.
+        BackendError: that level is not built, or cannot run on this machine.
     """
     wanted, knob = requested, "--level"
     if wanted is None:
@@ -84,7 +85,7 @@ def choose_level(requested: str | None) -> LevelChoice:
         message = (
             f"There is no instruction-set level '{wanted}' ({knob}); here run: {usable}.{hint}"
         )
-        raise BackendError(message)
+        raise UsageError(message)
     if obstacle := _obstacle(wanted):
         message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}; here run: {usable}."
         raise BackendError(message)

@@ -22,6 +22,8 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
 _WORD = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
+# The field with what the model is to read, and the endpoint that it is mixed up with.
+_TEXT_FIELDS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 _STEP = re.compile(r"\[[^]]*]|[^.[\]]+")
 _WORDS = {
     "int": "an integer",
@@ -52,6 +54,8 @@ class BodyDecoder(Generic[T]):
             RequestError: not JSON, too deep, or a field that is unknown, missing or of a wrong
                 type; `param` names the field.
         """
+        if not body.strip():
+            raise BodySyntaxError("The body is empty: send a JSON object of fields.")
         if depth_exceeds(body, self._max_depth):
             raise BodySyntaxError(
                 f"The body is nested deeper than {self._max_depth} lists and objects."
@@ -103,7 +107,8 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
         param = _join(path, word)
-        hint = nearest(word, _fields_at(kind, inner))
+        known = _fields_at(kind, inner)
+        hint = nearest(word, known) if path else _elsewhere(word, known) or nearest(word, known)
         return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
     if found := _MISSING.fullmatch(what):
         param = _join(path, found[1])
@@ -120,6 +125,14 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     else:
         message = f"{name}: {what}."
     return RequestError(message, param=path or None)
+
+
+def _elsewhere(word: str, known: list[str]) -> str:
+    """Return what to send instead of a field that another endpoint takes; empty for others."""
+    own = next((name for name in _TEXT_FIELDS if name in known), None)
+    if word not in _TEXT_FIELDS or own is None:
+        return ""
+    return f" Send '{own}' here; '{word}' is for {_TEXT_FIELDS[word]}."
 
 
 def _split(text: str) -> tuple[str, str, bool]:
