@@ -122,6 +122,28 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
         assert llm.engine.client.loop.speculation.proposed[kind] > 20
 
 
+@pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
+def test_eagle_guesses_no_further_than_rows_are_cheap(
+    path: Path, heads: dict[str, str], cheap: int, most: int
+) -> None:
+    with engine_of(path, method="eagle", heads=heads["eagle"]) as llm:
+        (eagle,) = llm.engine.client.loop._speculator._proposers
+        propose, counts = eagle.propose, []
+
+        def with_price(requests: Any, price: Any) -> Any:
+            seconds = 1e9, 1e14  # so long that no chance is too small where rows are cheap
+            price = replace(
+                price, row_chance=0.0, rate=1e-12, most=8, seconds=lambda n: seconds[n > cheap]
+            )
+            found = propose(requests, price)
+            counts.extend(len(eagle._followers[one].guesses.tokens) for one in requests)
+            return found
+
+        eagle.propose = with_price
+        llm.generate(PROMPTS[:1], GREEDY)
+    assert max(counts) == most
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], kind: str) -> None:
     """The pages hold a single request and not six answers to it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count as count_up
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from twostroke.spec.follower import HOPE, PRIOR, Follower, Words
 from twostroke.spec.guesses import PLAIN
 from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
+from twostroke.spec.round import Round
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,11 +90,12 @@ class DraftModel:
         step_s = self._pace.seconds(BatchShape.decode((1,) * len(requests)))
         least = price.least_chance(step_s / len(requests))
         found = {request: self._follow(request, price, least) for request in requests}
-        active = self._catch_up([follower for follower in found.values() if follower is not None])
-        made = _Made(len(requests), active, step_s)
+        ready = self._catch_up([follower for follower in found.values() if follower is not None])
+        this_round = Round(len(requests), price, step_s)
         for _ in range(price.most - 1):
-            self._stop(active, price, made)
-            active = [f for f in active if not f.is_done and self._grow(f, 1, active)]
+            self._stop(ready, this_round)
+            active = [f for f in ready if not f.is_done]
+            active = [f for f in active if self._grow(f, 1, active)]
             if not active:
                 break
             self._run([Slice(f.mirror, f.mirror.num_computed, 1, samples=True) for f in active])
@@ -289,42 +291,20 @@ class DraftModel:
                 continue
             follower.add(token, math.exp(logprobs.logprob))
 
-    def _stop(self, followers: Sequence[Follower], price: Price, made: _Made) -> None:
+    def _stop(self, followers: Sequence[Follower], this_round: Round) -> None:
         """Mark those for which another guess would not be worth its time."""
-        num_active = max(1, sum(not follower.is_done for follower in followers))
+        num_active = sum(not follower.is_done for follower in followers)
         start = max((f.mirror.num_computed for f in followers), default=0)
-        step_s = self._pace.seconds(BatchShape.decode((start,) * num_active))
-        rate = made.rate(price)
-        least = price.least_next(made.num_guesses, rate, step_s / num_active)
-        made.taken_s += step_s
+        step_s = self._pace.seconds(BatchShape.decode((start,) * max(1, num_active)))
+        num_guesses = sum([len(follower.guesses) for follower in followers])
+        num_expected = sum([follower.expected for follower in followers])
+        least = this_round.least_next(num_guesses, num_expected, num_active, step_s)
         for follower in followers:
             if follower.is_done:
                 continue
             next_chance = follower.chance * max(follower.hope.value, 0.5)
             if next_chance < least or follower.guesses[-1] in follower.mirror.end_ids:
                 follower.is_done = True
-
-
-@dataclass(slots=True)
-class _Made:
-    """The guesses of a step up to now, behind `num_tokens` that it brings without any.
-
-    `taken_s` is about how long it took to make them; prompts are not in it.
-    """
-
-    num_tokens: int
-    followers: Sequence[Follower]
-    taken_s: float
-
-    @property
-    def num_guesses(self) -> int:
-        """How many there are."""
-        return sum([len(follower.guesses) for follower in self.followers])
-
-    def rate(self, price: Price) -> float:
-        """Return how many tokens a second they bring, in the step and what came before it."""
-        expected = self.num_tokens + sum([follower.expected for follower in self.followers])
-        return price.rate_with(self.num_guesses, expected, self.taken_s)
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:

@@ -17,6 +17,7 @@ from twostroke.program import BatchShape
 from twostroke.spec.drawn import drawn_rows
 from twostroke.spec.guesses import PLAIN, Guesses
 from twostroke.spec.heads import HeadsProposer
+from twostroke.spec.round import Round
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,10 +99,12 @@ class EagleHeads(HeadsProposer[_Follower]):
         step_s = self._pace.seconds(BatchShape.decode((1,) * max(1, len(requests))))
         least = price.least_chance(step_s / max(1, len(requests)))
         found = {request: self._follow(request, least) for request in requests}
-        active = self._catch_up([f for f in found.values() if f is not None])
+        ready = self._catch_up([f for f in found.values() if f is not None])
+        this_round = Round(len(requests), price, step_s)
         for _ in range(price.most - 1):
-            self._stop(active, price)
-            active = [f for f in active if not f.is_done and self._grow(f, 1, active)]
+            self._stop(ready, this_round)
+            active = [f for f in ready if not f.is_done]
+            active = [f for f in active if self._grow(f, 1, active)]
             if not active:
                 break
             self._guess(active)
@@ -203,12 +206,14 @@ class EagleHeads(HeadsProposer[_Follower]):
             else:
                 follower.is_done = True
 
-    def _stop(self, followers: Sequence[_Follower], price: Price) -> None:
+    def _stop(self, followers: Sequence[_Follower], this_round: Round) -> None:
         """Mark those for which another guess would not be worth its time."""
-        num_active = max(1, len(followers))
+        num_active = sum(not follower.is_done for follower in followers)
         start = max((f.mirror.num_computed for f in followers), default=0)
-        step_s = self._pace.seconds(BatchShape.decode((start,) * num_active))
-        least = price.least_chance(step_s / num_active)
+        step_s = self._pace.seconds(BatchShape.decode((start,) * max(1, num_active)))
+        num_guesses = sum([len(follower.guesses.tokens) for follower in followers])
+        num_expected = sum([follower.guesses.expected for follower in followers])
+        least = this_round.least_next(num_guesses, num_expected, num_active, step_s)
         for follower in followers:
             hope = max(follower.guesses.hope.value, _LEAST_HOPE)
             follower.is_done |= follower.guesses.chance * hope < least

@@ -56,10 +56,12 @@ class Guesses:
     kinds: list[int] = field(default_factory=list)
     others: list[list[tuple[int, int]]] = field(default_factory=list)
     chance: float = 1.0  # that all are right
+    expected: float = 0.0  # how many are
 
     def clear(self) -> None:
         """Drop the guesses."""
-        self.tokens, self.kinds, self.others, self.chance = [], [], [], 1.0
+        self.tokens, self.kinds, self.others = [], [], []
+        self.chance, self.expected = 1.0, 0.0
 
     def add(self, drawn: int, logprobs: TokenLogprobs | None, token_ids: Sequence[int]) -> bool:
         """Take over what a head drew, a place in `token_ids`; False if it drew nothing."""
@@ -69,6 +71,7 @@ class Guesses:
         self.tokens.append(token_ids[drawn])
         self.kinds.append(kind)
         self.chance *= self.odds.of(kind)
+        self.expected += self.chance
         likely = zip(logprobs.top_ids, map(math.exp, logprobs.top_logprobs), strict=True)
         self.others.append(
             [
