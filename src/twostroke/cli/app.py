@@ -179,6 +179,8 @@ def _sentence(error: click.ClickException) -> str:
     if isinstance(error, click.MissingParameter) and _is_model(error.param):
         return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
     message = error.format_message()
+    if "unexpected extra argument" in message and "text" in context.params:
+        return f"A prompt of several words stands in quotes: {message}.{more}"
     return message + ("" if message.endswith((".", "?")) else ".") + more
 
 
