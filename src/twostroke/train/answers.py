@@ -30,6 +30,7 @@ _STREAMS = 48  # that the engine answers together
 _ANSWER_TOKENS = 200
 _PROMPT_TOKENS = 600
 _CONTEXT_LENGTH = 1024
+_NUM_REPORTS = 50
 _TEMPERATURES = (0.0, 0.0, 0.7)  # in turn: greedy answers, and what else the model may say
 
 
@@ -58,12 +59,15 @@ def collect(
     with build(model, engine_options, watcher=Recorder(said.append)) as engine:
         has_chat = engine.card.chat_template is not None
         asked = _asked(options, has_chat=has_chat)
-        num_before = sum(map(len, answers))
+        num_before = num_told = sum(map(len, answers))
         for _ in _answer(engine, asked, len(answers)):
             store.take(said)
             num_rows = num_before + store.num_rows
-            report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
-            if num_rows >= options.num_tokens:
+            is_done = num_rows >= options.num_tokens
+            if is_done or (num_rows - num_told) * _NUM_REPORTS >= options.num_tokens:
+                num_told = num_rows
+                report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
+            if is_done:
                 break
     store.take(said)
     store.flush()
