@@ -124,8 +124,8 @@ def test_a_disk_that_is_full_ends_the_collecting(
 
 def test_it_says_how_far_it_is_some_fifty_times(model: Path, tmp_path: Path) -> None:
     native_dir()
-    lines = list[str]()
-    collect(str(model), load_path(model).spec, tmp_path, TrainOptions(num_tokens=2000), lines.append)
+    spec, lines = load_path(model).spec, list[str]()
+    collect(str(model), spec, tmp_path, TrainOptions(num_tokens=2000), lines.append)
     told = [int(line.split()[1].replace(",", "")) for line in lines]
     assert 0 < len(told) <= 50
     assert told[-1] >= 2000
