@@ -50,6 +50,15 @@ def test_scan_is_linear_whatever_it_reads(unit: bytes) -> None:
     assert time.perf_counter() - began < 3
 
 
+@pytest.mark.parametrize("unit", ["[", "]", "a.", "[a", "[a]", "."])
+def test_word_that_looks_like_a_place_is_read_in_linear_time(unit: str) -> None:
+    word = "x` - at `$." + unit * (2_000_000 // len(unit))
+    began = time.perf_counter()
+    with pytest.raises(RequestError):
+        DECODER.decode(json.dumps({word: 1}).encode())
+    assert time.perf_counter() - began < 3
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(body: bytes) -> None:
     with pytest.raises(RequestError):

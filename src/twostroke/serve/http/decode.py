@@ -24,7 +24,7 @@ _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
 _WORD = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 # The field with what the model is to read, and the endpoint that it is mixed up with.
 _TEXT_FIELDS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-_STEP = re.compile(r"\[[^]]*]|[^.[\]]+")
+_STEP = re.compile(r"\[[^][]*]|[^.[\]]+")
 _WORDS = {
     "int": "an integer",
     "float": "a number",
@@ -158,10 +158,15 @@ def _fields_at(kind: type[msgspec.Struct], path: str) -> list[str]:
 
 
 def _types_at(kind: type[msgspec.Struct], path: str) -> list[msgspec.inspect.Type]:
-    """Return what may stand at a place inside a struct."""
+    """Return what may stand at a place inside a struct.
+
+    Takes time linear in the path, which a client's own word may look like.
+    """
     here: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
-    for step in _STEP.findall(path):
-        here = [inner for part in _parts(here) for inner in _into(part, step)]
+    for step in _STEP.finditer(path):
+        here = [inner for part in _parts(here) for inner in _into(part, step[0])]
+        if not here:
+            break
     return list(_parts(here))
 
 
