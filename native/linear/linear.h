@@ -13,11 +13,11 @@
 // with an infinity or a NaN gives NaN. Coarse rows have activations of 8 bits instead, scale = amax
 // / 127. Mixed rows are coarse, and what they lack to 15 bits in the eighth of blocks with the
 // largest amax is a second product, added to the first: against codes of up to 5 bits in one
-// sub-block; other quantized weights meet 15 bits. F32, F16 and BF16 weights meet float32
-// activations, whatever the kind of row: even and odd inputs are summed apart, in order, then
-// added. The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles instead:
-// weights and activations are rounded to bfloat16, for precise rows to the sum of two, of which the
-// product of the two small terms is left out.
+// sub-block and without a table; other quantized weights meet 15 bits. F32, F16 and BF16 weights
+// meet float32 activations, whatever the kind of row: even and odd inputs are summed apart, in
+// order, then added. The AMX level computes prompt rows (not of F32 weights) with bfloat16 tiles
+// instead: weights and activations are rounded to bfloat16, for precise rows to the sum of two, of
+// which the product of the two small terms is left out.
 #pragma once
 
 #include <cstdint>

@@ -7,8 +7,9 @@ namespace ts {
 
 /// Choices between ways that give the same bits, by the caches and ports of a processor.
 struct Tuning {
-  /// Zen 4 multiplies 512 bits in two halves. There loading activations anew for each group is
-  /// free, and only what takes long to unpack is unpacked once for many rows (docs/adr/0032).
+  /// Zen 4 multiplies 512 bits in two halves ("double-pumped"). There loading activations anew for
+  /// each group is free, and only what takes long to unpack is unpacked once for many rows
+  /// (docs/adr/0032).
   bool has_half_ports;
   /// Memory is fetched far ahead, into the second-level cache; else near, into the first.
   bool fetches_far;
