@@ -104,7 +104,7 @@ class EagleHeads(HeadsProposer[_Follower]):
         for _ in range(price.most - 1):
             self._stop(ready, this_round)
             active = [f for f in ready if not f.is_done]
-            active = [f for f in active if self._grow(f, 1, active)]
+            active = [f for f in active if self._grow(f, 1, ready)]
             if not active:
                 break
             self._guess(active)
