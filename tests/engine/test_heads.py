@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,33 @@ def test_eagle_guesses_no_further_than_rows_are_cheap(
         eagle.propose = with_price
         llm.generate(PROMPTS[:1], GREEDY)
     assert max(counts) == most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_first_step_says_nothing_of_others(
+    path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(path, method=kind, heads=heads[kind]) as llm:
+        (proposer,) = llm.engine.client.loop._speculator._proposers
+        propose, run, num_runs, guessed = proposer.propose, proposer._runner.run, 0, []
+
+        def slow_at_first(plan: Any) -> Any:
+            nonlocal num_runs
+            num_runs += 1
+            time.sleep(0.2 if num_runs == 1 else 0.0)
+            return run(plan)
+
+        def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a step a few %
+            price = replace(price, row_chance=0.0, rate=50.0, most=2, seconds=None)
+            found = propose(requests, price)
+            guessed.append(found[0] is not None)
+            return found
+
+        monkeypatch.setattr(proposer._runner, "run", slow_at_first)
+        monkeypatch.setattr(proposer, "propose", with_price)
+        monkeypatch.setattr("twostroke.spec.balance.Balance.may_ask", lambda _: True)
+        llm.generate(PROMPTS[:1], GREEDY)
+    assert sum(guessed) > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,6 @@ Source: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840); here a chain with leav
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -97,7 +96,7 @@ class EagleHeads(HeadsProposer[_Follower]):
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
         """Return guesses for each request, which has one token to compute, or None."""
         step_s = self._pace.seconds(BatchShape.decode((1,) * max(1, len(requests))))
-        least = price.least_chance(step_s / max(1, len(requests)))
+        least = self._least_chance(len(requests), price, step_s)
         found = {request: self._follow(request, least) for request in requests}
         ready = self._catch_up([f for f in found.values() if f is not None])
         this_round = Round(len(requests), price, step_s)
@@ -192,9 +191,7 @@ class EagleHeads(HeadsProposer[_Follower]):
         self, followers: Sequence[_Follower], slices: Sequence[Slice], given: NDArray[np.float32]
     ) -> None:
         plan = StepPlan(tuple(slices), given=given)
-        began_s = time.monotonic()
-        result = self._runner.run(plan)
-        self._pace.learn(BatchShape.of(plan), time.monotonic() - began_s)
+        result = self._compute(plan)
         assert result.hidden is not None
         drawn = zip(followers, slices, result.tokens, result.logprobs, result.hidden, strict=True)
         for follower, part, token, logprobs, hidden in drawn:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from twostroke.program import BatchShape
 from twostroke.spec.guesses import Guesses
 from twostroke.spec.hope import Hope
 from twostroke.spec.odds import Odds
@@ -13,9 +15,13 @@ if TYPE_CHECKING:
 
     from twostroke.backends import Runner
     from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
     from twostroke.spec.guesses import HeadsOdds
     from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Outcome, Price, Proposal
+
+
+_FEW = 8  # steps, which do not tell yet how long others take
 
 
 class _Follows(Protocol):
@@ -45,6 +51,7 @@ class HeadsProposer(Generic[F]):
         self._odds = Odds(odds.right_if_sure)
         self._token_ids = tuple(token_ids)
         self._followers: dict[Request, F] = {}  # the one asked about longest ago first
+        self._is_warm = False
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Hear what became of a proposal."""
@@ -55,6 +62,24 @@ class HeadsProposer(Generic[F]):
     def close(self) -> None:
         """Give back memory and threads."""
         self._runner.close()
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """Run a step, and note how long it took; not the first, which finds memory untouched."""
+        began_s = time.monotonic()
+        result = self._runner.run(plan)
+        if self._is_warm:
+            self._pace.learn(BatchShape.of(plan), time.monotonic() - began_s)
+        self._is_warm = True
+        return result
+
+    def _least_chance(self, num_requests: int, price: Price, step_s: float) -> float:
+        """Return the chance from which on first guesses pay that take `step_s` together.
+
+        Before it is known how long steps take, any is tried: who is not asked learns nothing.
+        """
+        if self._pace.num_steps < _FEW:
+            return 0.0
+        return price.least_chance(step_s / max(1, num_requests))
 
     def _no_guesses(self) -> Guesses:
         """Return a request's guesses before there are any."""

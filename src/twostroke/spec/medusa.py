@@ -5,7 +5,6 @@ Source: Medusa (arXiv:2401.10774); here a chain with leaves beside it.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         depth = min(len(self._known.accepted), price.most)
         num_rows = depth * max(1, len(requests))
         step_s = self._pace.seconds(BatchShape((0,), (num_rows,), num_rows))
-        least = price.least_chance(step_s / max(1, len(requests)))
+        least = self._least_chance(len(requests), price, step_s)
         found = {request: self._follow(request, least) for request in requests}
         asked = [follower for follower in found.values() if follower is not None]
         if asked and depth:
@@ -99,9 +98,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         slices = [Slice(f.mirror, 0, 1, samples=True, drafts=others) for f in followers]
         given = np.repeat(np.stack([f.hidden for f in followers]), depth, axis=0)
         plan = StepPlan(tuple(slices), given=given)
-        began_s = time.monotonic()
-        result = self._runner.run(plan)
-        self._pace.learn(BatchShape.of(plan), time.monotonic() - began_s)
+        result = self._compute(plan)
         for index, follower in enumerate(followers):
             for row in range(index * depth, (index + 1) * depth):
                 drawn, logprobs = result.tokens[row], result.logprobs[row]

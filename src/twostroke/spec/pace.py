@@ -36,6 +36,11 @@ class Pace:
     _ratios: Ratios = field(default_factory=Ratios)
     _spell: Spell = field(default_factory=Spell)
 
+    @property
+    def num_steps(self) -> int:
+        """How many were measured."""
+        return self._fit.num_steps
+
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
         fitted_s = self._fit.seconds(*self._padded_s(batch))
