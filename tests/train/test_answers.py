@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_ends_the_collecting(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native_dir()
-    monkeypatch.setattr("twostroke.train.store._PART_ROWS", 100)
+    monkeypatch.setitem(Store.add.__globals__, "_PART_ROWS", 100)  # which `collect` uses
     (tmp_path / "file").write_text("")
     spec, lines = load_path(model).spec, list[str]()
 
