@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 
 from support.heads import write_random_heads
 from support.native import load_level, native_dir
+from support.prices import cheap_up_to
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.core.config import (
@@ -132,11 +133,7 @@ def test_eagle_guesses_no_further_than_rows_are_cheap(
         propose, counts = eagle.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
-            seconds = 1e9, 1e14  # so long that no chance is too small where rows are cheap
-            price = replace(
-                price, row_chance=0.0, rate=1e-12, most=8, seconds=lambda n: seconds[n > cheap]
-            )
-            found = propose(requests, price)
+            found = propose(requests, cheap_up_to(cheap, price))
             counts.extend(len(eagle._followers[one].guesses.tokens) for one in requests)
             return found
 
@@ -151,21 +148,22 @@ def test_a_slow_first_step_says_nothing_of_others(
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind]) as llm:
         (proposer,) = llm.engine.client.loop._speculator._proposers
-        propose, run, num_runs, guessed = proposer.propose, proposer._runner.run, 0, []
+        propose, run, now_s, guessed = proposer.propose, proposer._runner.run, 0.0, []
 
         def slow_at_first(plan: Any) -> Any:
-            nonlocal num_runs
-            num_runs += 1
-            time.sleep(0.2 if num_runs == 1 else 0.0)
+            nonlocal now_s
+            now_s += 0.001 if now_s else 0.2
             return run(plan)
 
-        def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a step a few %
+        def with_price(requests: Any, price: Any) -> Any:  # 0.2 s are ten tokens, a ms a twentieth
             price = replace(price, row_chance=0.0, rate=50.0, most=2, seconds=None)
             found = propose(requests, price)
             guessed.append(found[0] is not None)
             return found
 
         monkeypatch.setattr(proposer._runner, "run", slow_at_first)
+        clock = SimpleNamespace(monotonic=lambda: now_s)
+        monkeypatch.setattr("twostroke.spec.heads.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
         monkeypatch.setattr("twostroke.spec.balance.Balance.may_ask", lambda _: True)
         llm.generate(PROMPTS[:1], GREEDY)

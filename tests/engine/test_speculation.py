@@ -11,6 +11,7 @@ import pytest
 
 from support.gguf_writer import I32, Typed, write_gguf
 from support.native import native_dir
+from support.prices import cheap_up_to
 from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.core.config import (
@@ -321,11 +322,7 @@ def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, 
         propose, counts = draft.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
-            seconds = 1e9, 1e12  # so long that no chance is too small where rows are cheap
-            price = replace(
-                price, row_chance=0.0, rate=1e-9, most=8, seconds=lambda n: seconds[n > cheap]
-            )
-            found = propose(requests, price)
+            found = propose(requests, cheap_up_to(cheap, price))
             counts.extend(len(one.tokens) for one in found if one is not None)
             return found
 

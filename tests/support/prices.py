@@ -1,0 +1,20 @@
+"""Prices of guesses that tests choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twostroke.spec import Price
+
+
+def cheap_up_to(count: int, price: Price) -> Price:
+    """Return a price at which `count` guesses of a step cost nothing, and one more too much.
+
+    Steps are so long that no chance is too small before.
+    """
+    seconds = 1e9, 1e14
+    return replace(
+        price, row_chance=0.0, rate=1e-12, most=8, seconds=lambda num: seconds[num > count]
+    )
