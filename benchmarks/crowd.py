@@ -23,7 +23,7 @@ from quiet import MAX_SHARE, Watch
 from report import Spread, caption, machine_facts, note, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.weights import load
+from twostroke.engine.loading import load
 
 _HERE = Path(__file__).parent
 _ALONE, _IDLE, _SLOW = "alone", "idle connections", "slow streams"

@@ -30,7 +30,7 @@ from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
 from twostroke.backends.compare import compare
 from twostroke.core.config import ComputeOptions
-from twostroke.weights import load
+from twostroke.engine.loading import load
 from workload import WORKS
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
-from twostroke.weights import load, resolve
+from twostroke.engine.loading import load
+from twostroke.fetch import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ import environments
 from pipe import Worker, WorkerError
 from records import OTHER_BITS, OURS, is_ours, ours_with
 from report import note
+from twostroke.fetch import resolve
 from twostroke.models import build_program
 from twostroke.program import FLOAT16
-from twostroke.weights import resolve
 
 if TYPE_CHECKING:
     import argparse

@@ -18,7 +18,7 @@ from texts import FreshPrompts, heldout_tokens
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
 from twostroke.engine.hardware import machine
-from twostroke.weights import load
+from twostroke.engine.loading import load
 from workload import PROMPT_LENGTH, WORKS, Timing, Work
 
 if TYPE_CHECKING:

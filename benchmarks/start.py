@@ -23,8 +23,9 @@ from quiet import MAX_SHARE, Watch
 from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
 from twostroke.core.machine import num_cores
+from twostroke.engine.loading import load
 from twostroke.engine.parts import build_tokenizer
-from twostroke.weights import load, resolve
+from twostroke.fetch import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

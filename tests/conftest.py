@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.weights import resolve
+from twostroke.fetch import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from twostroke import weights
+from twostroke import fetch
 from twostroke.cli.fetch import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
-from twostroke.weights import inventory, lookup
-from twostroke.weights.catalogue import PackagedModel, Part
-from twostroke.weights.disk import locked
-from twostroke.weights.progress import Progress
-from twostroke.weights.store import sidecar
+from twostroke.engine import loading
+from twostroke.fetch import inventory, lookup
+from twostroke.fetch.catalogue import PackagedModel, Part
+from twostroke.fetch.disk import locked
+from twostroke.fetch.progress import Progress
+from twostroke.fetch.store import sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from conftest import Ran
-    from twostroke.weights import Watcher
+    from twostroke.fetch import Watcher
 
     Cli = Callable[..., Ran]
 
@@ -243,7 +244,7 @@ def test_pull_names_a_draft_that_is_not_here(
     monkeypatch.setattr("twostroke.cli.pull.fetch", lambda _: maxi)
     hint = "With mini to guess ahead, `serve` and `chat` are faster: twostroke pull mini\n"
     assert cli("pull", "maxi").out == f"maxi is ready: {maxi}\nLicence: MIT\n{hint}"
-    monkeypatch.setattr("twostroke.weights.sources.is_cached", lambda model, _: True)
+    monkeypatch.setattr("twostroke.fetch.sources.is_cached", lambda model, _: True)
     assert hint not in cli("pull", "maxi").out
 
 
@@ -257,7 +258,7 @@ def test_pull_names_the_nearest(cli: Cli, own_cache: Path) -> None:
 def test_several_are_pulled_one_after_the_other(
     cli: Cli, mini: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(weights, "pull", slow_pull)
+    monkeypatch.setattr(loading, "pull", slow_pull)
     ran = cli(*command, "maxi", "mini")
     assert (ran.code, ran.err) == (0, "")
     first, _, second, _ = ran.out.splitlines()
@@ -268,7 +269,7 @@ def test_several_are_pulled_one_after_the_other(
 def test_one_that_cannot_be_pulled_does_not_keep_back_the_others(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "pull", pull_of_known)
+    monkeypatch.setattr(loading, "pull", pull_of_known)
     ran = cli("pull", "mimi", "mini", "maxi")
     assert ran.code == 3
     assert "mini is ready" in ran.out
@@ -281,7 +282,7 @@ def test_one_that_cannot_be_pulled_does_not_keep_back_the_others(
 def test_pull_fetches_and_says_nothing_in_between_to_a_script(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "pull", slow_pull)
+    monkeypatch.setattr(loading, "pull", slow_pull)
     ran = cli("pull", "mini")
     assert (ran.code, ran.out, ran.err) == (0, f"mini is ready: /there/mini.gguf\n{LICENCE}", "")
 
@@ -292,7 +293,7 @@ def test_an_interrupted_pull_says_that_nothing_was_kept(
     def interrupted(name: str, watch: Watcher) -> Path:
         raise KeyboardInterrupt(f"Fetching {name!r} was interrupted; nothing was kept.")
 
-    monkeypatch.setattr(weights, "pull", interrupted)
+    monkeypatch.setattr(loading, "pull", interrupted)
     for line in (("pull", "mini"), ("generate", "mini", "-p", "a")):
         ran = cli(*line)
         assert ran.code == 130
@@ -300,7 +301,7 @@ def test_an_interrupted_pull_says_that_nothing_was_kept(
 
 
 def pull_of_known(name: str, watch: Watcher) -> Path:
-    weights.find(name)
+    fetch.find(name)
     return slow_pull(name, watch)
 
 
@@ -357,7 +358,7 @@ def test_what_was_chosen_is_said_above_the_bar(
         watch(Progress("choose", 0, None, "taking Q4_K_M"))
         return slow_pull(name, watch)
 
-    monkeypatch.setattr(weights, "pull", choosing)
+    monkeypatch.setattr(loading, "pull", choosing)
     assert cli("pull", "mini").err == "taking Q4_K_M\n"
     screen = Screen(monkeypatch)
     with Bar() as bar:

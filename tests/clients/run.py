@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostroke.weights import resolve
+from twostroke.fetch import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ import transformers
 from support.tokenizer_texts import CHATS, texts
 from support.transformers_tokenizer import chat_ids, plain_ids, transformers_tokenizer
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.weights import resolve
+from twostroke.fetch import resolve
 from twostroke.weights.gguf import read_gguf
 
 GOLDEN = Path(__file__).parent.parent / "tokenize" / "golden"

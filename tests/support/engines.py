@@ -16,6 +16,7 @@ from twostroke.core.errors import RequestError
 from twostroke.core.step import StepResult, TokenLogprobs
 from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client, ModelCard
+from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.prompts import Chat
@@ -23,7 +24,7 @@ from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.tokenize import from_gguf
-from twostroke.weights import GgufTokenizer, load
+from twostroke.weights import GgufTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

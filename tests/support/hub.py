@@ -20,8 +20,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from twostroke import weights
 from twostroke.core.errors import DownloadError
+from twostroke.engine import loading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ def hub_at(cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def refusal(name: str, kind: type[Exception] = DownloadError) -> str:
     """Return the sentence with which a pull of that name is refused."""
     with pytest.raises(kind) as caught:
-        weights.pull(name)
+        loading.pull(name)
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import EngineOptions
     from twostroke.engine.build import Engine
     from twostroke.engine.client import ModelCard
-    from twostroke.weights import Progress, Watcher
+    from twostroke.fetch import Progress, Watcher
 
 _PHASES: Final = {
     "wait": "Waiting for another download of",
@@ -32,7 +32,7 @@ def fetch(model: str, *, quiet: bool = False) -> Path:
         ModelNotFoundError: neither a path nor a known name.
         DownloadError: it cannot be fetched whole.
     """
-    from twostroke.weights import pull
+    from twostroke.engine.loading import pull
 
     with Bar(quiet=quiet) as bar:
         return pull(model, watcher(bar, model))

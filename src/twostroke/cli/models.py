@@ -20,7 +20,7 @@ from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.weights import Leftover, ModelListing
+    from twostroke.fetch import Leftover, ModelListing
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -48,7 +48,7 @@ def list_command(as_json: bool) -> None:
 @_as_json
 def show_command(model: str, as_json: bool) -> None:
     """Show all that is known of MODEL: its licence, where it came from, where it lies."""
-    from twostroke.weights import find
+    from twostroke.fetch import find
 
     facts = _facts(find(model))
     if as_json:
@@ -69,7 +69,7 @@ def show_command(model: str, as_json: bool) -> None:
 @_as_json
 def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Hash the files of MODEL again and compare them with their checksums."""
-    from twostroke.weights import list_models, verify
+    from twostroke.fetch import list_models, verify
 
     if everything == bool(models):
         raise UsageError("Name the models to verify, or give --all.")
@@ -100,7 +100,7 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
 @_as_json
 def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete MODEL from the cache; asks first on a terminal."""
-    from twostroke.weights import find, remove
+    from twostroke.fetch import find, remove
 
     listings = [find(name) for name in models]
     total = sum(one.file_bytes for one in listings if one.path)
@@ -136,18 +136,18 @@ command.add_command(_pull, "pull")
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
     """Delete what broken downloads have left, or models that nobody uses; asks first."""
-    from twostroke import weights
+    from twostroke import fetch
 
-    old = [] if unused is None else weights.unused(unused)
-    left = weights.leftovers() if partial or unused is None else []
+    old = [] if unused is None else fetch.unused(unused)
+    left = fetch.leftovers() if partial or unused is None else []
     total = sum(one.num_bytes for one in left) + sum(one.file_bytes for one in old)
     if left or old:
         _agree(left, old, total, yes=yes)
     freed = sum(one.num_bytes for one in left)
     for leftover in left:
-        weights.drop(leftover)
-    freed += sum(weights.remove(one.name) for one in old)
-    weights.forget_missing()
+        fetch.drop(leftover)
+    freed += sum(fetch.remove(one.name) for one in old)
+    fetch.forget_missing()
     if as_json:
         removed = [str(one.path) for one in left] + [one.name for one in old]
         click.echo(json.dumps({"removed": removed, "freed_bytes": freed}, ensure_ascii=False))
@@ -173,7 +173,7 @@ def _agree(left: Sequence[Leftover], old: Sequence[ModelListing], total: int, *,
 
 
 def _list(*, as_json: bool) -> None:
-    from twostroke.weights import list_models
+    from twostroke.fetch import list_models
 
     listings = list_models()
     if as_json:
@@ -198,12 +198,19 @@ def _facts(one: ModelListing) -> dict[str, Any]:
     path = str(one.path) if one.path else None
     facts = asdict(one) | {"path": path, "source": list(one.source)}
     facts["format"] = facts.pop("number_format")
+    facts["runs"] = _runs(one)
     return facts
+
+
+def _runs(one: ModelListing) -> bool:
+    from twostroke.models import ARCHITECTURES
+
+    return one.family is None or one.family in ARCHITECTURES
 
 
 def _row(one: ModelListing) -> tuple[str, ...]:
     used = _ago(one.last_used) if one.path else ""
-    used = used if one.runs else "cannot run yet"
+    used = used if _runs(one) else "cannot run yet"
     size = _size(one.file_bytes) if one.file_bytes else "?"
     licence = (one.licence or "unknown").split(" (")[0]
     return (one.name, one.family or "?", one.number_format or "?", size, licence, used)

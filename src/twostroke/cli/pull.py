@@ -35,7 +35,7 @@ def command(models: tuple[str, ...]) -> None:
 
 
 def _pull(model: str) -> None:
-    from twostroke.weights import resolve
+    from twostroke.fetch import resolve
 
     try:
         path = resolve(model)
@@ -49,7 +49,7 @@ def _pull(model: str) -> None:
 
 
 def _show_licence(model: str) -> None:
-    from twostroke.weights import find
+    from twostroke.fetch import find
 
     try:
         licence = find(model).licence
@@ -59,7 +59,7 @@ def _show_licence(model: str) -> None:
 
 
 def _show_draft(model: str) -> None:
-    from twostroke.weights import find_draft, known_draft
+    from twostroke.fetch import find_draft, known_draft
 
     draft = find_draft(model)
     if draft is not None and known_draft(model) is None:

@@ -16,6 +16,7 @@ from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.drafts import Draft, leave_out
 from twostroke.engine.hardware import Limits
 from twostroke.engine.heads import Heads
+from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
 from twostroke.engine.parts import (
@@ -33,7 +34,7 @@ from twostroke.models.heads import last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
-from twostroke.weights import LoadedModel, load, release_tensors
+from twostroke.weights import LoadedModel, release_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,6 +12,7 @@ from twostroke.cache import FORMATS
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
+from twostroke.engine.loading import load
 from twostroke.engine.parts import (
     auto_kv_format,
     build_tokenizer,
@@ -21,11 +22,12 @@ from twostroke.engine.parts import (
     weight_bytes,
 )
 from twostroke.engine.sizing import size_cache
+from twostroke.fetch import known_draft
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.spec import DraftModel, Pace, Words
 from twostroke.tokenize import Translation
-from twostroke.weights import known_draft, load, release_tensors
+from twostroke.weights import release_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

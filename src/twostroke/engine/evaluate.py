@@ -13,6 +13,7 @@ import numpy as np
 from twostroke.backends.compare import Divergence
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
+from twostroke.engine.loading import load
 from twostroke.engine.parts import (
     auto_kv_format,
     build_backend,
@@ -22,7 +23,6 @@ from twostroke.engine.parts import (
 )
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
-from twostroke.weights import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

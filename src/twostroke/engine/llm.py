@@ -15,6 +15,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
 from twostroke.engine.embedding import Embeddings, embed
+from twostroke.engine.loading import pull
 from twostroke.engine.prompts import (
     encode_gap,
     encode_text,
@@ -22,7 +23,6 @@ from twostroke.engine.prompts import (
     ending_gaps,
     to_hints,
 )
-from twostroke.weights import pull
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -15,11 +15,11 @@ from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.machine import OthersWatch, memory_available, resolve_num_threads
 from twostroke.engine.hardware import machine
 from twostroke.engine.labels import Label, labels
+from twostroke.engine.loading import load
 from twostroke.engine.parts import auto_kv_format
 from twostroke.engine.shapes import SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel
-from twostroke.weights import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.files import read_json, write_json
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.disk import write_json
-from twostroke.weights.hf_model import read_json
 from twostroke.weights.safetensors import read_safetensors
 from twostroke.weights.write_safetensors import write_safetensors
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import UsageError
+from twostroke.engine.loading import load
 from twostroke.models.heads import build_heads, heads_for
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.train.answers import collect
@@ -14,7 +15,7 @@ from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpo
 from twostroke.train.learn import Learner
 from twostroke.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.train.start import first_weights
-from twostroke.weights import HeadsFacts, load, target_identity
+from twostroke.weights import HeadsFacts, target_identity
 from twostroke.weights.heads import stored_shapes
 from twostroke.weights.save_heads import save_heads
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.files import read_json
 from twostroke.models.fields import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -24,7 +25,6 @@ from twostroke.models.fields import (
 from twostroke.models.heads import KINDS, NUMBERS, TABLE, HeadsSpec, build_heads
 from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.hf_model import read_json
 from twostroke.weights.safetensors import read_safetensors
 
 if TYPE_CHECKING:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import MAX_JSON_BYTES
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, ModelSpec
 from twostroke.models.fields import (
     MAX_CONTEXT,
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
-MAX_JSON_BYTES = 1 << 24
-
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
 # What no family here does, with the value that asks for nothing.
@@ -35,27 +32,6 @@ _UNUSUAL: dict[str, Any] = {
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a small file; ModelFormatError if it is not one."""
-    return parse_json(_read(path), path.name)
-
-
-def read_json_objects(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON list of objects from a small file; ModelFormatError if it is not one."""
-    value = _parse(_read(path), path.name)
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON list of objects.")
-    return value
-
-
-def parse_json(raw: bytes, name: str) -> dict[str, Any]:
-    """Decode a JSON object; ModelFormatError, naming `name`, if it is damaged."""
-    value = _parse(raw, name)
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{name!r} is damaged: it is not a JSON object.")
-    return value
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
@@ -145,22 +121,3 @@ def _activation(fields: Fields) -> Activation:
     if activation is None:
         fields.refuse(key, f"which is not supported yet; supported: {', '.join(_ACTIVATIONS)}")
     return activation
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            # A read reserves what it is allowed: no more than the file has.
-            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
-    except OSError as error:
-        raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
-    if len(raw) > MAX_JSON_BYTES:
-        raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
-    return raw
-
-
-def _parse(raw: bytes, name: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        raise ModelFormatError(f"{name!r} is damaged: it is not JSON.") from None

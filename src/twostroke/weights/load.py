@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import Fields
 from twostroke.models.rope_fields import ROPE_TABLES
@@ -17,7 +18,6 @@ from twostroke.weights.hf_model import (
     hf_chat_template,
     hf_fields,
     hf_spec,
-    read_json,
     refuse_architecture,
 )
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.weights.hf_model import read_json, read_json_objects
+from twostroke.core.files import read_json, read_json_objects
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.files import parse_json, read_json
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.hf_model import parse_json, read_json
 from twostroke.weights.mapping import MappedFile
 
 if TYPE_CHECKING:

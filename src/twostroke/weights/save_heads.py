@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.weights.disk import write_json
+from twostroke.core.files import write_json
 from twostroke.weights.heads import HEADS_JSON, HEADS_WEIGHTS, facts_json, stored_shapes
 from twostroke.weights.write_safetensors import write_safetensors
 

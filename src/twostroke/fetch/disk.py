@@ -1,13 +1,11 @@
-"""What fetching needs of the disk: locks, free space, writes that are whole or not there."""
+"""What fetching needs of the disk: locks, free space, durable names."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import DownloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _SPARE_BYTES = 16 << 20  # left free beside what a download needs
@@ -82,21 +80,6 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that its name stands for the whole text, or for the old one."""
-    target = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
-    try:
-        target.write_text(text, encoding="utf-8")
-        target.replace(path)
-    finally:
-        target.unlink(missing_ok=True)
-
-
-def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON object as `write_whole` does."""
-    write_whole(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from twostroke.core.errors import DownloadError
-from twostroke.weights.disk import Place, locked, mega, sync_folder, write_json
-from twostroke.weights.progress import CHUNK_BYTES, Progress
-from twostroke.weights.store import Record, StoredFile, sidecar
-from twostroke.weights.wheel import open_wheel
+from twostroke.core.files import write_json
+from twostroke.fetch.disk import Place, locked, mega, sync_folder
+from twostroke.fetch.progress import CHUNK_BYTES, Progress
+from twostroke.fetch.store import Record, StoredFile, sidecar
+from twostroke.fetch.wheel import open_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.weights.catalogue import PackagedModel, Part
-    from twostroke.weights.progress import Watcher
-    from twostroke.weights.wheel import Downloader, WheelMember
+    from twostroke.fetch.catalogue import PackagedModel, Part
+    from twostroke.fetch.progress import Watcher
+    from twostroke.fetch.wheel import Downloader, WheelMember
 
 
 ARRIVING = ".pull-"  # begins the names of folders in which parts gather

@@ -28,6 +28,9 @@ class Progress:
 
 
 Watcher: TypeAlias = "Callable[[Progress], None]"
+# Returns the family of the model whose file begins as the path's, None if more is needed to tell;
+# raises ModelFormatError, which calls the file by the name, for a model that cannot run here.
+Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
 def ignore(progress: Progress) -> None:

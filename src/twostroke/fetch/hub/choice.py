@@ -11,7 +11,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.weights.hub.names import HubName
+    from twostroke.fetch.hub.names import HubName
 
 INDEX: Final = "model.safetensors.index.json"
 WHOLE: Final = "model.safetensors"

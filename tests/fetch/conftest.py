@@ -8,7 +8,7 @@ import pytest
 
 from support.hub import Hub, hub_at
 from support.tiny import write_tiny_folder, write_tiny_gguf
-from twostroke.weights.hub import pull as hub_pull
+from twostroke.fetch.hub import pull as hub_pull
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

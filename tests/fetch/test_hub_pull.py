@@ -10,9 +10,10 @@ import huggingface_hub
 import pytest
 
 from support.hub import COMMIT, Hub, Repo, git_sha1, partials, refusal, stored
-from twostroke import weights
-from twostroke.weights.hub import pull as hub_pull
-from twostroke.weights.progress import Progress
+from twostroke import fetch
+from twostroke.engine import loading
+from twostroke.fetch.hub import pull as hub_pull
+from twostroke.fetch.progress import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +24,7 @@ NAME = "hf:o/r"
 def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"tiny-Q4_0.gguf": gguf, "README.md": b"read me"})
     seen: list[Progress] = []
-    path = weights.pull(NAME, seen.append)
+    path = loading.pull(NAME, seen.append)
     assert path.read_bytes() == gguf
     assert path.parent.name == COMMIT
     assert {p.phase for p in seen} == {"download"}
@@ -31,8 +32,8 @@ def test_a_model_is_fetched_named_and_loaded(hub: Hub, hub_cache: Path, gguf: by
     assert done == sorted(done)
     assert seen[-1] == Progress("download", len(gguf), len(gguf))
     for name in (NAME, "hf:o/r:q4_0", "https://huggingface.co/o/r"):
-        assert weights.pull(name) == path
-    model = weights.load(NAME)
+        assert loading.pull(name) == path
+    model = loading.load(NAME)
     assert (model.name, model.licence) == ("o/r", "apache-2.0")
     assert len(hub.transfers) == 1
 
@@ -41,7 +42,7 @@ def test_the_hub_s_own_client_finds_what_was_fetched(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf, "config.json": b"{}"})
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     found = huggingface_hub.hf_hub_download(
         "o/r", "a-Q4_0.gguf", cache_dir=hub_cache, local_files_only=True
     )
@@ -57,9 +58,9 @@ def test_what_another_program_fetched_is_not_fetched_again(
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
     theirs = huggingface_hub.hf_hub_download("o/r", "a-Q4_0.gguf", cache_dir=hub_cache)
     hub.asked.clear()
-    assert str(weights.pull(NAME)) == theirs
+    assert str(loading.pull(NAME)) == theirs
     assert hub.transfers == []
-    assert weights.remove(NAME) == 0
+    assert fetch.remove(NAME) == 0
     assert stored(hub_cache), "what others fetched is theirs"
 
 
@@ -68,22 +69,22 @@ def test_of_a_safetensors_repository_nothing_needless_is_fetched(
 ) -> None:
     noise = {"pytorch_model.bin": b"!", "modeling.py": b"import os", "README.md": b"hello"}
     hub.repos["o/r"] = Repo({**folder, **noise}, licence=None)
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     assert {file.name for file in path.iterdir()} == set(folder)
-    assert weights.load(NAME).name == "o/r"
-    listing = weights.find(NAME)
+    assert loading.load(NAME).name == "o/r"
+    listing = fetch.find(NAME)
     assert (listing.family, listing.number_format, listing.licence) == (
         "llama",
         "safetensors",
         None,
     )
-    weights.verify(NAME)
+    fetch.verify(NAME)
 
 
 def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
     parts = {f"m-Q8_0-0000{n}-of-00002.gguf": gguf + bytes([n]) for n in (1, 2)}
     hub.repos["o/r"] = Repo({**parts, "m-F16.gguf": b"GGUF"})
-    path = weights.pull("hf:o/r:Q8_0")
+    path = loading.pull("hf:o/r:Q8_0")
     assert path.name == "m-Q8_0-00001-of-00002.gguf"
     assert path.with_name("m-Q8_0-00002-of-00002.gguf").read_bytes() == gguf + b"\2"
 
@@ -91,10 +92,10 @@ def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
 def test_a_choice_is_said_aloud(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"m-Q4_0.gguf": gguf, "m-Q8_0.gguf": gguf + b"8"})
     seen: list[Progress] = []
-    weights.pull(NAME, seen.append)
+    loading.pull(NAME, seen.append)
     assert seen[0].phase == "choose"
     assert "taking Q4_0; others: Q8_0" in (seen[0].note or "")
-    assert weights.find(NAME).name == "hf:o/r:Q4_0"
+    assert fetch.find(NAME).name == "hf:o/r:Q4_0"
 
 
 def test_a_cut_connection_is_taken_up_where_it_broke(
@@ -102,7 +103,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.cuts.extend([1_200_000, 1_200_000])
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
     assert [asked.range is None for asked in hub.transfers] == [True, False, False]
     first = int((hub.transfers[1].range or "").removeprefix("bytes=")[:-1])
     assert 1_000_000 <= first <= 1_200_000
@@ -118,13 +119,13 @@ def test_a_later_pull_goes_on_where_an_interrupted_one_ended(
 
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     with pytest.raises(KeyboardInterrupt, match=r"interrupted; [23] MB are kept, and the next"):
-        weights.pull(NAME, interrupt)
+        loading.pull(NAME, interrupt)
     (partial,) = partials(hub_cache)
     size = partial.stat().st_size
     assert 2_000_000 < size < len(gguf)
     assert not list(hub_cache.rglob("a.gguf"))
     hub.asked.clear()
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
     assert [asked.range for asked in hub.transfers] == [f"bytes={size}-"]
 
 
@@ -132,7 +133,7 @@ def test_a_server_without_ranges_begins_anew(hub: Hub, hub_cache: Path, gguf: by
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.knows_ranges = False
     hub.cuts.append(1_500_000)
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
 
 
 def test_a_connection_that_is_always_cut_is_given_up_and_what_came_is_kept(
@@ -152,7 +153,7 @@ def test_of_two_pulls_at_once_one_fetches(hub: Hub, gguf: bytes) -> None:
     paths: list[Path] = []
 
     def run() -> None:
-        paths.append(weights.pull(NAME, lambda progress: phases.append(progress.phase)))
+        paths.append(loading.pull(NAME, lambda progress: phases.append(progress.phase)))
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -173,11 +174,11 @@ def test_a_file_system_without_links_holds_the_files_themselves(
 
     monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     assert path.read_bytes() == gguf
     assert not path.is_symlink()
-    weights.verify(NAME)
-    assert weights.remove(NAME) == len(gguf)
+    fetch.verify(NAME)
+    assert fetch.remove(NAME) == len(gguf)
     assert stored(hub_cache) == []
 
 
@@ -185,13 +186,13 @@ def test_a_new_commit_is_another_model_and_shares_what_is_equal(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    weights.pull(f"hf:o/r@{COMMIT}")
+    loading.pull(f"hf:o/r@{COMMIT}")
     hub.repos["o/r"].commit = "f" * 40
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     assert path.parent.name == "f" * 40
     assert len(hub.transfers) == 1
-    assert weights.remove(NAME) == 0, "the other commit still links to it"
-    assert weights.remove(f"hf:o/r@{COMMIT}") == len(gguf)
+    assert fetch.remove(NAME) == 0, "the other commit still links to it"
+    assert fetch.remove(f"hf:o/r@{COMMIT}") == len(gguf)
     assert stored(hub_cache) == []
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from support.commands import started
 from support.hub import COMMIT, Hub, Repo, partials, stored
-from twostroke import weights
+from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.weights.disk import locked
+from twostroke.engine import loading
+from twostroke.fetch.disk import locked
 
 if TYPE_CHECKING:
     import subprocess
@@ -25,11 +26,11 @@ NAME = "hf:o/r"
 def pulled(hub: Hub, folder: dict[str, bytes]) -> Path:
     """The folder of a model that was pulled."""
     hub.repos["o/r"] = Repo(folder)
-    return weights.pull(NAME)
+    return loading.pull(NAME)
 
 
 def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None:
-    listing = weights.list_models()[-1]
+    listing = fetch.list_models()[-1]
     assert listing.name == NAME
     assert listing.source == (f"{hub.url}/o/r/tree/{COMMIT}",)
     assert listing.path == pulled
@@ -40,20 +41,20 @@ def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None
 def test_loading_is_using(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     later = time.time() + 5000
     monkeypatch.setattr("time.time", lambda: later)
-    weights.load(NAME)
-    assert weights.find(NAME).last_used == pytest.approx(later)
-    assert weights.unused(1) == []
+    loading.load(NAME)
+    assert fetch.find(NAME).last_used == pytest.approx(later)
+    assert fetch.unused(1) == []
     monkeypatch.setattr("time.time", lambda: later + 2 * 86400)
-    assert [one.name for one in weights.unused(1)] == [NAME]
+    assert [one.name for one in fetch.unused(1)] == [NAME]
 
 
 def test_verification_names_the_damaged_file(pulled: Path) -> None:
-    weights.verify(NAME)
+    fetch.verify(NAME)
     path = pulled / "tokenizer.json"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"]")
     with pytest.raises(ModelFormatError, match=r"'tokenizer\.json' does not match its checksum"):
-        weights.verify(NAME)
+        fetch.verify(NAME)
 
 
 def test_a_file_that_is_cut_off_or_gone_is_named_and_fetched_again(
@@ -61,29 +62,29 @@ def test_a_file_that_is_cut_off_or_gone_is_named_and_fetched_again(
 ) -> None:
     blob = (pulled / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:1000])
-    assert weights.list_models()[-1].path is None
+    assert fetch.list_models()[-1].path is None
     with pytest.raises(ModelFormatError, match=r"'model\.safetensors' does not match"):
-        weights.verify(NAME)
+        fetch.verify(NAME)
     with pytest.raises(ModelNotFoundError, match="'twostroke pull hf:o/r'"):
-        weights.resolve(NAME)
+        fetch.resolve(NAME)
     blob.unlink()
     with pytest.raises(ModelFormatError, match=r"model\.safetensors' cannot be read: No such file"):
-        weights.verify(NAME)
-    assert (weights.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
-    weights.verify(NAME)
+        fetch.verify(NAME)
+    assert (loading.pull(NAME) / "model.safetensors").read_bytes() == folder["model.safetensors"]
+    fetch.verify(NAME)
 
 
 def test_removing_leaves_nothing_of_the_model(hub_cache: Path, pulled: Path) -> None:
-    size = weights.find(NAME).file_bytes
-    assert weights.remove(NAME) == size
+    size = fetch.find(NAME).file_bytes
+    assert fetch.remove(NAME) == size
     assert stored(hub_cache) == []
     assert not list(hub_cache.glob("models--*"))
     with pytest.raises(ModelNotFoundError, match="not in the cache"):
-        weights.remove(NAME)
+        fetch.remove(NAME)
 
 
 def test_a_name_that_is_almost_right_gets_the_nearest(pulled: Path) -> None:
-    for function in (weights.verify, weights.remove, weights.find):
+    for function in (fetch.verify, fetch.remove, fetch.find):
         with pytest.raises(ModelNotFoundError, match=r"Did you mean 'hf:o/r'\?"):
             function("hf:o/rr")
 
@@ -92,44 +93,44 @@ def test_removing_keeps_what_another_model_needs(
     hub: Hub, hub_cache: Path, gguf: bytes, folder: dict[str, bytes]
 ) -> None:
     hub.repos["o/r"] = Repo({**folder, "a-Q4_0.gguf": gguf, "a-Q8_0.gguf": gguf + b"8"})
-    weights.pull("hf:o/r:Q4_0")
-    weights.pull("hf:o/r:Q8_0")
-    path = weights.pull("hf:o/r:safetensors")
-    assert weights.remove("hf:o/r:Q4_0") == len(gguf)
+    loading.pull("hf:o/r:Q4_0")
+    loading.pull("hf:o/r:Q8_0")
+    path = loading.pull("hf:o/r:safetensors")
+    assert fetch.remove("hf:o/r:Q4_0") == len(gguf)
     assert {file.name for file in path.iterdir()} == {*folder, "a-Q8_0.gguf"}
-    weights.verify("hf:o/r:Q8_0")
-    weights.verify("hf:o/r:safetensors")
+    fetch.verify("hf:o/r:Q8_0")
+    fetch.verify("hf:o/r:safetensors")
 
 
 def test_what_has_gone_from_the_hub_s_cache_is_forgotten(hub_cache: Path, pulled: Path) -> None:
     for path in pulled.iterdir():
         path.unlink()
     pulled.rmdir()
-    assert NAME not in {one.name for one in weights.list_models()}
-    assert weights.forget_missing() == 1
-    assert weights.forget_missing() == 0
+    assert NAME not in {one.name for one in fetch.list_models()}
+    assert fetch.forget_missing() == 1
+    assert fetch.forget_missing() == 0
 
 
 def test_what_a_broken_download_left_is_found_unless_it_still_runs(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
-    def interrupt(progress: weights.Progress) -> None:
+    def interrupt(progress: fetch.Progress) -> None:
         if progress.done_bytes > 1_000_000:
             raise KeyboardInterrupt
 
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     with pytest.raises(KeyboardInterrupt):
-        weights.pull(NAME, interrupt)
+        loading.pull(NAME, interrupt)
     (partial,) = partials(hub_cache)
     other = partial.with_name("download-of-another-program.incomplete")
     other.write_bytes(b"theirs")
     lock = hub_cache / ".locks" / "models--o--r" / f"{partial.stem}.lock"
     with locked(lock, lambda: None):
-        assert weights.leftovers() == []
-    (leftover,) = weights.leftovers()
+        assert fetch.leftovers() == []
+    (leftover,) = fetch.leftovers()
     assert (leftover.path, leftover.num_bytes) == (partial, partial.stat().st_size)
     other.unlink()
-    weights.drop(leftover)
+    fetch.drop(leftover)
     assert not list(hub_cache.glob("models--*"))
 
 
@@ -137,10 +138,10 @@ def test_a_cache_that_has_everything_is_only_read(
     hub: Hub, hub_cache: Path, gguf: bytes, tmp_path: Path
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf, "README.md": b"hello"})
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     (tmp_path / "cache" / "models" / "hub").rename(tmp_path / "gone")
     before = {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")}
-    assert weights.pull(NAME) == path
+    assert loading.pull(NAME) == path
     assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before
 
 
@@ -177,7 +178,7 @@ def test_a_stopped_command_is_taken_up_by_the_next(
     assert not list(hub_cache.rglob("a.gguf"))
     hub.pause_s = 0.0
     hub.asked.clear()
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
     assert hub.transfers[0].range is not None
 
 

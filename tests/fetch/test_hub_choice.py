@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.weights.hub.choice import Choice, RepoFile, choose, quantization, shards
-from twostroke.weights.hub.names import HubName
+from twostroke.fetch.hub.choice import Choice, RepoFile, choose, quantization, shards
+from twostroke.fetch.hub.names import HubName
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 NOISE = ("README.md", ".gitattributes", "modeling_x.py", "pytorch_model.bin", "model.pth", "a.onnx")

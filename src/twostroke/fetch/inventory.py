@@ -16,16 +16,15 @@ from twostroke.core.errors import (
     UsageError,
     nearest,
 )
-from twostroke.weights.catalogue import CATALOGUE, PackagedModel
-from twostroke.weights.disk import is_locked
-from twostroke.weights.gguf import peek_gguf
-from twostroke.weights.hub.cache import drop_partial, find_partials, forget
-from twostroke.weights.hub.client import HubClient
-from twostroke.weights.lookup import cache_path, look_up
-from twostroke.weights.progress import file_sha256, ignore
-from twostroke.weights.pull import ARRIVING, is_cached, lock_path
-from twostroke.weights.sources import find_record, records_of, runs
-from twostroke.weights.store import (
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
+from twostroke.fetch.disk import is_locked
+from twostroke.fetch.hub.cache import drop_partial, find_partials, forget
+from twostroke.fetch.hub.client import HubClient
+from twostroke.fetch.lookup import cache_path, look_up
+from twostroke.fetch.progress import file_sha256, ignore
+from twostroke.fetch.pull import ARRIVING, is_cached, lock_path
+from twostroke.fetch.sources import find_record, records_of
+from twostroke.fetch.store import (
     Record,
     StoredFile,
     hub_records,
@@ -37,7 +36,7 @@ from twostroke.weights.store import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.weights.progress import Watcher
+    from twostroke.fetch.progress import Watcher
 
 _DAY_S = 86400
 
@@ -46,7 +45,7 @@ _DAY_S = 86400
 class ModelListing:
     """A model that can be named: in the catalogue, in the cache, or both.
 
-    `path` is None for one that has not been pulled; `runs` says whether its family is supported.
+    `path` is None for one that has not been pulled.
     `last_used` is in seconds since 1970, None where nobody knows.
     """
 
@@ -59,7 +58,6 @@ class ModelListing:
     source: tuple[str, ...]
     path: Path | None
     last_used: float | None = None
-    runs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +226,14 @@ def _of_package(model: PackagedModel) -> ModelListing:
         source=tuple(f"pypi:{part.requirement}:{part.member}" for part in model.parts),
         path=path if here else None,
         last_used=record.last_used if record and here else None,
-        runs=runs(model),
     )
 
 
 def _of_record(record: Record) -> ModelListing:
-    family = record.family
-    if family is None and record.path.suffix == ".gguf" and record.path.exists():
-        family = _family(record.path)
     return ModelListing(
         name=record.name,
         title=record.title,
-        family=family,
+        family=record.family,
         number_format=record.number_format,
         file_bytes=record.num_bytes,
         licence=record.licence,
@@ -247,14 +241,6 @@ def _of_record(record: Record) -> ModelListing:
         path=record.path if record.is_whole else None,
         last_used=record.last_used,
     )
-
-
-def _family(path: Path) -> str | None:
-    try:
-        peek = peek_gguf(path)
-    except ModelFormatError:
-        return None
-    return peek.architecture if peek else None
 
 
 def _hub_roots() -> set[Path]:

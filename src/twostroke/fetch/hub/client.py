@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import DownloadError, ModelNotFoundError
-from twostroke.weights.hub.choice import RepoFile
-from twostroke.weights.hub.names import is_safe_path
-from twostroke.weights.progress import CHUNK_BYTES
+from twostroke.fetch.hub.choice import RepoFile
+from twostroke.fetch.hub.names import is_safe_path
+from twostroke.fetch.progress import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.weights.hub.names import HubName
+    from twostroke.fetch.hub.names import HubName
 
 MAX_WAIT_S: Final = 30.0  # a hub that asks for more patience is told of, not waited for
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -12,13 +12,14 @@ import pytest
 
 from support.gguf_writer import gguf_bytes
 from support.hub import TOKEN, Hub, Repo, refusal, stored
-from twostroke import weights
+from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
+from twostroke.engine import loading
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.weights.progress import Progress
+    from twostroke.fetch.progress import Progress
 
 NAME = "hf:o/r"
 
@@ -29,7 +30,7 @@ def test_wrong_bytes_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None
     assert "'a.gguf' arrived with a wrong checksum" in refusal(NAME)
     assert stored(hub_cache) == []
     hub.damaged = False
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
 
 
 def test_wrong_bytes_of_a_small_file_are_dropped(hub: Hub, hub_cache: Path, folder: dict) -> None:
@@ -49,7 +50,7 @@ def test_more_bytes_than_announced_are_dropped(hub: Hub, hub_cache: Path, gguf: 
 def test_a_busy_hub_is_asked_again(hub: Hub, gguf: bytes, status: int) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.refusals.extend([(status, {"Retry-After": "2"})] * 3)
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_a_gated_repository_says_where_its_licence_is(
     monkeypatch.setenv("HF_TOKEN", "nonsense")
     assert "the token is wrong" in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
     assert {asked.token for asked in hub.transfers} == {None}, "a token left the hub"
 
 
@@ -94,7 +95,7 @@ def test_what_cannot_be_seen_is_not_found(
     for name in (NAME, "hf:o/none"):
         assert "has no model 'o/" in refusal(name, ModelNotFoundError)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert weights.pull(NAME).read_bytes() == gguf
+    assert loading.pull(NAME).read_bytes() == gguf
     message = refusal("hf:o/r@dev", ModelNotFoundError)
     assert message == f"'o/r' has no revision 'dev': see {hub.url}/o/r."
     assert "holds no 'Q8_0'" in refusal("hf:o/r:Q8_0", ModelNotFoundError)
@@ -110,11 +111,11 @@ def test_no_network_is_one_sentence_and_the_cache_still_works(
     hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
-    path = weights.pull(NAME)
+    path = loading.pull(NAME)
     shutil.rmtree(tmp_path / "cache")  # the hub's cache still has it
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert weights.pull(NAME) == path
-    assert weights.load(NAME).name == "o/r"
+    assert loading.pull(NAME) == path
+    assert loading.load(NAME).name == "o/r"
     assert "could not be reached for 'o/r'" in refusal("hf:o/r:Q8_0")
     assert "could not be reached for 'o/other'" in refusal("hf:o/other")
 
@@ -131,8 +132,8 @@ def test_a_family_that_cannot_run_is_refused_at_the_first_bytes(hub: Hub, hub_ca
     strange = gguf_bytes({"general.architecture": "strange"}, {}) + bytes(20_000_000)
     hub.repos["o/r"] = Repo({"a.gguf": strange})
     seen: list[Progress] = []
-    with pytest.raises(ModelFormatError, match="family 'strange', which this version cannot run"):
-        weights.pull(NAME, seen.append)
+    with pytest.raises(ModelFormatError, match="family 'strange', which is not supported"):
+        loading.pull(NAME, seen.append)
     assert seen[-1].done_bytes <= 2 << 20
     assert stored(hub_cache) == []
 
@@ -145,7 +146,7 @@ def test_numbers_that_cannot_be_read_are_refused_at_the_first_bytes(
     hub.repos["o/r"] = Repo({"a.gguf": data + bytes(20_000_000)})
     message = refusal(NAME, ModelFormatError)
     assert "'a.gguf' has numbers of type IQ2_XXS" in message
-    assert "name another quantization" in message
+    assert "Name another quantization" in message
     assert stored(hub_cache) == []
 
 
@@ -200,4 +201,4 @@ def test_a_missing_client_says_how_to_install_it(hub: Hub, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install 'twostroke[hub]'" in refusal(NAME)
     with pytest.raises(ModelNotFoundError, match="'twostroke pull hf:o/r'"):
-        weights.resolve(NAME)
+        fetch.resolve(NAME)

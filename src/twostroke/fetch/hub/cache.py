@@ -12,15 +12,16 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke.weights.disk import is_locked, write_whole
-from twostroke.weights.hub.choice import RepoFile
-from twostroke.weights.hub.names import is_safe_path
+from twostroke.core.files import write_text
+from twostroke.fetch.disk import is_locked
+from twostroke.fetch.hub.choice import RepoFile
+from twostroke.fetch.hub.names import is_safe_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from twostroke.weights.hub.names import HubName
+    from twostroke.fetch.hub.names import HubName
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -80,7 +81,7 @@ class RepoCache:
         if name.revision == commit:
             return
         ref.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(ref, commit)
+        write_text(ref, commit)
 
     def known(self, name: HubName) -> tuple[str, tuple[RepoFile, ...]] | None:
         """Return the commit and the files that the cache has of a revision, without asking."""

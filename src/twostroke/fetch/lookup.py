@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
-from twostroke.weights.catalogue import CATALOGUE, PackagedModel, Part
-from twostroke.weights.hub import names as hub_names
-from twostroke.weights.hub.names import HubName
-from twostroke.weights.store import hub_records, models_folder
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
+from twostroke.fetch.hub import names as hub_names
+from twostroke.fetch.hub.names import HubName
+from twostroke.fetch.store import hub_records, models_folder
 
 Reference: TypeAlias = PackagedModel | HubName | Path
 

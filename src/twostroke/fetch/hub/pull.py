@@ -8,31 +8,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import DownloadError, TwostrokeError
-from twostroke.models.fields import Fields
-from twostroke.weights.disk import Place, locked, mega
-from twostroke.weights.gguf import peek_gguf
-from twostroke.weights.hf_model import read_json
-from twostroke.weights.hub.cache import RepoCache
-from twostroke.weights.hub.choice import CONFIG, INDEX, SAFETENSORS, Choice, choose, shards
-from twostroke.weights.hub.client import HubClient, RepoListing, TransientError
-from twostroke.weights.hub.early import Gate, check_config
-from twostroke.weights.hub.partial import PartialFile
-from twostroke.weights.progress import Progress, file_sha256, ignore
-from twostroke.weights.store import Record, StoredFile, hub_folder, read_record
+from twostroke.core.files import read_json
+from twostroke.fetch.disk import Place, locked, mega
+from twostroke.fetch.hub.cache import RepoCache
+from twostroke.fetch.hub.choice import CONFIG, INDEX, SAFETENSORS, Choice, choose, shards
+from twostroke.fetch.hub.client import HubClient, RepoListing, TransientError
+from twostroke.fetch.hub.gate import Gate
+from twostroke.fetch.hub.partial import PartialFile
+from twostroke.fetch.progress import Progress, file_sha256, ignore
+from twostroke.fetch.store import Record, StoredFile, hub_folder, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from twostroke.weights.hub.choice import RepoFile
-    from twostroke.weights.hub.names import HubName
-    from twostroke.weights.progress import Watcher
+    from twostroke.fetch.hub.choice import RepoFile
+    from twostroke.fetch.hub.names import HubName
+    from twostroke.fetch.progress import Inspect, Watcher
 
 NUM_RETRIES: Final = 5  # in a row, without a byte in between
 PAUSE_S = 1.0  # the first pause; each further one is longer by as much
 
 
-def pull_hub(name: HubName, watch: Watcher) -> Record:
+def pull_hub(name: HubName, inspect: Inspect, watch: Watcher) -> Record:
     """Fetch what `name` asks for, unless it is there, write its record, and return it.
 
     Raises:
@@ -41,7 +39,7 @@ def pull_hub(name: HubName, watch: Watcher) -> Record:
         DownloadError: network, disk, rights or checksum; what has arrived is kept for a next try.
     """
     client = HubClient()
-    pull = _Pull(client, name, watch)
+    pull = _Pull(client, name, inspect, watch)
     try:
         return pull.run()
     except KeyboardInterrupt:
@@ -58,9 +56,10 @@ def pull_hub(name: HubName, watch: Watcher) -> Record:
 class _Pull:
     """One download; `done_bytes` of the `total_bytes` of what was missing are there."""
 
-    def __init__(self, client: HubClient, name: HubName, watch: Watcher) -> None:
+    def __init__(self, client: HubClient, name: HubName, inspect: Inspect, watch: Watcher) -> None:
         self.client = client
         self.name = name
+        self.inspect = inspect
         self.watch = watch
         self.cache = RepoCache(client.cache_folder, name.repo)
         self.place = Place(client.cache_folder, "HF_HOME")
@@ -117,7 +116,7 @@ class _Pull:
     def small_files(self, choice: Choice) -> Choice:
         """Fetch the configuration, see whether it can run, then what else is small."""
         self.fetch([file for file in choice.files if file.path == CONFIG], None)
-        check_config(read_json(self.path(CONFIG)), self.name.repo)
+        self.inspect(self.path(CONFIG), f"{self.name.repo}/{CONFIG}")
         self.fetch(choice.files, None)
         has_index = any(file.path == INDEX for file in choice.files)
         index = read_json(self.path(INDEX)) if has_index else None
@@ -138,7 +137,7 @@ class _Pull:
                 if self.is_here(file):
                     continue
                 if not self.cache.has_blob(file):
-                    self.download(file, Gate() if file.path == entry else None)
+                    self.download(file, Gate(self.inspect) if file.path == entry else None)
                 self.cache.link(self.listing.commit, file)
 
     def wait(self) -> None:
@@ -218,12 +217,12 @@ class _Pull:
     def facts(self, choice: Choice) -> tuple[str | None, str | None]:
         """Return the model's family and the format of its numbers."""
         if choice.entry is not None:
-            peek = peek_gguf(self.path(choice.entry))
-            return peek.architecture if peek else None, choice.number_format
-        fields = Fields(CONFIG, read_json(self.path(CONFIG)))
-        dtype = fields.values.get("dtype") or fields.values.get("torch_dtype")
+            return self.inspect(self.path(choice.entry), choice.entry), choice.number_format
+        config = read_json(self.path(CONFIG))
+        dtype = config.get("dtype") or config.get("torch_dtype")
         short = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-        return fields.text("model_type"), short.get(str(dtype), SAFETENSORS)
+        family = self.inspect(self.path(CONFIG), f"{self.name.repo}/{CONFIG}")
+        return family, short.get(str(dtype), SAFETENSORS)
 
     def own_name(self, choice: Choice) -> str:
         """Return the shortest name that leads to just this model."""

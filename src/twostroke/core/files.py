@@ -1,0 +1,71 @@
+"""Small files: JSON read within a limit, and writes that are whole or leave the old file."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MAX_JSON_BYTES = 1 << 24
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file; ModelFormatError if there is none."""
+    return parse_json(_read(path), path.name)
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """Return the list of JSON objects in a small file; ModelFormatError if there is none."""
+    value = _parse(_read(path), path.name)
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON list of objects.")
+    return value
+
+
+def parse_json(raw: bytes, name: str) -> dict[str, Any]:
+    """Return a JSON object; ModelFormatError, which names the file `name`, if it is damaged."""
+    value = _parse(raw, name)
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{name!r} is damaged: it is not a JSON object.")
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file in one step: readers see the old text or the new one."""
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Replace a small file by a JSON object, in one step."""
+    write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            # A read reserves memory for its limit: the file's size keeps that small.
+            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
+    except OSError as error:
+        raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
+    if len(raw) > MAX_JSON_BYTES:
+        raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
+    return raw
+
+
+def _parse(raw: bytes, name: str) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ModelFormatError(f"{name!r} is damaged: it is not JSON.") from None

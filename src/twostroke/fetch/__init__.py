@@ -1,0 +1,41 @@
+"""Finds models by name, fetches them, and keeps track of those that are here."""
+
+from __future__ import annotations
+
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
+from twostroke.fetch.inventory import (
+    Leftover,
+    ModelListing,
+    drop,
+    find,
+    forget_missing,
+    leftovers,
+    list_models,
+    remove,
+    unused,
+    verify,
+)
+from twostroke.fetch.progress import Progress, Watcher
+from twostroke.fetch.sources import find_draft, known_draft, pull, resolve, use
+
+__all__ = [
+    "CATALOGUE",
+    "Leftover",
+    "ModelListing",
+    "PackagedModel",
+    "Progress",
+    "Watcher",
+    "drop",
+    "find",
+    "find_draft",
+    "forget_missing",
+    "known_draft",
+    "leftovers",
+    "list_models",
+    "pull",
+    "remove",
+    "resolve",
+    "unused",
+    "use",
+    "verify",
+]
