@@ -17,7 +17,7 @@ from report import Spread, caption, machine_facts, note, save, table
 from texts import FreshPrompts, heldout_tokens
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
-from twostroke.engine.hardware import machine
+from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
 from workload import PROMPT_LENGTH, WORKS, Timing, Work
 

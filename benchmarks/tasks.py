@@ -10,8 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from twostroke.core.sampling import SamplingParams
-from twostroke.engine.evaluate import held_out_text
 from twostroke.engine.prompts import encode_chat, encode_text
+from twostroke.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     import random

@@ -17,7 +17,7 @@ from twostroke.core.config import (
     SpeculationOptions,
 )
 from twostroke.engine.build import build
-from twostroke.engine.hardware import machine
+from twostroke.engine.limits import machine
 
 
 def main() -> None:

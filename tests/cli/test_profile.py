@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from twostroke.core.hardware import Hardware
-from twostroke.engine import profile as module
+from twostroke.measure import profile as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from twostroke import LLM, SamplingParams
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
-from twostroke.engine.evaluate import held_out_text
+from twostroke.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

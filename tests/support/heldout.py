@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.engine.evaluate import held_out_text
 from twostroke.engine.parts import build_tokenizer
+from twostroke.measure.compare import held_out_text
 
 if TYPE_CHECKING:
     from twostroke.weights import LoadedModel

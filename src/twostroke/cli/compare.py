@@ -23,7 +23,7 @@ from twostroke.core.errors import UsageError, nearest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.evaluate import Report, Subject
+    from twostroke.measure.compare import Report, Subject
 
 _READERS: Final = tuple(name for name in BACKENDS if name != "auto")
 _LAYERS_SHOWN: Final = 6
@@ -70,15 +70,15 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     For each reader: the divergence of its next-token distributions (KL, in nats), how often it has
     the same likeliest token, the text's perplexity, and how far hidden states drift apart.
     """
-    from twostroke.engine import evaluate
+    from twostroke.measure import compare as measured
 
     against = model if given["against"] is None else given["against"]
     subjects = _subjects(model, given)
-    right = evaluate.Subject(against, _compute(given["right"], given), CacheOptions())
-    text = _read(given["text"]) if given["text"] else evaluate.held_out_text()
+    right = measured.Subject(against, _compute(given["right"], given), CacheOptions())
+    text = _read(given["text"]) if given["text"] else measured.held_out_text()
     models = [model] if against == model else [model, against]
-    pieces = evaluate.pieces_of(text, models, given["length"], given["tokens"])
-    reports = list(evaluate.compare_subjects(right, subjects, pieces, _notice))
+    pieces = measured.pieces_of(text, models, given["length"], given["tokens"])
+    reports = list(measured.compare_subjects(right, subjects, pieces, _notice))
     num_tokens = sum(map(len, pieces))
     if as_json:
         result = {"model": model, "against": against, "right": given["right"]}
@@ -93,15 +93,15 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     beyond = [report.name for report in reports if not report.is_within_limits]
     if check and beyond:
         limits = (
-            f"mean KL below {evaluate.MAX_MEAN_KL:g}, the same likeliest token at least"
-            f" {evaluate.MIN_TOP1_AGREEMENT:.0%}, perplexity within"
-            f" {evaluate.MAX_PERPLEXITY_CHANGE:.1%}"
+            f"mean KL below {measured.MAX_MEAN_KL:g}, the same likeliest token at least"
+            f" {measured.MIN_TOP1_AGREEMENT:.0%}, perplexity within"
+            f" {measured.MAX_PERPLEXITY_CHANGE:.1%}"
         )
         raise click.ClickException(f"Beyond the limits ({limits}): {'; '.join(beyond)}.")
 
 
 def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
-    from twostroke.engine.evaluate import Subject
+    from twostroke.measure.compare import Subject
 
     subjects = []
     for reader in _names(given["readers"], _READERS, "reader"):

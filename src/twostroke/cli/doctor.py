@@ -153,7 +153,7 @@ class Measured:
     @classmethod
     def now(cls, level: str, num_threads: int) -> Measured:
         """Measure, which takes some seconds."""
-        from twostroke.engine.hardware import machine
+        from twostroke.engine.limits import machine
 
         small = machine(level, num_threads, _SMALL_BYTES, again=True)
         if memory_available() < 2 * _LARGE_BYTES:

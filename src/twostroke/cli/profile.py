@@ -27,8 +27,8 @@ from twostroke.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.engine.profile import OperationProfile, StepProfile
-    from twostroke.engine.shapes import Shape
+    from twostroke.measure.profile import OperationProfile, StepProfile
+    from twostroke.measure.single_step import Shape
     from twostroke.program.cost import Cost
 
 _MOST: Final = 1 << 20
@@ -101,7 +101,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     """
     if plot is not None:
         _check_plot(plot)
-    from twostroke.engine.profile import Wanted, profile
+    from twostroke.measure.profile import Wanted, profile
 
     with named_as_options():
         wanted = Wanted(
@@ -131,7 +131,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
 
 
 def _shapes(given: dict[str, Any]) -> tuple[Shape, ...]:
-    from twostroke.engine.shapes import Shape
+    from twostroke.measure.single_step import Shape
 
     streams, prompts = given["streams"], given["prefill"]
     if streams is None and prompts is None:

@@ -14,8 +14,8 @@ from twostroke.core.errors import TwostrokeError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.drafts import Draft, leave_out
-from twostroke.engine.hardware import Limits
 from twostroke.engine.heads import Heads
+from twostroke.engine.limits import Limits
 from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from twostroke.engine.client import Client
-    from twostroke.engine.hardware import Limits
+    from twostroke.engine.limits import Limits
     from twostroke.serve.dialect import Dialect, Inquiry
     from twostroke.serve.embed import EmbeddingDialect, EmbeddingJob
     from twostroke.serve.job import Encoded, Job, Running

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.engine.client import Client
-    from twostroke.engine.hardware import Limits
+    from twostroke.engine.limits import Limits
 
 _BACKLOG = 2048
 _GRACE_S = 5  # beyond the drain, for whatever hangs

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
 from twostroke.core.service import SERVICES
-from twostroke.engine.hardware import Limits
+from twostroke.engine.limits import Limits
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions

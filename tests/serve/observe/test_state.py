@@ -14,7 +14,7 @@ from support.servers import live_server, wait_for
 from support.tiny import tiny_of
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.engine.hardware import Limits
+from twostroke.engine.limits import Limits
 from twostroke.engine.view import RequestView, View
 from twostroke.schedule import SchedulerStats
 from twostroke.serve.observe.objectives import Goodput, Objective

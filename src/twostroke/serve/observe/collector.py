@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.engine.client import Client
-    from twostroke.engine.hardware import Limits
     from twostroke.engine.histogram import Distribution
+    from twostroke.engine.limits import Limits
     from twostroke.engine.tally import ServiceTotals
 
 # Decades in steps of 1, 2.5, 5, as wide as a small model's token and a long queue are apart.

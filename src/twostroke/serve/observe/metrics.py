@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from twostroke.engine.client import Client
-    from twostroke.engine.hardware import Limits
+    from twostroke.engine.limits import Limits
     from twostroke.serve.observe.objectives import Objective
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client, ModelCard
-    from twostroke.engine.hardware import Limits
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.ledger import Totals
+    from twostroke.engine.limits import Limits
     from twostroke.engine.meter import Stroke
     from twostroke.engine.seconds import Span
     from twostroke.engine.tally import ServiceTotals

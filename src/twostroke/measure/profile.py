@@ -13,11 +13,11 @@ from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.machine import OthersWatch, memory_available, resolve_num_threads
-from twostroke.engine.hardware import machine
-from twostroke.engine.labels import Label, labels
+from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
 from twostroke.engine.parts import auto_kv_format
-from twostroke.engine.shapes import SingleStep
+from twostroke.measure.labels import Label, labels
+from twostroke.measure.single_step import SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.shapes import Shape
+    from twostroke.measure.single_step import Shape
     from twostroke.program import Program
 
 _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step

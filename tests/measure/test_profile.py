@@ -13,10 +13,10 @@ from twostroke.cache import FORMATS
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.hardware import Hardware
-from twostroke.engine import profile as module
-from twostroke.engine.labels import labels
-from twostroke.engine.profile import StepProfile, Wanted, profile
-from twostroke.engine.shapes import Shape, SingleStep
+from twostroke.measure import profile as module
+from twostroke.measure.labels import labels
+from twostroke.measure.profile import StepProfile, Wanted, profile
+from twostroke.measure.single_step import Shape, SingleStep
 from twostroke.models import build_program
 from twostroke.program import BatchShape
 from twostroke.program.cost import Cost, CostModel

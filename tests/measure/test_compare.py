@@ -11,7 +11,7 @@ import pytest
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.engine.evaluate import Subject, compare_subjects, held_out_text, pieces_of
+from twostroke.measure.compare import Subject, compare_subjects, held_out_text, pieces_of
 
 
 @pytest.fixture

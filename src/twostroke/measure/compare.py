@@ -80,7 +80,7 @@ class Report:
 
 def held_out_text() -> str:
     """Return some two thousand tokens of prose and code, written for this, unknown to any model."""
-    return resources.files("twostroke.engine").joinpath("heldout.txt").read_text(encoding="utf-8")
+    return resources.files("twostroke.measure").joinpath("heldout.txt").read_text(encoding="utf-8")
 
 
 def pieces_of(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
-from twostroke.engine import hardware
-from twostroke.engine.hardware import Limits
+from twostroke.engine import limits as limits_module
+from twostroke.engine.limits import Limits
 from twostroke.engine.meter import Stroke, Strokes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet: Hardware = QUIET) -> None:
         self.measured: list[bool] = []
         self._quiet = quiet
-        monkeypatch.setattr(hardware, "machine", self)
+        monkeypatch.setattr(limits_module, "machine", self)
 
     def __call__(self, level: str, threads: int, num_bytes: int, *, again: bool) -> Hardware:
         self.measured.append(again)
@@ -71,5 +71,5 @@ def test_without_a_native_library_there_are_no_limits(monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> Hardware:
         raise BackendError("There is no library.")
 
-    monkeypatch.setattr(hardware, "machine", refuse)
+    monkeypatch.setattr(limits_module, "machine", refuse)
     assert Limits("portable", 2, 10**6).beside(_decoding(1)) is None
