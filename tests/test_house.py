@@ -167,6 +167,15 @@ def test_size_exception_may_only_shrink() -> None:
     assert not list(tool.find_faults({"a.py": 430}, {"a.py": 430}))
 
 
+def test_room_keeps_to_its_budget_and_the_budget_to_the_room() -> None:
+    tool = _check_size()
+    budgets = {"max_slack": 0.02, "rooms": {"core": 1000}}
+    assert not list(tool.find_room_faults({"core": 1000}, budgets))
+    assert not list(tool.find_room_faults({"core": 985}, budgets))
+    for rooms in ({"core": 1001}, {"core": 900}, {"new": 1, "core": 1000}):
+        assert len(list(tool.find_room_faults(rooms, budgets))) == 1
+
+
 def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield `(line, dotted name)` for every import, name and attribute of a source."""
     for node in ast.walk(tree):

@@ -1,7 +1,8 @@
-"""Check that files stay under 400 lines and functions under 60; exceptions may only shrink.
+"""Check the sizes of files, functions and rooms; the limits may only shrink.
 
-`tools/size_exceptions.toml` names what is larger, with its exact size. An exception that could be
-lower is as much an error as a file that grew, so the list can only get shorter.
+A file has at most 400 lines and a function at most 60. `tools/size_exceptions.toml` names the
+exceptions with their exact sizes. `tools/size_budgets.toml` gives each room of the package the
+lines of Python that it may have. A limit that is higher than it needs to be is an error too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "src/twostroke"
 FOLDERS = ("src", "native", "tests", "tools", "benchmarks")
 CPP_SUFFIXES = {".cpp", ".h", ".inc"}
 
@@ -31,13 +33,18 @@ CPP_NOISE = re.compile(
 
 
 def main() -> int:
-    """Print one line for each fault; return 1 if there is any."""
+    """Print the lines of each room, then one line for each fault; return 1 if there is one."""
     exceptions = tomllib.loads((ROOT / "tools/size_exceptions.toml").read_text())
+    budgets = tomllib.loads((ROOT / "tools/size_budgets.toml").read_text())
     sizes: dict[str, int] = {}
     for name, lines in measure(ROOT):
         sizes[name] = max(lines, sizes.get(name, 0))  # overloads share a name
-    faults = list(find_faults(sizes, exceptions))
-    print("\n".join(faults) or "Sizes: every file and function is within its limit.")
+    rooms = count_rooms(ROOT / PACKAGE)
+    for name, lines in rooms.items():
+        print(f"{name:<12}{lines:>7,}")
+    print(f"{'all':<12}{sum(rooms.values()):>7,}")
+    faults = [*find_faults(sizes, exceptions), *find_room_faults(rooms, budgets)]
+    print("\n".join(faults) or "Sizes: every file, function and room is within its limit.")
     return 1 if faults else 0
 
 
@@ -97,6 +104,28 @@ def find_faults(sizes: Mapping[str, int], exceptions: Mapping[str, int]) -> Iter
             yield f"{name}: {lines} lines now; lower its exception from {allowed} or remove it."
     for name in exceptions.keys() - sizes.keys():
         yield f"{name}: is gone; remove its exception."
+
+
+def count_rooms(package: Path) -> dict[str, int]:
+    """Return the lines of Python in each room; modules outside of the rooms are `(top)`."""
+    rooms: dict[str, int] = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).parts
+        room = parts[0] if len(parts) > 1 else "(top)"
+        rooms[room] = rooms.get(room, 0) + path.read_text().count("\n")
+    return rooms
+
+
+def find_room_faults(rooms: Mapping[str, int], budgets: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each room over its budget and for each budget with too much slack."""
+    allowed: dict[str, int] = budgets["rooms"]
+    for name, lines in rooms.items():
+        if name not in allowed:
+            yield f"{name}: {lines} lines and no budget; add one to tools/size_budgets.toml."
+        elif lines > allowed[name]:
+            yield f"{name}: {lines} lines, the budget is {allowed[name]}; delete before you add."
+        elif allowed[name] > lines * (1 + budgets["max_slack"]):
+            yield f"{name}: {lines} lines now; lower its budget from {allowed[name]}."
 
 
 def _blank(match: re.Match[str]) -> str:
