@@ -18,11 +18,10 @@ from twostroke.cli.fetch import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.engine import loading
-from twostroke.fetch import inventory, lookup
+from twostroke.fetch import inventory, names, sources
 from twostroke.fetch.catalogue import PackagedModel, Part
 from twostroke.fetch.disk import locked
 from twostroke.fetch.progress import Progress
-from twostroke.fetch.store import sidecar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +48,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             file_bytes=len(content),
             sha256=hashlib.sha256(content).hexdigest(),
             licence="MIT (https://licences/mit)",
-            architecture="llama",
+            family="llama",
             number_format="Q4_0",
         ),
         "maxi": PackagedModel(
@@ -64,7 +63,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     }
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
-    for module in (inventory, lookup):
+    for module in (inventory, names, sources):
         monkeypatch.setattr(module, "CATALOGUE", entries)
     return tmp_path
 
@@ -75,8 +74,12 @@ def mini(own_cache: Path) -> Path:
     path = own_cache / "models" / "mini.gguf"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"some weights" * 1000)
-    sidecar(path).write_text(json.dumps({"name": "mini"}))
+    sidecar(path).write_text("{}")
     return path
+
+
+def sidecar(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
 
 
 def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> None:
@@ -85,11 +88,11 @@ def test_the_list_says_what_is_here_and_what_is_not(cli: Cli, mini: Path) -> Non
     assert ran.out.split("\n") == [
         "NAME  FAMILY  FORMAT      SIZE  LICENCE  LAST USED",
         "mini  llama   Q4_0        0 MB  MIT      today",
-        "0 MB in all. 'twostroke models show NAME' tells where a model lies.",
+        "0 MB in all. 'twostroke models show NAME' shows where a model is.",
         "",
-        "Can be fetched with 'twostroke pull NAME':",
+        "To fetch with 'twostroke pull NAME':",
         "maxi  ?       ?       2,000 MB  MIT",
-        "Any other: a path, or hf:owner/repo for a model of the Hugging Face hub.",
+        "Others: hf:owner/repo from the Hugging Face hub, or the path of a model.",
         "",
     ]
     assert cli("models", "list").out == ran.out
@@ -136,9 +139,7 @@ def test_a_spoilt_file_does_not_match(cli: Cli, mini: Path) -> None:
     mini.write_bytes(b"other weight" * 1000)
     ran = cli("models", "verify", "mini")
     assert (ran.code, ran.out) == (4, "")
-    assert (
-        "'mini.gguf' does not match its checksum, it is damaged: run 'twostroke models" in ran.err
-    )
+    assert "'mini.gguf' does not match its checksum: run 'twostroke models" in ran.err
 
 
 def test_all_models_are_verified_and_each_fault_named(cli: Cli, mini: Path) -> None:
@@ -156,7 +157,7 @@ def test_all_models_are_verified_and_each_fault_named(cli: Cli, mini: Path) -> N
 @pytest.mark.parametrize("word", ["remove", "rm"])
 def test_a_removed_model_is_gone(cli: Cli, mini: Path, word: str) -> None:
     ran = cli("models", word, "mini")
-    assert (ran.code, ran.out) == (0, "Removed mini: 0 MB are free again.\n")
+    assert (ran.code, ran.out) == (0, "Removed mini: 0 MB freed.\n")
     assert not mini.exists()
     assert cli("models", word, "mini").code == 3
 
@@ -195,7 +196,7 @@ def test_what_broken_downloads_left_is_cleaned(cli: Cli, leftover: Path, mini: P
     assert "confirm it with --yes" in refused.err
     assert leftover.exists()
     ran = cli("models", "clean", "--yes")
-    assert (ran.code, ran.out) == (0, "3 MB are free again.\n")
+    assert (ran.code, ran.out) == (0, "3 MB freed.\n")
     assert not leftover.exists()
     assert mini.exists()
     assert cli("models", "clean").out == "There is nothing to clean.\n"
@@ -229,7 +230,7 @@ def test_models_are_not_unused_for_less_than_no_time(cli: Cli, mini: Path, days:
 def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
     ran = cli("models", "remove", tiny)
     assert ran.code == 2
-    assert "a file of your own" in ran.err
+    assert "is your own file" in ran.err
     assert Path(tiny).exists()
 
 
@@ -242,9 +243,9 @@ def test_pull_names_a_draft_that_is_not_here(
 ) -> None:
     maxi = own_cache / "models" / "maxi.gguf"
     monkeypatch.setattr("twostroke.cli.pull.fetch", lambda _: maxi)
-    hint = "With mini to guess ahead, `serve` and `chat` are faster: twostroke pull mini\n"
+    hint = "`serve` and `chat` are faster with a draft model: twostroke pull mini\n"
     assert cli("pull", "maxi").out == f"maxi is ready: {maxi}\nLicence: MIT\n{hint}"
-    monkeypatch.setattr("twostroke.fetch.sources.is_cached", lambda model, _: True)
+    monkeypatch.setattr("twostroke.fetch.known_draft", lambda _: "mini")
     assert hint not in cli("pull", "maxi").out
 
 

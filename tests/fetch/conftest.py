@@ -8,7 +8,7 @@ import pytest
 
 from support.hub import Hub, hub_at
 from support.tiny import write_tiny_folder, write_tiny_gguf
-from twostroke.fetch.hub import pull as hub_pull
+from twostroke.fetch import hub as hub_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +38,6 @@ def hub_cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub_pull, "PAUSE_S", 0.001)
+    monkeypatch.setattr(hub_module, "PAUSES_S", (0.001, 0.001, 0.001))
     with hub_at(hub_cache, monkeypatch) as hub:
         yield hub

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from support.gguf_writer import gguf_bytes
-from support.hub import TOKEN, Hub, Repo, refusal, stored
+from support.hub import TOKEN, Hub, Repo, git_sha1, refusal, stored
 from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine import loading
@@ -26,63 +26,42 @@ NAME = "hf:o/r"
 
 def test_wrong_bytes_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    hub.damaged = True
-    assert "'a.gguf' arrived with a wrong checksum" in refusal(NAME)
-    assert stored(hub_cache) == []
-    hub.damaged = False
+    for fault in ("damaged", "longer"):
+        setattr(hub, fault, True)
+        assert "'a.gguf' arrived damaged" in refusal(NAME)
+        assert stored(hub_cache) == []
+        setattr(hub, fault, False)
     assert loading.pull(NAME).read_bytes() == gguf
 
 
-def test_wrong_bytes_of_a_small_file_are_dropped(hub: Hub, hub_cache: Path, folder: dict) -> None:
-    hub.repos["o/r"] = Repo(folder)
-    hub.damaged = True
-    assert "'config.json' arrived with a wrong checksum" in refusal(NAME)
-
-
-def test_more_bytes_than_announced_are_dropped(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
+def test_a_busy_hub_is_asked_again(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    hub.longer = True
-    assert "is larger than the" in refusal(NAME)
-    assert stored(hub_cache) == []
-
-
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_hub_is_asked_again(hub: Hub, gguf: bytes, status: int) -> None:
-    hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    hub.refusals.extend([(status, {"Retry-After": "2"})] * 3)
+    hub.refusals.extend([(429, {}), (500, {}), (503, {})])
     assert loading.pull(NAME).read_bytes() == gguf
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "expected"),
-    [
-        (429, {"Retry-After": "300"}, "limits how often you may ask for 'o/r': try again in 300 s"),
-        (429, {"RateLimit": '"api";r=0;t=55'}, "try again in 55 s; log in with 'hf auth login'"),
-        (503, {}, "is out of order for 'o/r' (status 503): try again later"),
-        (418, {}, "refuses 'o/r' with status 418"),
-        (403, {}, "the token is wrong or may not read it"),
-    ],
-)
-def test_a_hub_that_stays_busy_is_one_sentence(
-    hub: Hub, gguf: bytes, status: int, headers: dict[str, str], expected: str
-) -> None:
+def test_a_hub_that_refuses_is_one_sentence(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
-    hub.refusals.extend([(status, headers)] * 20)
-    assert expected in refusal(NAME)
+    for status, expected in (
+        (503, "with status 503: it is busy; try again later."),
+        (418, "with status 418: see"),
+        (403, "does not let you read 'o/r': log in with"),
+    ):
+        hub.refusals.extend([(status, {})] * 4)
+        assert expected in refusal(NAME)
+        hub.refusals.clear()
 
 
 def test_a_gated_repository_says_where_its_licence_is(
     hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf}, gated=True)
-    message = refusal(NAME)
-    assert f"'o/r' is gated: accept its licence at {hub.url}/o/r, then log in with" in message
+    expected = f"'o/r' is gated: accept its licence at {hub.url}/o/r; log in with"
+    assert expected in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", "other")
-    assert f"Your token has no access to 'o/r' yet: accept its licence at {hub.url}/o/r" in refusal(
-        NAME
-    )
+    assert expected in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", "nonsense")
-    assert "the token is wrong" in refusal(NAME)
+    assert "does not let you read" in refusal(NAME)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert loading.pull(NAME).read_bytes() == gguf
     assert {asked.token for asked in hub.transfers} == {None}, "a token left the hub"
@@ -98,13 +77,13 @@ def test_what_cannot_be_seen_is_not_found(
     assert loading.pull(NAME).read_bytes() == gguf
     message = refusal("hf:o/r@dev", ModelNotFoundError)
     assert message == f"'o/r' has no revision 'dev': see {hub.url}/o/r."
-    assert "holds no 'Q8_0'" in refusal("hf:o/r:Q8_0", ModelNotFoundError)
+    assert "has no 'Q8_0'" in refusal("hf:o/r:Q8_0", ModelNotFoundError)
 
 
-@pytest.mark.parametrize("nonsense", [b"<html>Log in</html>", b"[]", b"{}", b'{"id": "o/r"}'])
-def test_an_answer_that_is_none_is_one_sentence(hub: Hub, nonsense: bytes) -> None:
-    hub.nonsense = nonsense
-    assert "describes no repository: check HF_ENDPOINT" in refusal(NAME)
+def test_an_answer_that_describes_no_repository_is_one_sentence(hub: Hub) -> None:
+    for nonsense in (b"<html>Log in</html>", b"[]", b"{}", b'{"id": "o/r"}'):
+        hub.nonsense = nonsense
+        assert "did not describe the repository 'o/r': check HF_ENDPOINT" in refusal(NAME)
 
 
 def test_no_network_is_one_sentence_and_the_cache_still_works(
@@ -124,7 +103,7 @@ def test_offline_mode_is_told_from_no_network(
     hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, unset it" in refusal(NAME)
+    assert "HF_HUB_OFFLINE is set" in refusal(NAME)
     assert hub.asked == []
 
 
@@ -160,11 +139,12 @@ def test_a_configuration_that_cannot_run_is_refused_before_the_weights(
     hub: Hub, folder: dict[str, bytes]
 ) -> None:
     for change, expected in (
-        ({"model_type": "strange"}, "'o/r/config.json' has the architecture 'strange'"),
+        ({"model_type": "strange"}, "'config.json' has the architecture 'strange'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ):
         config = json.loads(folder["config.json"]) | change
-        hub.repos["o/r"] = Repo({**folder, "config.json": json.dumps(config).encode()})
+        files = {**folder, "config.json": json.dumps(config).encode()}
+        hub.repos["o/r"] = Repo(files, commit=git_sha1(files["config.json"]))
         assert expected in refusal(NAME, ModelFormatError)
     assert hub.transfers == []
 
@@ -176,8 +156,8 @@ def test_a_full_disk_is_seen_beforehand(
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000_000))
     message = refusal(NAME)
-    assert "needs 20 MB of disk space to be fetched" in message
-    assert "set HF_HOME to a folder elsewhere" in message
+    assert "needs 20 MB of disk space" in message
+    assert "set HF_HOME to a folder on another disk" in message
     assert hub.transfers == []
 
 
@@ -188,13 +168,8 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(
     hub_cache.parent.mkdir()
     hub_cache.write_text("a file")
     message = refusal(NAME)
-    assert "could not be written to" in message
-    assert "set HF_HOME" in message
-
-
-def test_names_that_lead_out_of_the_repository_are_none(hub: Hub, hub_cache: Path) -> None:
-    hub.repos["o/r"] = Repo({"../../../evil.gguf": b"GGUF", "/etc/evil.gguf": b"GGUF"})
-    assert "holds neither a GGUF file nor" in refusal(NAME, ModelFormatError)
+    assert "cannot be written to" in message
+    assert "Set HF_HOME" in message
 
 
 def test_a_missing_client_says_how_to_install_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

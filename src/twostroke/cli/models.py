@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +19,7 @@ from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.fetch import Leftover, ModelListing
+    from twostroke.fetch import Leftover, ModelRecord
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
@@ -31,7 +30,7 @@ _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @_as_json
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
-    """List the models that are here, and those that can be fetched; or act on one."""
+    """List, show, verify and remove models."""
     if ctx.invoked_subcommand is None:
         _list(as_json=as_json)
 
@@ -39,7 +38,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 @command.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
-    """List the models that are here, and those that can be fetched by a short name."""
+    """List the models that are here, and those that have a short name."""
     _list(as_json=as_json)
 
 
@@ -47,20 +46,19 @@ def list_command(as_json: bool) -> None:
 @click.argument("model")
 @_as_json
 def show_command(model: str, as_json: bool) -> None:
-    """Show all that is known of MODEL: its licence, where it came from, where it lies."""
+    """Show the licence, the origin and the place of MODEL."""
     from twostroke.fetch import find
 
     facts = _facts(find(model))
     if as_json:
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        _print_json(facts)
         return
-    used = facts.pop("last_used")
-    shown = facts | {"last_used": _ago(used), "file_bytes": f"{facts['file_bytes']:,}"}
-    width = max(map(len, shown))
-    for key, value in shown.items():
+    facts |= {"last_used": _ago(facts["last_used"]), "file_bytes": f"{facts['file_bytes']:,}"}
+    width = max(map(len, facts))
+    for key, value in facts.items():
         lines = value if isinstance(value, list) else ["-" if value is None else value]
         for index, line in enumerate(lines):
-            click.echo(printable(f"{key if index == 0 else '':<{width}}  {line}"))
+            click.echo(printable(f"{'' if index else key:<{width}}  {line}"))
 
 
 @command.command("verify")
@@ -68,13 +66,12 @@ def show_command(model: str, as_json: bool) -> None:
 @click.option("--all", "everything", is_flag=True, help="Every model that is here.")
 @_as_json
 def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Hash the files of MODEL again and compare them with their checksums."""
+    """Compare the files of MODEL with their checksums."""
     from twostroke.fetch import list_models, verify
 
     if everything == bool(models):
         raise UsageError("Name the models to verify, or give --all.")
-    # Also those of which only a part is left: they were used once.
-    names = models or [one.name for one in list_models() if one.path or one.last_used]
+    names = models or [one.name for one in list_models() if one.is_partly_here]
     faults: dict[str, TwostrokeError] = {}
     for name in names:
         try:
@@ -85,11 +82,17 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
                 raise
             faults[name] = error
         if not as_json:
-            said = faults[name].message if name in faults else "matches its checksum."
-            click.echo(printable(f"{name}: {said}" if name in faults else f"{name} {said}"))
+            click.echo(
+                printable(
+                    f"{name}: {faults[name].message}"
+                    if name in faults
+                    else f"{name} matches its checksum."
+                )
+            )
     if as_json:
-        rows = [{"name": n, "error": faults[n].message if n in faults else None} for n in names]
-        click.echo(json.dumps(rows, ensure_ascii=False))
+        _print_json(
+            [{"name": n, "error": faults[n].message if n in faults else None} for n in names]
+        )
     if faults:
         raise ModelFormatError(f"{len(faults)} of {len(names)} models failed: {', '.join(faults)}.")
 
@@ -102,47 +105,31 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete MODEL from the cache; asks first on a terminal."""
     from twostroke.fetch import find, remove
 
-    listings = [find(name) for name in models]
-    total = sum(one.file_bytes for one in listings if one.path)
+    total = sum(one.num_bytes for one in map(find, models) if one.is_here)
     if sys.stdin.isatty() and not yes and total:
         click.confirm(f"Delete {', '.join(models)} ({_size(total)})?", abort=True, err=True)
-    rows = []
-    for name in models:
-        freed = remove(name)
-        rows.append({"name": name, "freed_bytes": freed})
-        if not as_json:
-            rest = f"{_size(freed)} are free again."
-            if not freed:
-                rest = "its files stay, since other programs or models use them."
-            click.echo(printable(f"Removed {name}: {rest}"))
+    freed = {name: remove(name) for name in models}
     if as_json:
-        click.echo(json.dumps(rows, ensure_ascii=False))
-
-
-_short = copy.copy(remove_command)
-_short.hidden = True
-command.add_command(_short, "rm")
-
-
-_pull = copy.copy(pull.command)
-_pull.hidden = True
-command.add_command(_pull, "pull")
+        _print_json([{"name": name, "freed_bytes": size} for name, size in freed.items()])
+        return
+    for name, size in freed.items():
+        result = f"{_size(size)} freed." if size else "other programs or models use its files."
+        click.echo(printable(f"Removed {name}: {result}"))
 
 
 @command.command("clean")
-@click.option("--partial", is_flag=True, help="What broken downloads left [the default].")
-@click.option("--unused", type=float, metavar="DAYS", help="Models not used for so many days.")
+@click.option("--partial", is_flag=True, help="Unfinished downloads [the default].")
+@click.option("--unused", type=float, metavar="DAYS", help="Models not used for DAYS.")
 @_yes
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
-    """Delete what broken downloads have left, or models that nobody uses; asks first."""
+    """Delete unfinished downloads, or models that are not used; asks first."""
     from twostroke import fetch
 
     old = [] if unused is None else fetch.unused(unused)
     left = fetch.leftovers() if partial or unused is None else []
-    total = sum(one.num_bytes for one in left) + sum(one.file_bytes for one in old)
     if left or old:
-        _agree(left, old, total, yes=yes)
+        _confirm(left, old, yes=yes)
     freed = sum(one.num_bytes for one in left)
     for leftover in left:
         fetch.drop(leftover)
@@ -150,83 +137,92 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
     fetch.forget_missing()
     if as_json:
         removed = [str(one.path) for one in left] + [one.name for one in old]
-        click.echo(json.dumps({"removed": removed, "freed_bytes": freed}, ensure_ascii=False))
-    elif left or old:
-        click.echo(f"{_size(freed)} are free again.")
+        _print_json({"removed": removed, "freed_bytes": freed})
     else:
-        click.echo("There is nothing to clean.")
+        click.echo(f"{_size(freed)} freed." if left or old else "There is nothing to clean.")
 
 
-def _agree(left: Sequence[Leftover], old: Sequence[ModelListing], total: int, *, yes: bool) -> None:
-    """Show what would go, and ask; a script has to say --yes beforehand."""
-    for leftover in left:
-        line = f"{_size(leftover.num_bytes):>10}  {leftover.path} (an unfinished download)"
-        click.echo(printable(line), err=True)
-    for one in old:
-        line = f"{_size(one.file_bytes):>10}  {one.name}, last used {_ago(one.last_used)}"
-        click.echo(printable(line), err=True)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"This would delete {_size(total)}: confirm it with --yes.")
-    click.confirm(f"Delete these {_size(total)}?", abort=True, err=True)
+_ALIASES = {"rm": remove_command, "pull": pull.command}
+for _alias, _original in _ALIASES.items():
+    _hidden = copy.copy(_original)
+    _hidden.hidden = True
+    command.add_command(_hidden, _alias)
+
+
+def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool) -> None:
+    """Show what would be deleted, and ask; a script must say --yes."""
+    rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in left]
+    rows += [(one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in old]
+    for size, text in rows:
+        click.echo(printable(f"{_size(size):>10}  {text}"), err=True)
+    total = _size(sum(size for size, _ in rows))
+    if not yes and not sys.stdin.isatty():
+        raise UsageError(f"This would delete {total}: confirm it with --yes.")
+    if not yes:
+        click.confirm(f"Delete these {total}?", abort=True, err=True)
 
 
 def _list(*, as_json: bool) -> None:
     from twostroke.fetch import list_models
 
-    listings = list_models()
+    records = list_models()
     if as_json:
-        click.echo(json.dumps([_facts(one) for one in listings], ensure_ascii=False))
+        _print_json([_facts(one) for one in records])
         return
-    here = [one for one in listings if one.path]
-    others = [one for one in listings if not one.path]
-    widths = _widths([_HEAD, *map(_row, listings)])
+    rows = {one.name: _row(one) for one in records}
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows.values(), strict=True)]
+    here = [one for one in records if one.is_here]
     if here:
-        _table([_HEAD, *map(_row, here)], widths)
-        total = _size(sum(one.file_bytes for one in here))
-        click.echo(f"{total} in all. 'twostroke models show NAME' tells where a model lies.")
+        _print_table([_HEAD, *(rows[one.name] for one in here)], widths)
+        total = _size(sum(one.num_bytes for one in here))
+        click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
     else:
         click.echo("No model is here yet.")
-    if others:
-        click.echo("\nCan be fetched with 'twostroke pull NAME':")
-        _table(map(_row, others), widths)
-    click.echo("Any other: a path, or hf:owner/repo for a model of the Hugging Face hub.")
+    if len(here) < len(records):
+        click.echo("\nTo fetch with 'twostroke pull NAME':")
+        _print_table([rows[one.name] for one in records if not one.is_here], widths)
+    click.echo("Others: hf:owner/repo from the Hugging Face hub, or the path of a model.")
 
 
-def _facts(one: ModelListing) -> dict[str, Any]:
-    path = str(one.path) if one.path else None
-    facts = asdict(one) | {"path": path, "source": list(one.source)}
-    facts["format"] = facts.pop("number_format")
-    facts["runs"] = _runs(one)
-    return facts
+def _facts(one: ModelRecord) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "title": one.title,
+        "family": one.family,
+        "file_bytes": one.num_bytes,
+        "licence": one.licence,
+        "source": list(one.source),
+        "path": str(one.path) if one.is_here else None,
+        "last_used": one.last_used if one.is_here else None,
+        "format": one.number_format,
+        "runs": _runs(one),
+    }
 
 
-def _runs(one: ModelListing) -> bool:
+def _runs(one: ModelRecord) -> bool:
     from twostroke.models import ARCHITECTURES
 
     return one.family is None or one.family in ARCHITECTURES
 
 
-def _row(one: ModelListing) -> tuple[str, ...]:
-    used = _ago(one.last_used) if one.path else ""
-    used = used if _runs(one) else "cannot run yet"
-    size = _size(one.file_bytes) if one.file_bytes else "?"
+def _row(one: ModelRecord) -> tuple[str, ...]:
+    used = _ago(one.last_used) if one.is_here else ""
+    used = used if _runs(one) else "not supported yet"
     licence = (one.licence or "unknown").split(" (")[0]
+    size = _size(one.num_bytes)
     return (one.name, one.family or "?", one.number_format or "?", size, licence, used)
 
 
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-
-
-def _table(rows: Any, widths: Sequence[int]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]], widths: Sequence[int]) -> None:
+    size = _HEAD.index("SIZE")
     for row in rows:
-        cells = [
-            cell.rjust(width) if heading == "SIZE" else cell.ljust(width)
-            for cell, width, heading in zip(row, widths, _HEAD, strict=True)
-        ]
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[size] = row[size].rjust(widths[size])
         click.echo(printable("  ".join(cells).rstrip()))
+
+
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
 
 
 def _size(num_bytes: int) -> str:

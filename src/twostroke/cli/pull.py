@@ -1,4 +1,4 @@
-"""`twostroke pull`: fetch a model into the cache, and say under which licence it is."""
+"""`twostroke pull`: fetch models into the cache, and show their licences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from twostroke.core.errors import ModelNotFoundError, TwostrokeError, UsageError
 @click.command("pull")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 def command(models: tuple[str, ...]) -> None:
-    """Fetch MODEL into the cache, or go on with a download that was interrupted.
-
-    Several are fetched one after the other; one that cannot be does not keep back the others.
+    """Fetch each MODEL into the cache, or continue a download that was interrupted.
 
     MODEL is a short name that `twostroke models` lists, hf:owner/repo[:file][@revision] for the
     Hugging Face hub (the file by its name or its quantization, such as Q4_K_M), or
@@ -35,35 +33,19 @@ def command(models: tuple[str, ...]) -> None:
 
 
 def _pull(model: str) -> None:
-    from twostroke.fetch import resolve
+    from twostroke.fetch import find, find_draft, known_draft, resolve
 
     try:
         path = resolve(model)
+        click.echo(printable(f"{model} is already here: {path}"))
     except ModelNotFoundError:
         path = fetch(model)
-        click.echo(f"{model} is ready: {path}")
-    else:
-        click.echo(f"{model} is already here: {path}")
-    _show_licence(model)
-    _show_draft(model)
-
-
-def _show_licence(model: str) -> None:
-    from twostroke.fetch import find
-
+        click.echo(printable(f"{model} is ready: {path}"))
     try:
         licence = find(model).licence
     except (ModelNotFoundError, UsageError):  # a user's own file
         return
     click.echo(printable(f"Licence: {licence or 'unknown, see where it comes from'}"))
-
-
-def _show_draft(model: str) -> None:
-    from twostroke.fetch import find_draft, known_draft
-
     draft = find_draft(model)
     if draft is not None and known_draft(model) is None:
-        click.echo(
-            f"With {draft.name} to guess ahead, `serve` and `chat` are faster: "
-            f"twostroke pull {draft.name}"
-        )
+        click.echo(f"`serve` and `chat` are faster with a draft model: twostroke pull {draft.name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
 from twostroke.fetch.inventory import (
     Leftover,
-    ModelListing,
     drop,
     find,
     forget_missing,
@@ -16,12 +15,13 @@ from twostroke.fetch.inventory import (
     verify,
 )
 from twostroke.fetch.progress import Progress, Watcher
+from twostroke.fetch.records import ModelRecord
 from twostroke.fetch.sources import find_draft, known_draft, pull, resolve, use
 
 __all__ = [
     "CATALOGUE",
     "Leftover",
-    "ModelListing",
+    "ModelRecord",
     "PackagedModel",
     "Progress",
     "Watcher",

@@ -1,4 +1,4 @@
-"""What fetching needs of the disk: locks, free space, durable names."""
+"""The disk under a download: locks, free space, and what to say when it is full."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_SPARE_BYTES = 16 << 20  # left free beside what a download needs
+_SPARE_BYTES = 16 << 20  # left free by a download
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A folder for models, `variable` being what moves it elsewhere."""
+    """A folder for models; users move it with the environment variable `variable`."""
 
     folder: Path
     variable: str = "TWOSTROKE_CACHE"
@@ -31,34 +31,29 @@ class Place:
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes + _SPARE_BYTES:
             raise DownloadError(
-                f"{name!r} needs {mega(num_bytes + _SPARE_BYTES)} of disk space to be fetched, "
-                f"{str(self.folder)!r} has {mega(free)}: free some, or set {self.variable} to a "
-                "folder elsewhere."
+                f"{name!r} needs {megabytes(num_bytes + _SPARE_BYTES)} of disk space, and "
+                f"{str(self.folder)!r} has {megabytes(free)} left. Free some space, or set "
+                f"{self.variable} to a folder on another disk."
             )
 
-    def error(
-        self,
-        name: str,
-        error: OSError,
-        kept: str = "what has arrived is kept ('twostroke models clean' drops it)",
-    ) -> DownloadError:
-        """Return the sentence for a failure of the disk; `kept` says what is left there."""
+    def error(self, name: str, error: OSError, kept: str) -> DownloadError:
+        """Return the error for a write that failed; `kept` is a sentence about what is left."""
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return DownloadError(
-                f"The disk is full: {name!r} could not be written to {str(self.folder)!r}; {kept}. "
-                f"Free some space, or set {self.variable} to a folder elsewhere."
+                f"The disk is full: {name!r} does not fit into {str(self.folder)!r}. {kept} "
+                f"Free some space, or set {self.variable} to a folder on another disk."
             )
         return DownloadError(
-            f"{name!r} could not be written to {str(self.folder)!r}: {error.strerror or error}; "
-            f"set {self.variable} to a folder that can be written."
+            f"{name!r} cannot be written to {str(self.folder)!r}: {error.strerror or error}. "
+            f"Set {self.variable} to a folder that you can write to."
         )
 
 
 @contextmanager
 def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file at `path`, calling `wait` once if another process has it.
+    """Hold the lock file at `path`; calls `wait` if another process holds it.
 
-    The empty file stays, since removing it would be a race.
+    The empty file stays: to remove it would be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -71,26 +66,29 @@ def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock file at `path`."""
-    try:
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    """Whether a process holds the lock file at `path`."""
+    if not path.exists():
         return False
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
+def place_file(part: Path, path: Path) -> None:
+    """Give a whole file its name, so that neither is lost with the power."""
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(folder)
     finally:
-        os.close(handle)
+        os.close(folder)
 
 
-def mega(num_bytes: int) -> str:
+def megabytes(num_bytes: int) -> str:
     """Return a size as people read it."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"

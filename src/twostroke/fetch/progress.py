@@ -1,4 +1,4 @@
-"""How far fetching or checking is, told to whoever watches."""
+"""Progress reports of downloads and checks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a pull or a check is.
+    """The state of a download or a check.
 
-    `phase` is "choose" (`note` says what was chosen), "wait" (another process is fetching the same
-    model), "download", "unpack" or "verify". `total_bytes` is None when it is not known yet.
+    `phase` is "choose" (`note` names the choice), "wait" (another process fetches the same model),
+    "download", "unpack" or "verify". `total_bytes` is None while it is not known.
     """
 
     phase: str
-    done_bytes: int
-    total_bytes: int | None
+    done_bytes: int = 0
+    total_bytes: int | None = None
     note: str | None = None
 
 
@@ -41,7 +41,7 @@ def ignore(progress: Progress) -> None:
 def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
     """Return the SHA-256 of a file, in hexadecimal.
 
-    Of several files, `before` bytes were checked already, and all have `total_bytes`.
+    If it is one of several, `before` bytes of `total_bytes` were checked before it.
     """
     digest, done = hashlib.sha256(), before
     total = path.stat().st_size if total_bytes is None else total_bytes

