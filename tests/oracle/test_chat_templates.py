@@ -15,8 +15,8 @@ import pytest
 
 from support.chats import TEMPLATES, TOOL_CHATS, TOOLS
 from support.tokenizer_texts import CHATS
+from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import TwostrokeError
-from twostroke.tokenize.templates import ChatTemplate
 
 _FOLDER = Path(os.environ.get("LLAMA_CPP", "llama.cpp")) / "models/templates"
 _PUBLISHED = {path.name: path for path in sorted(_FOLDER.glob("*.jinja"))}

@@ -11,9 +11,10 @@ from support import talkers
 from support.byte_tokenizer import byte_tokenizer
 from support.servers import events
 from support.talkers import say, talker
-from twostroke.engine.call_forms import FORMS
+from twostroke.chat.call_forms import FORMS
+from twostroke.chat.tools import ToolForm
 from twostroke.sample.grammar import Grammars
-from twostroke.serve.tools import FunctionBody, ToolBody, ToolForm, to_tools
+from twostroke.serve.tools import FunctionBody, ToolBody, to_tools
 
 if TYPE_CHECKING:
     from pathlib import Path

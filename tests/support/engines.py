@@ -11,6 +11,7 @@ import numpy as np
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool, PrefixIndex
+from twostroke.chat.conversation import Chat
 from twostroke.core.config import BatchOptions, SpeculationOptions
 from twostroke.core.errors import RequestError
 from twostroke.core.step import StepResult, TokenLogprobs
@@ -19,7 +20,6 @@ from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.meter import Meter
-from twostroke.engine.prompts import Chat
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from twostroke.chat.template import ChatTemplate
 from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf
-from twostroke.tokenize.templates import ChatTemplate
 from twostroke.weights.gguf import read_gguf
 
 pytestmark = pytest.mark.model

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelNotFoundError
 from twostroke.fetch import resolve
 from twostroke.tokenize import StreamDecoder, Tokenizer, from_gguf
-from twostroke.tokenize.templates import ChatTemplate
 from twostroke.weights.gguf import read_gguf
 
 pytestmark = pytest.mark.models

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from twostroke.chat.call_reader import ReasoningPiece, TextPiece
+from twostroke.chat.reader import AnswerReader, Reading
 from twostroke.cli.markdown import MarkdownStream
 from twostroke.cli.terminal import printable
-from twostroke.serve.calls import ReasoningPiece, TextPiece
-from twostroke.serve.reading import AnswerReader, Reading
 
 if TYPE_CHECKING:
     from rich.console import Console

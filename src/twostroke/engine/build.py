@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PagePool, PrefixIndex
+from twostroke.chat.conversation import Chat
 from twostroke.core.config import EngineOptions
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.machine import give_back_memory, memory_available, resolve_num_threads
@@ -27,7 +28,6 @@ from twostroke.engine.parts import (
     stored_bytes,
     weight_bytes,
 )
-from twostroke.engine.prompts import Chat
 from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from twostroke.chat.conversation import Chat
     from twostroke.core.embedding import Pooling
     from twostroke.engine.loop import EngineLoop
-    from twostroke.engine.prompts import Chat
     from twostroke.program.cost import CostModel
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.tokenize import Tokenizer

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from twostroke.chat.tools import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
-from twostroke.serve.tools import ToolForm
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint

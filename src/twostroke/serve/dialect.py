@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_check
 
 import msgspec
 
-from twostroke.serve.reading import PLAIN, Reading
+from twostroke.chat.reader import PLAIN, Reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from twostroke.chat.reader import AnswerReader
     from twostroke.core.errors import TwostrokeError
     from twostroke.engine.client import ModelCard
     from twostroke.engine.output import Completion, Output, Usage
     from twostroke.serve.job import Job
-    from twostroke.serve.reading import AnswerReader
     from twostroke.serve.store import Tenant
     from twostroke.tokenize import Tokenizer
 

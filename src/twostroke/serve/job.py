@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from twostroke.chat.reader import PLAIN, Reading
+from twostroke.chat.reasoning import AS_IT_IS
+from twostroke.chat.tools import ToolForm
 from twostroke.core.errors import (
     EngineStoppedError,
     OverloadedError,
@@ -25,22 +28,19 @@ from twostroke.engine.prompts import (
     ending_gaps,
     to_hints,
 )
-from twostroke.engine.thinking import AS_IT_IS
-from twostroke.serve.reading import PLAIN, Reading
-from twostroke.serve.tools import ToolForm
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from twostroke.chat.reasoning import Thinking
+    from twostroke.chat.tools import Tools
     from twostroke.core.preface import Preface
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.output import Completion, Output, Timings
-    from twostroke.engine.thinking import Thinking
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.serve.observe.metrics import Metrics
-    from twostroke.serve.tools import Tools
     from twostroke.tokenize import Prompt as Rendered
 
 

@@ -1,30 +1,19 @@
-"""Tools of a chat request: what the model may call, and what its answer then looks like.
-
-A grammar keeps the answer to the form of the model's calls from their mark on, so that names exist
-and arguments fit.
-"""
+"""Tools of a chat request, as clients send them."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from twostroke.core.constraint import Constraint
+from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
-from twostroke.sample.lark import beginning, special_marks, spelled, text_but, up_to
-from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, check_keywords
+from twostroke.sample.schema import ANY_OBJECT, check_keywords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from twostroke.core.preface import Preface
-    from twostroke.engine.call_forms import CallForm
-    from twostroke.tokenize import Tokenizer
+    from collections.abc import Sequence
 
 MAX_TOOLS: Final = 128
 # Beside `properties`, these say themselves which arguments there may be.
@@ -68,129 +57,6 @@ class NamedChoice(
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """What may be called, with arguments that a schema allows.
-
-    `param` is the field that has the schema, which nothing but a `is_strict` function has to keep
-    to where it cannot.
-    """
-
-    name: str
-    schema: dict[str, Any]
-    param: str
-    is_strict: bool
-
-    def constraint(self) -> Constraint:
-        """Return the form of its arguments alone."""
-        return Constraint("json_schema", json.dumps(self.schema), self.param)
-
-    def freed(self) -> Function:
-        """Return it with any object for its arguments."""
-        return replace(self, schema=dict(ANY_OBJECT))
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What may be called in an answer.
-
-    `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
-    called. One of them must be if `is_forced`, and several may be behind one another if
-    `is_parallel`.
-    """
-
-    shown: tuple[dict[str, Any], ...]
-    functions: tuple[Function, ...]
-    is_forced: bool
-    is_parallel: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the functions are called."""
-        return tuple(function.name for function in self.functions)
-
-    def freed(self, names: Collection[str]) -> Tools:
-        """Return the same with any object for the arguments of some functions."""
-        free = (one.freed() if one.name in names else one for one in self.functions)
-        return replace(self, functions=tuple(free)) if names else self
-
-    def rules(self, form: CallForm, tokenizer: Tokenizer, preface: Preface | None) -> Iterator[str]:
-        """Yield a grammar of answers with calls, or with text before and in place of them.
-
-        That text does not begin as a preface does.
-        """
-        specials = special_marks(form.all_marks, tokenizer)
-        spell = partial(spelled, specials=specials)
-        id_ = f" {spell(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
-        for place, one in enumerate(self.functions):
-            name, tail = form.name(one.name), spell(form.tail)
-            head = f"{spell(name)}{id_}{spell(form.middle)}" if id_ else spell(name + form.middle)
-            schema = json.dumps({"type": "object", **one.schema, "x-guidance": JSON_FORM})
-            yield f"rest{place}: %json {schema} {tail}"
-            yield f"body{place}: {head} rest{place}"
-        places = range(len(self.functions))
-        yield f"body: {' | '.join(f'body{place}' for place in places)}"
-        more = f"({spell(form.between + form.head)} body)*" if self.is_parallel else ""
-        end = spell(form.end)
-        if self.is_forced:
-            yield f"start: {spell(form.opening)} body {more} {end}"
-            return
-        behind_mark = spell(form.opening.removeprefix(form.mark))
-        yield f"call: head {behind_mark} body {more if form.is_list else ''} {end}"
-        yield up_to("head", form.mark, specials)
-        yield "last: TEXT"
-        several = "call* last" if self.is_parallel else "call | last"
-        others = []
-        if preface is not None and preface.begin:
-            marks = special_marks((preface.begin,), tokenizer)
-            if not marks:  # a token, which no text has
-                yield f"PREFACE: {beginning(preface, marks)}"
-                others = ["PREFACE"]
-        if not form.is_bare:
-            yield f"start: {several}"
-            yield text_but(*others)
-            return
-        # What begins as a call does, without the mark, is one: no other text begins so.
-        for place, name in enumerate(self.names):
-            yield f"BARE{place}: {spell(form.opening + form.name(name) + form.middle)}"
-        yield f"bare: {' | '.join(f'BARE{place} rest{place}' for place in places)}"
-        yield f"start: bare {more} | {several}"
-        yield text_but(*others, *(f"BARE{place}" for place in places))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolForm:
-    """Tools as a model is to call them, behind a preface if there is one."""
-
-    tools: Tools
-    form: CallForm
-    tokenizer: Tokenizer
-    preface: Preface | None = None
-
-    def constraint(self) -> Constraint:
-        """Return what answers are held to."""
-        rules = "\n".join(self.tools.rules(self.form, self.tokenizer, self.preface))
-        return Constraint("lark", rules, "tools", self.preface)
-
-    def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Return it with any arguments for tools whose schema a grammar refuses.
-
-        `refusal` says why, or nothing.
-
-        Raises:
-            RequestError: such a tool is strict.
-        """
-        refused = set[str]()
-        for function in self.tools.functions:
-            why = refusal(function.constraint())
-            if why is not None and function.is_strict:
-                message = f"{function.param} of the function '{function.name}': {why}"
-                raise RequestError(message, param=function.param)
-            if why is not None:
-                refused.add(function.name)
-        return replace(self, tools=self.tools.freed(refused)) if refused else self
 
 
 def to_tools(

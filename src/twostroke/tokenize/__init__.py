@@ -1,8 +1,4 @@
-"""Tokenizers, chat templates, and exact text out of a stream of tokens.
-
-Chat templates live in `twostroke.tokenize.templates`, which is imported by those who render one
-(it brings Jinja, a good part of a small program's start).
-"""
+"""Tokenizers: text to ids and back, and exact text out of a stream of tokens."""
 
 from __future__ import annotations
 

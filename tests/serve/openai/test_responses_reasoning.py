@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from twostroke.chat.reader import Reading
 from twostroke.core.preface import Preface
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
@@ -14,7 +15,6 @@ from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.serve.dialect import Reply, encode_json
 from twostroke.serve.openai.responses.answer import DIALECT
 from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest
-from twostroke.serve.reading import Reading
 from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.anthropic.reply import MessageWriter, whole
 from twostroke.serve.anthropic.tools import (
     Block,
@@ -33,10 +33,10 @@ from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.openai.structure import to_schema
 
 if TYPE_CHECKING:
+    from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.engine.client import ModelCard
     from twostroke.serve.store import Tenant
-    from twostroke.serve.tools import Tools
 
 ROLES: Final = ("user", "assistant")
 

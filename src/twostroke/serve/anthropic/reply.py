@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.core.request import FinishReason
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
+    from twostroke.chat.call_reader import Piece
+    from twostroke.chat.reader import AnswerReader
     from twostroke.engine.output import Completion, Output, Usage
-    from twostroke.serve.calls import Piece
     from twostroke.serve.dialect import Reply
-    from twostroke.serve.reading import AnswerReader
 
 
 class UsageBody(msgspec.Struct, frozen=True):

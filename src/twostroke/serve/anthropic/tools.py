@@ -15,7 +15,8 @@ from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, Tool
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.serve.tools import ToolChoice, Tools
+    from twostroke.chat.tools import Tools
+    from twostroke.serve.tools import ToolChoice
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_callers": (["direct"],),

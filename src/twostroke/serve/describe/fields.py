@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from twostroke.chat.messages import ROLES
+from twostroke.chat.reasoning import EFFORTS, MAX_VARIABLES
 from twostroke.core.constraint import MAX_CONSTRAINT
 from twostroke.core.embedding import POOLINGS
 from twostroke.core.sampling import (
@@ -22,7 +24,6 @@ from twostroke.core.sampling import (
     MAX_STOPS,
 )
 from twostroke.engine.loop import Health
-from twostroke.engine.thinking import EFFORTS, MAX_VARIABLES
 from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.serve.anthropic import errors as anthropic_errors
 from twostroke.serve.anthropic import messages
@@ -32,7 +33,6 @@ from twostroke.serve.openai import chat, completions, embeddings, fields, tokens
 from twostroke.serve.openai.responses import items, request
 from twostroke.serve.openai.responses import tools as response_tools
 from twostroke.serve.tools import MAX_TOOLS, NAME_PATTERN
-from twostroke.tokenize.messages import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
+from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from twostroke.serve.calls import Piece
+    from twostroke.chat.call_reader import Piece
 
 
 class FunctionCallBody(msgspec.Struct):

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS
-from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.dialect import Dialect
 from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import Conversation, Job, check_messages
@@ -22,9 +22,10 @@ from twostroke.serve.openai.fields import (
     told_tier,
 )
 from twostroke.serve.openai.structure import to_constraint
-from twostroke.serve.tools import ToolBody, ToolChoice, Tools, to_tools
+from twostroke.serve.tools import ToolBody, ToolChoice, to_tools
 
 if TYPE_CHECKING:
+    from twostroke.chat.tools import Tools
     from twostroke.serve.store import Tenant
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.serve.calls import ReasoningPiece, TextPiece
+from twostroke.chat.call_reader import ReasoningPiece, TextPiece
 from twostroke.serve.dialect import DONE, Reply, event
 from twostroke.serve.openai.call_bodies import AnswerMessage, CallBody, answer_message, call_body
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
@@ -23,8 +23,8 @@ from twostroke.serve.openai.usage import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.chat.reader import AnswerReader
     from twostroke.engine.output import Completion, Output, Usage
-    from twostroke.serve.reading import AnswerReader
 
 
 class Choice(msgspec.Struct):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.core.request import FinishReason
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.serve.dialect import Dialect, encode_json
 from twostroke.serve.http.errors import to_message
 from twostroke.serve.openai.logprobs import chat_logprobs
@@ -32,9 +32,9 @@ from twostroke.serve.openai.usage import timings_body
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.chat.call_reader import Piece
     from twostroke.core.errors import TwostrokeError
     from twostroke.engine.output import Completion, Output, Usage
-    from twostroke.serve.calls import Piece
     from twostroke.serve.dialect import Reply
     from twostroke.serve.openai.logprobs import TokenLogprob
     from twostroke.serve.openai.responses.body import OutputItem, Status

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
-from twostroke.engine.thinking import AS_IT_IS, Thinking
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import MissingFieldError
@@ -23,12 +23,12 @@ from twostroke.tokenize import TooManyTokensError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
-    from twostroke.serve.tools import Tools
     from twostroke.tokenize import Prompt as Rendered
 
 # Of the context, for an answer of no given length, where the oldest messages make room for it.

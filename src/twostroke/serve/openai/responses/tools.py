@@ -16,6 +16,7 @@ from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, Tool
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.chat.tools import Tools
     from twostroke.serve import tools as neutral
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -76,7 +77,7 @@ Choice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 
 def read_tools(
     tools: Sequence[FunctionTool] | None, choice: Choice | None, *, parallel: bool | None
-) -> neutral.Tools | None:
+) -> Tools | None:
     """Return what may be called, or None if nothing.
 
     Raises:
@@ -117,7 +118,7 @@ def _choice(choice: Choice | None) -> neutral.ToolChoice | None:
     return choice.mode if isinstance(choice, AllowedChoice) else choice
 
 
-def _allowed(tools: neutral.Tools, choice: AllowedChoice) -> set[str]:
+def _allowed(tools: Tools, choice: AllowedChoice) -> set[str]:
     """Return the names of the functions that may be called by a choice."""
     if not choice.tools:
         message = "tool_choice.tools must name at least one function."

@@ -8,10 +8,10 @@ import pytest
 
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
+from twostroke.chat.conversation import Chat
+from twostroke.chat.reasoning import Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.preface import Preface
-from twostroke.engine.prompts import Chat
-from twostroke.engine.thinking import Thinking
 from twostroke.tokenize import from_gguf
 
 if TYPE_CHECKING:

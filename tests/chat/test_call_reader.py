@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from twostroke.engine.call_forms import FORMS, HERMES, CallForm
-from twostroke.serve.calls import ArgumentsPiece, CallBegin, CallReader, TextPiece
+from twostroke.chat.call_forms import FORMS, HERMES, CallForm
+from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, CallReader, TextPiece
 
 ARGUMENTS = '{"city": "Par\\"is}", "deep": [{"x": ["}", "\\\\"]}], "n": 1.5}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'

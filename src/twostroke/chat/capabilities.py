@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.chat.call_forms import FORMS, HERMES, CallForm
 from twostroke.core.errors import TwostrokeError
-from twostroke.engine.call_forms import FORMS, HERMES, CallForm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.chat.template import ChatTemplate
     from twostroke.tokenize import Tokenizer
-    from twostroke.tokenize.templates import ChatTemplate
 
 _TOOL, _CALL, _OTHER, _SAID = "probed_tool", "probed_call", "other_call", "probed answer"
 _IDS: Final = ("call_0123456789abcdef01234567", "abcdef123")

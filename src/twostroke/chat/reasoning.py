@@ -12,8 +12,8 @@ from twostroke.core.preface import Preface
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from twostroke.chat.template import ChatTemplate
     from twostroke.tokenize import Prompt, Tokenizer
-    from twostroke.tokenize.templates import ChatTemplate
 
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them

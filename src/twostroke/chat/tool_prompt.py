@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from twostroke.engine.manners import Manners
+    from twostroke.chat.capabilities import Manners
 
 _SHORT_ID: Final = 9  # characters
 _INSTRUCTIONS: Final = """\

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from twostroke.engine.call_forms import HERMES
-from twostroke.serve.calls import CallReader, ReasoningPiece, TextPiece, Trim
+from twostroke.chat.call_forms import HERMES
+from twostroke.chat.call_reader import CallReader, ReasoningPiece, TextPiece, Trim
 from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.chat.call_forms import CallForm
+    from twostroke.chat.call_reader import Piece
     from twostroke.core.preface import Preface
-    from twostroke.engine.call_forms import CallForm
-    from twostroke.engine.output import Completion, Output
-    from twostroke.serve.calls import Piece
     from twostroke.tokenize import Tokenizer
+
+
+class AnswerPart(Protocol):
+    """What comes of an answer at once: some of it, or all; the last has a finish reason."""
+
+    @property
+    def text(self) -> str: ...  # noqa: D102
+
+    @property
+    def token_ids(self) -> Iterable[int]: ...  # noqa: D102
+
+    @property
+    def finish_reason(self) -> object | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ class AnswerReader:
         """How many tokens the reasoning took."""
         return 0 if self._counter is None else self._counter.count
 
-    def take(self, answer: Output | Completion) -> list[Piece]:
+    def take(self, answer: AnswerPart) -> list[Piece]:
         """Return what more of the answer brings, or all of it."""
         if self._counter is not None:
             self._counter.feed(answer.token_ids)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from twostroke.chat.guards import METER
+from twostroke.chat.marks import Marker
+from twostroke.chat.messages import checked_messages, plain
+from twostroke.chat.meter import Meter, RenderBudget
+from twostroke.chat.sandbox import TemplateEnvironment
+from twostroke.chat.template_tree import read_keys, read_variables, reads_parts
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
-from twostroke.tokenize.guards import METER
-from twostroke.tokenize.marks import Marker
-from twostroke.tokenize.messages import checked_messages, plain
-from twostroke.tokenize.meter import Meter, RenderBudget
-from twostroke.tokenize.sandbox import TemplateEnvironment
-from twostroke.tokenize.template_tree import read_keys, read_variables, reads_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

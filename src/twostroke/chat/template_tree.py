@@ -8,7 +8,7 @@ from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 from jinja2.visitor import NodeTransformer
 
-from twostroke.tokenize import guards
+from twostroke.chat import guards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

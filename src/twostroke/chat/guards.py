@@ -14,7 +14,7 @@ from jinja2.utils import Cycler, Joiner, Namespace, pass_context
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from twostroke.tokenize.meter import Meter
+    from twostroke.chat.meter import Meter
 
 # A key that no template can spell as a variable.
 METER = "<meter>"

@@ -10,9 +10,9 @@ import pytest
 from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
 from support.chats import TOOL_CHATS, TOOLS
-from twostroke.engine.call_forms import FORMS, HERMES
-from twostroke.engine.manners import Manners
-from twostroke.engine.prompts import Chat
+from twostroke.chat.call_forms import FORMS, HERMES
+from twostroke.chat.capabilities import Manners
+from twostroke.chat.conversation import Chat
 from twostroke.tokenize import Tokenizer, from_gguf
 
 CONTROL, USER_DEFINED = 3, 4

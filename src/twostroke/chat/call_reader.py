@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import regex
 
-from twostroke.engine.call_forms import HERMES
+from twostroke.chat.call_forms import HERMES
 from twostroke.tokenize.preface import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from twostroke.engine.call_forms import CallForm
+    from twostroke.chat.call_forms import CallForm
 
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
 _MAX_NAME: Final = 64

@@ -7,9 +7,9 @@ import tracemalloc
 
 import pytest
 
+from twostroke.chat.meter import BudgetError, RenderBudget
+from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
-from twostroke.tokenize.meter import BudgetError, RenderBudget
-from twostroke.tokenize.templates import ChatTemplate
 
 HI = [{"role": "user", "content": "Hi"}]
 TIGHT = RenderBudget(max_chars=200_000, max_steps=2_000_000, max_cpu_s=0.1)

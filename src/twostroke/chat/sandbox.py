@@ -8,8 +8,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Cycler, Joiner
 
-from twostroke.tokenize import guards
-from twostroke.tokenize.template_tree import INNER_FILTERS, guard_tree
+from twostroke.chat import guards
+from twostroke.chat.template_tree import INNER_FILTERS, guard_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

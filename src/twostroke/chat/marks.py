@@ -6,10 +6,10 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any, Self
 
-from twostroke.tokenize.messages import ROLES
+from twostroke.chat.messages import ROLES
+from twostroke.chat.template_tree import written_texts
 from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.specials import AddedToken, Splitter
-from twostroke.tokenize.template_tree import written_texts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -1,0 +1,1 @@
+"""Conversations: chat templates, tools and reasoning, and the reader of answers."""
