@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.programs import program_of_layers
 from twostroke.cache import PageGroups
 from twostroke.core.config import PAGE_SIZES, CacheOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.engine.sizing import CacheSize, size_cache
-from twostroke.program import Program
-from twostroke.program.program import CacheLayer
+
+if TYPE_CHECKING:
+    from twostroke.program import Program
 
 MB = 10**6
 CONTEXT = 8192
-PROGRAM = Program("small", (), (CacheLayer(3, 64),) * 30, 49152, CONTEXT)
+PROGRAM = program_of_layers([None] * 30, num_kv_heads=3, head_dim=64, context_length=CONTEXT)
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 WEIGHT_BYTES = 98 * MB
 
 
 _WINDOWS = [None if layer % 6 == 5 else 512 for layer in range(18)]
-GEMMA = Program("gemma", (), tuple(CacheLayer(1, 256, w) for w in _WINDOWS), 262144, 32768)
+GEMMA = program_of_layers(_WINDOWS)
 
 
 def size(free_bytes: int = 10**11, **options: Any) -> CacheSize:

@@ -17,7 +17,7 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.tree import ROOT
-from twostroke.program.cost import Cost, StepCost
+from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.schedule import Continuous, drafting
 from twostroke.spec import Always, Outcome, Pace, Price, Proposal, Speculator
 
@@ -162,7 +162,7 @@ def test_an_engine_answers_the_same_with_trees(
             for prompt, answer in zip(prompts, expected, strict=True)
         }
         guesser = GuessesTrees(outputs)
-        pace = Pace(StepCost(Cost(0, 1, 0), Cost(1, 0, 0), 0, 0, (), ()), None)
+        pace = Pace(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
         speculator = Speculator([guesser], Always(24), pace)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):

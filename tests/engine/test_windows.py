@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.programs import program_of_layers
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.backends.reference import ReferenceBackend
@@ -16,7 +17,7 @@ from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult
 from twostroke.models import WindowSpec, build_program
-from twostroke.program import FLOAT16, CacheLayer, Program
+from twostroke.program import FLOAT16
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.weights import load_path
 
@@ -114,7 +115,7 @@ def test_a_long_answer_holds_a_bounded_number_of_pages_behind_its_window(tmp_pat
 def test_gemma_3_270m_needs_less_than_a_quarter_of_the_memory_at_8192_tokens() -> None:
     """Its 15 layers with a window of 512 and 3 without, one head of 256 for keys, in float16."""
     windows = [None if layer % 6 == 5 else 512 for layer in range(18)]
-    program = Program("gemma", (), tuple(CacheLayer(1, 256, w) for w in windows), 262144, 32768)
+    program = program_of_layers(windows)
     groups = PageGroups(16, tuple(group.window for group in program.cache_groups))
     everything = 8192 * sum(layer.bytes_per_token(FLOAT16) for layer in program.cache_layers)
     decoding = groups.num_needed(8192) * program.page_bytes(16)

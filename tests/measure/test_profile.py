@@ -76,7 +76,7 @@ def test_rows_add_up_to_the_cost_of_the_step(path: Path, kv_format: str) -> None
     found = profiles_of(path, wanted)
     assert [one.shape for one in found] == list(SHAPES)
     for one in found:
-        assert one.cost == model.step(one.shape.batch)
+        assert one.cost == model.per_step().of(one.shape.batch)
         assert one.num_steps == 2
         for row in one.operations:
             assert row.time_s.low <= row.time_s.median <= row.time_s.high

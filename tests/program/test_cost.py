@@ -12,7 +12,7 @@ from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT, Branch
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.program import BatchShape
-from twostroke.program.cost import CostModel
+from twostroke.program.cost import Cost, CostModel
 
 ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
 SIZES = {
@@ -57,27 +57,28 @@ def test_prefill_flops_are_two_per_parameter_and_token_plus_attention() -> None:
     linear = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * ffn)
     attention = 4 * layers * heads * dim * tokens * (tokens + 1) // 2
     expected = 2 * linear * tokens + attention + 2 * vocab * hidden
-    small = model.step(BatchShape.prefill(tokens)).flops - expected
+    small = model.per_step().of(BatchShape.prefill(tokens)).flops - expected
     assert 0 < small < 0.001 * expected  # norms, rotations and activations
 
 
 def test_decode_reads_each_weight_once_and_the_whole_context() -> None:
     model = cost_model("Llama-3-8B")
-    cost = model.step(BatchShape.decode((1000, 2000)))
+    cost = model.per_step().of(BatchShape.decode((1000, 2000)))
     table = model.weight_bytes["token_embd.weight"]
     rows = 2 * table // model.program.vocab_size
     assert cost.weight_bytes == sum(model.weight_bytes.values()) - table + rows
     assert cost.cache_bytes == (1001 + 2001 + 2) * 131_072
 
 
-def test_the_running_engines_form_equals_the_full_count() -> None:
+def test_a_steps_cost_is_that_of_its_operations() -> None:
     model, chance = cost_model("Llama-3-8B"), random.Random(5)
     short = model.per_step()
     for _ in range(50):
         starts = tuple(chance.randrange(3000) for _ in range(chance.randrange(9)))
         counts = tuple(chance.randrange(1, 600) for _ in starts)
         batch = BatchShape(starts, counts, chance.randrange(len(starts) + 1))
-        assert short.of(batch) == model.step(batch)
+        parts = [model.operation(op, batch) for op in model.program.ops]
+        assert short.of(batch) == sum(parts, Cost(0))
 
 
 def test_a_branch_reads_its_context_by_itself() -> None:

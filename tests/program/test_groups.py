@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.program import CacheFormat, CacheGroup, CacheLayer, Program
-from twostroke.program.groups import group_layers
+from support.programs import program_of_layers
+from twostroke.program import Attention, CacheFormat, CacheGroup, CacheLayer, Given, Program
+from twostroke.program.pages import group_layers
 
 
-def program(*windows: int | None, **sizes: int) -> Program:
-    sizes = {"num_kv_heads": 1, "head_dim": 256, **sizes}
-    layers = tuple(CacheLayer(**sizes, window=window) for window in windows)
-    return Program("some", (), layers, 1000, 32768)
+def program(*windows: int | None, num_kv_heads: int = 1, head_dim: int = 256) -> Program:
+    return program_of_layers(windows, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def gemma(num_layers: int) -> list[int | None]:
@@ -71,6 +68,7 @@ def test_bytes_of_a_page_follow_those_of_a_value() -> None:
 
 
 def test_page_fits_the_largest_group_if_layers_differ() -> None:
-    small, large = CacheLayer(1, 8), CacheLayer(2, 8, window=5)
-    mixed = replace(program(None), cache_layers=(small, large))
-    assert mixed.page_bytes(4) == 4 * large.values_per_token * 2
+    small = Attention("a", "x", "x", "x", 0, 1, 1, 8, 1.0)
+    large = Attention("b", "x", "x", "x", 1, 2, 2, 8, 1.0, window=5)
+    mixed = Program("mixed", (Given("x", 16), small, large), 1000, 32768)
+    assert mixed.page_bytes(4) == 4 * 2 * 2 * 8 * 2

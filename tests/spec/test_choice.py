@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.core.hardware import Hardware
 from twostroke.program import BatchShape
-from twostroke.program.cost import Cost, StepCost
+from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.spec import Always, Outcome, Pace, Price, Proposal, WhilePaying
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any"
 
 def pace_of(fixed_s: float, row_s: float) -> Pace:
     """Steps take `fixed_s`, and `row_s` more for each row."""
-    cost = StepCost(Cost(0, round(fixed_s * 1e9), 0), Cost(round(row_s * 1e9), 0, 0), 0, 0, (), ())
+    cost = StepCost(((once, Cost(0, round(fixed_s * 1e9))), (each_row, Cost(round(row_s * 1e9)))))
     return Pace(cost, HARDWARE, rows_together=8)
 
 

@@ -23,7 +23,7 @@ from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import StepResult
 from twostroke.program import BatchShape
-from twostroke.program.cost import Cost, StepCost
+from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.spec import (
     Always,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from twostroke.spec.odds import RequestOdds
 
 MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
-COST = StepCost(Cost(0, 85_000_000, 0), Cost(270_000_000, 1000, 0), 0, 0, (), ())
+COST = StepCost(((once, Cost(0, 85_000_000)), (each_row, Cost(270_000_000, 1000))))
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32, 64)
 STEP_S = np.array(
     (4.7, 5.9, 6.8, 7.1, 9.3, 9.9, 10.2, 10.9, 12.8, 16, 17.3, 20.5, 29.2, 39.4, 76)

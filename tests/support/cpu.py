@@ -63,11 +63,7 @@ def with_windows(program: Program, windows: tuple[int | None, ...]) -> Program:
         replace(op, window=windows[op.layer]) if isinstance(op, Attention) else op
         for op in program.ops
     )
-    layers = tuple(
-        replace(layer, window=window)
-        for layer, window in zip(program.cache_layers, windows, strict=True)
-    )
-    return replace(program, ops=ops, cache_layers=layers)
+    return replace(program, ops=ops)
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import numpy as np
 
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.models.blocks import decoder, residual_layer
-from twostroke.program import Activation
+from twostroke.program import Activation, Attention, Given, Program
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
-    from twostroke.program import Program
+    from collections.abc import Sequence
 
     Model = tuple[Program, dict[str, QuantTensor]]
 
@@ -60,6 +60,22 @@ PROGRAMS: dict[str, Program] = {
     ),
     "post norms": _post_norms(norm_offset=1.0, num_kv_heads=1, logit_soft_cap=5.0),
 }
+
+
+def program_of_layers(
+    windows: Sequence[int | None],
+    *,
+    num_kv_heads: int = 1,
+    head_dim: int = 256,
+    context_length: int = 32768,
+) -> Program:
+    """Return a Program that does nothing but store a layer of keys and values for each window."""
+    width = num_kv_heads * head_dim
+    layers = [
+        Attention(f"a{i}", "x", "x", "x", i, num_kv_heads, num_kv_heads, head_dim, 1.0, window)
+        for i, window in enumerate(windows)
+    ]
+    return Program("layers", (Given("x", width), *layers), 1000, context_length)
 
 
 def random_tensors(

@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-from twostroke.program import (
-    Add,
-    Attention,
-    Embed,
-    GatedActivation,
-    Given,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    RMSNorm,
-    Rope,
-    Scale,
-)
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,42 +35,19 @@ def labels(program: Program, fused: Sequence[tuple[Op, ...]]) -> Iterator[Label]
         layer += op.output in program.layer_outputs
     for parts in fused:
         layer = layer_of[parts[0].output]
-        is_outside = layer == len(program.layer_outputs) or isinstance(parts[0], Embed)
+        is_outside = layer == len(program.layer_outputs) or not parts[0].inputs
         yield Label(_name(parts), None if is_outside else layer)
 
 
-_WORDS: Final = {
-    Given: "given",
-    Embed: "embed",
-    RMSNorm: "norm",
-    Rope: "rope",
-    MixtureOfExperts: "experts",
-    Scale: "scale",
-    Add: "add",
-    Logits: "logits",
-}
-
-
 def _name(parts: Sequence[Op]) -> str:
-    """Return the parts' words; products of one input are one word, what follows is said once."""
-    matrices = [op.weight for op in parts if isinstance(op, Linear)]
-    words = [_joined(matrices) if isinstance(op, Linear) else _word(op) for op in parts]
-    first = words.index(_joined(matrices)) if matrices else len(words)
-    return " ".join([*words[:first], *dict.fromkeys(words[first:])])
-
-
-def _word(op: Op) -> str:
-    match op:
-        case Attention(window=window):
-            return "attention" if window is None else f"attention({window})"
-        case GatedActivation(activation=activation):
-            return activation.value
-        case _:
-            return _WORDS[type(op)]
-
-
-def _joined(matrices: Sequence[str]) -> str:
-    """Return the matrices' last names, what they begin with said once: attn_q,k,v."""
-    names = [name.removesuffix(".weight").rpartition(".")[2] for name in matrices]
-    shared = f"{names[0].partition('_')[0]}_"
-    return ",".join([names[0], *(name.removeprefix(shared) for name in names[1:])])
+    """Return the parts' labels; from the first matrix on, each once, and its relatives with it."""
+    matrices = [place for place, op in enumerate(parts) if any(w.axis == 0 for w in op.weights)]
+    first = matrices[0] if matrices else len(parts)
+    words: dict[str, list[str]] = {}  # by the part of the name that they share: attn_q,k,v
+    for op in parts[first:]:
+        stem, _, end = op.label.partition("_")
+        ends = words.setdefault(stem, [])
+        if end not in ends:
+            ends.append(end)
+    joined = [f"{stem}_{','.join(ends)}".rstrip("_") for stem, ends in words.items()]
+    return " ".join([*(op.label for op in parts[:first]), *joined])

@@ -9,7 +9,6 @@ from twostroke.models.rope import inverse_frequencies, magnitude
 from twostroke.program import (
     Add,
     Attention,
-    CacheLayer,
     Embed,
     Expert,
     GatedActivation,
@@ -36,21 +35,17 @@ if TYPE_CHECKING:
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
     """Return a whole decoder: embedding, `layer(spec, index, x, output)` for each, norm, logits."""
     hidden = spec.hidden_size
-    ops: list[Op] = [Embed("x0", "token_embd.weight", hidden)]
+    ops: list[Op] = [Embed("x0", "token_embd.weight", spec.vocab_size, hidden)]
     if embedding_scale is not None:
-        ops = [Embed("table", "token_embd.weight", hidden)]
+        ops = [Embed("table", "token_embd.weight", spec.vocab_size, hidden)]
         ops.append(Scale("x0", "table", hidden, embedding_scale))
     for index in range(spec.num_layers):
         ops += layer(spec, index, f"x{index}", f"x{index + 1}")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
     ops.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
     ops.append(Logits("logits", "last", head, hidden, spec.vocab_size, spec.logit_soft_cap))
-    layers = tuple(
-        CacheLayer(spec.num_kv_heads, spec.head_dim, _window(spec, index))
-        for index in range(spec.num_layers)
-    )
     outputs = tuple(f"x{index + 1}" for index in range(spec.num_layers))
-    return Program(spec.name, tuple(ops), layers, spec.vocab_size, spec.context_length, outputs)
+    return Program(spec.name, tuple(ops), spec.vocab_size, spec.context_length, outputs)
 
 
 def norm(spec: ModelSpec, output: str, x: str, weight: str) -> RMSNorm:

@@ -13,7 +13,6 @@ from twostroke.models.blocks import norm, residual_layer
 from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
 from twostroke.program import (
     Add,
-    CacheLayer,
     Embed,
     Expert,
     Given,
@@ -91,7 +90,7 @@ def _eagle(spec: HeadsSpec) -> Program:
     layer = spec.layer
     hidden = layer.hidden_size
     ops: list[Op] = [
-        Embed("embedding", TABLE, hidden),
+        Embed("embedding", TABLE, layer.vocab_size, hidden),
         Given("given", hidden),
         norm(layer, "embedding.normed", "embedding", "embd_norm"),
         Linear("embedding.part", "embedding.normed", "fc_embd.weight", hidden, hidden),
@@ -118,7 +117,7 @@ def _medusa(spec: HeadsSpec) -> Program:
     ops: list[Op] = [
         Given("given", hidden),
         norm(layer, "given.normed", "given", "given_norm"),
-        Embed("scores", NUMBERS, count),
+        Embed("scores", NUMBERS, count, count),
         MixtureOfExperts(
             "part", "given.normed", "scores", blocks, hidden, layer.ffn_size, 1, normalize=True
         ),
@@ -133,7 +132,5 @@ def _finished(spec: HeadsSpec, ops: list[Op], x: str, num_ids: int) -> Program:
         norm(layer, "last", x, "output_norm"),
         Logits("logits", "last", "output.weight", layer.hidden_size, spec.num_tokens),
     ]
-    window = None if layer.window is None else layer.window.size
-    kept = (CacheLayer(layer.num_kv_heads, layer.head_dim, window),)
     name = f"{spec.kind} heads of {layer.name}"
-    return Program(name, (*ops, *last), kept, num_ids, layer.context_length, (x,))
+    return Program(name, (*ops, *last), num_ids, layer.context_length, (x,))

@@ -1,7 +1,6 @@
-"""The Program: operations, batch shapes, cost and fusions."""
+"""The Program: operations, batch shapes, and cost."""
 
 from twostroke.program.batch import BatchShape
-from twostroke.program.groups import CacheGroup
 from twostroke.program.ops import (
     Activation,
     Add,
@@ -18,7 +17,8 @@ from twostroke.program.ops import (
     Rope,
     Scale,
 )
-from twostroke.program.program import FLOAT16, CacheFormat, CacheLayer, Program
+from twostroke.program.pages import FLOAT16, CacheFormat, CacheGroup, CacheLayer
+from twostroke.program.program import Program
 
 __all__ = [
     "FLOAT16",

@@ -1,18 +1,37 @@
 """The operations of which every model is made.
 
 An operation names the values it reads and the one it writes; values are matrices of one row a
-token. Widths are counts of values in a row. What an operation costs is `work`, told apart from
-bytes so that the readers of a Program (cost, planner, backends) can combine them.
+token, and widths count the values in a row. Everything that can be said of an operation without
+running it is said here: its weights, its work, its label in profiles, what it stores for each
+token, and how ranks can share it. Readers (backends) alone know how it is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from twostroke.program.pages import CacheLayer
+from twostroke.program.sharding import Layout, Sharding, Unit, Weight
+from twostroke.program.work import (
+    Cost,
+    EachAttended,
+    EachCached,
+    ShareOfExperts,
+    each_row,
+    each_sampled_row,
+    once,
+    once_if_sampled,
+)
 
 if TYPE_CHECKING:
-    from twostroke.program.batch import BatchShape
+    from collections.abc import Iterator, Mapping
+
+    from twostroke.program.pages import CacheFormat
+    from twostroke.program.work import Count
+
+    Work = Iterator[tuple[Count, Cost]]
 
 
 class Activation(Enum):
@@ -23,51 +42,87 @@ class Activation(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
-    """`output[r] = table[token[r]]`; table is (vocab_size, width)."""
+class Operation:
+    """Answers that most operations share; each operation replaces those that differ."""
 
     output: str
-    table: str
-    width: int
 
-    inputs: tuple[str, ...] = ()
+    reads: ClassVar[tuple[str, ...]] = ()  # the fields that name its inputs
+    sharding: ClassVar[Sharding] = Sharding(Unit.COLUMN, ("width",))
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights that it reads."""
-        return (self.table,)
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that it reads."""
+        return tuple([getattr(self, field) for field in self.reads])
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        del batch
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights that it reads."""
+        return ()
+
+    @property
+    def row_flops(self) -> int:
+        """Floating-point operations for each row."""
         return 0
+
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """Yield its cost in terms that grow with a count, for weights and a cache stored so."""
+        del cache
+        yield once, Cost(0, self._stored_bytes(weight_bytes))
+        yield each_row, Cost(self.row_flops)
+
+    @property
+    def stores(self) -> Mapping[int, CacheLayer]:
+        """What it stores for each token, by cache layer."""
+        return {}
+
+    @property
+    def label(self) -> str:
+        """Its name in profiles."""
+        return type(self).__name__.lower()
+
+    def _stored_bytes(self, weight_bytes: Mapping[str, int]) -> int:
+        return sum(weight_bytes[weight.name] for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """`output[r]` is handed to the step from outside (`StepPlan.given`), a row for each token."""
+class Embed(Operation):
+    """`output[r] = table[token[r]]`; table is (num_ids, width)."""
 
-    output: str
+    table: str
+    num_ids: int
     width: int
 
-    inputs: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
+    sharding = Sharding(Unit.VOCABULARY, ("num_ids",), output=Layout.ROWS)
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        del batch
-        return 0
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The table."""
+        return (Weight(self.table, (self.num_ids, self.width), axis=0),)
+
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """One row of the table for each token."""
+        del cache
+        yield each_row, Cost(0, weight_bytes[self.table] // self.num_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm:
+class Given(Operation):
+    """`output[r]` is handed to the step from outside (`StepPlan.given`), a row for each token."""
+
+    width: int
+
+    sharding = Sharding(Unit.OPERATION, output=Layout.REPLICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm(Operation):
     """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
     The mean is that of a row. With `num_groups` above 1 a row is that many equal pieces, each
     normalized by itself with the same weight (query-key norm).
     """
 
-    output: str
     x: str
     weight: str
     width: int
@@ -75,49 +130,53 @@ class RMSNorm:
     num_groups: int = 1
     offset: float = 0.0
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x,)
+    reads = ("x",)
+    sharding = Sharding(Unit.HEAD, ("width", "num_groups"))
+    label = "norm"
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights that it reads."""
-        return (self.weight,)
+    def weights(self) -> tuple[Weight, ...]:
+        """The factors of a group's values."""
+        return (Weight(self.weight, (self.width // self.num_groups,)),)
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return 4 * batch.num_rows * self.width
+    @property
+    def row_flops(self) -> int:
+        """Square, add, scale, weigh."""
+        return 4 * self.width
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Operation):
     """`output = x @ weight.T + bias`; weight is (width, in_width)."""
 
-    output: str
     x: str
     weight: str
     in_width: int
     width: int
     bias: str | None = None
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x,)
+    reads = ("x",)
+    sharding = Sharding(Unit.COLUMN, ("width",), gathers=True)
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights that it reads."""
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+    def weights(self) -> tuple[Weight, ...]:
+        """The matrix, and the bias if there is one."""
+        matrix = Weight(self.weight, (self.width, self.in_width), axis=0)
+        return (matrix,) if self.bias is None else (matrix, Weight(self.bias, (self.width,), 0))
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return 2 * batch.num_rows * self.in_width * self.width
+    @property
+    def row_flops(self) -> int:
+        """Multiply and add."""
+        return 2 * self.in_width * self.width
+
+    @property
+    def label(self) -> str:
+        """The matrix's own name: attn_q of blk.0.attn_q.weight."""
+        return self.weight.removesuffix(".weight").rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Operation):
     """Rotate pairs of each head's first values by position times `inverse_frequencies[i]`.
 
     Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)); values
@@ -125,7 +184,6 @@ class Rope:
     frequencies, and of `magnitude`, which multiplies sine and cosine (YaRN, arXiv:2309.00071).
     """
 
-    output: str
     x: str
     num_heads: int
     head_dim: int
@@ -133,25 +191,22 @@ class Rope:
     interleaved: bool
     magnitude: float = 1.0
 
-    weights: tuple[str, ...] = ()
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x,)
+    reads = ("x",)
+    sharding = Sharding(Unit.HEAD, ("num_heads",))
 
     @property
     def width(self) -> int:
         """Values in a row of the output."""
         return self.num_heads * self.head_dim
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return 6 * batch.num_rows * self.num_heads * len(self.inverse_frequencies)
+    @property
+    def row_flops(self) -> int:
+        """Four products and two sums for each pair."""
+        return 6 * self.num_heads * len(self.inverse_frequencies)
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Operation):
     """Causal attention over the pages of cache layer `layer`, k and v of this step stored first.
 
     Query head h reads key-value head `h // (num_heads // num_kv_heads)` (grouped queries,
@@ -160,7 +215,6 @@ class Attention:
     scaled scores s become `c * tanh(s / c)` (arXiv:2408.00118).
     """
 
-    output: str
     q: str
     k: str
     v: str
@@ -172,43 +226,52 @@ class Attention:
     window: int | None = None
     soft_cap: float | None = None
 
-    weights: tuple[str, ...] = ()
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.q, self.k, self.v)
+    reads = ("q", "k", "v")
+    sharding = Sharding(Unit.HEAD, ("num_heads", "num_kv_heads"))
 
     @property
     def width(self) -> int:
         """Values in a row of the output."""
         return self.num_heads * self.head_dim
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch: two products over each row's context."""
-        return 4 * batch.num_attended(self.window) * self.num_heads * self.head_dim
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """Two products over each row's context, and the traffic of the pages."""
+        del weight_bytes
+        yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
+        stored = self.stores[self.layer].bytes_per_token(cache)
+        yield EachCached(self.window), Cost(0, 0, stored)
+
+    @property
+    def stores(self) -> Mapping[int, CacheLayer]:
+        """Keys and values of its layer."""
+        return {self.layer: CacheLayer(self.num_kv_heads, self.head_dim, self.window)}
+
+    @property
+    def label(self) -> str:
+        """With its window, if it has one."""
+        return "attention" if self.window is None else f"attention({self.window})"
 
 
 @dataclass(frozen=True, slots=True)
-class GatedActivation:
+class GatedActivation(Operation):
     """`output = activation(gate) * up`, element by element (SwiGLU, GeGLU: arXiv:2002.05202)."""
 
-    output: str
     gate: str
     up: str
     width: int
     activation: Activation = Activation.SILU
 
-    weights: tuple[str, ...] = ()
+    reads = ("gate", "up")
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.gate, self.up)
+    def row_flops(self) -> int:
+        """About five for each value."""
+        return 5 * self.width
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return 5 * batch.num_rows * self.width
+    @property
+    def label(self) -> str:
+        """The function's name."""
+        return self.activation.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +284,14 @@ class Expert:
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureOfExperts:
+class MixtureOfExperts(Operation):
     """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
 
-    `scores` is the value with the router's products, one an expert. The shares are their softmax;
-    each row chooses the `num_used` experts with the largest (of equal ones the first), and with
-    `normalize` the chosen shares are divided by their sum (arXiv:2401.04088).
+    `scores` is the value with the router's products, one for each expert. The shares are their
+    softmax; each row chooses the `num_used` experts with the largest (of equal ones the first),
+    and with `normalize` the chosen shares are divided by their sum (arXiv:2401.04088).
     """
 
-    output: str
     x: str
     scores: str
     experts: tuple[Expert, ...]
@@ -239,95 +301,86 @@ class MixtureOfExperts:
     normalize: bool
     activation: Activation = Activation.SILU
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x, self.scores)
+    reads = ("x", "scores")
+    sharding = Sharding(Unit.EXPERT, ("experts",), gathers=True, output=Layout.REPLICATED)
+    label = "experts"
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights that it reads."""
-        return tuple(name for e in self.experts for name in (e.gate, e.up, e.down))
+    def weights(self) -> tuple[Weight, ...]:
+        """Three matrices of each expert."""
+        wide, narrow = (self.ffn_width, self.width), (self.width, self.ffn_width)
+        shapes = {"gate": wide, "up": wide, "down": narrow}
+        return tuple(
+            Weight(getattr(e, p), shape) for e in self.experts for p, shape in shapes.items()
+        )
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return batch.num_rows * self.num_used * self.ffn_width * (6 * self.width + 5)
-
-    def share_read(self, num_rows: int) -> float:
-        """Return the share of the experts that rows meet which choose independently."""
-        return 1.0 - (1.0 - self.num_used / len(self.experts)) ** num_rows
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """The products of the chosen experts; the matrices of the others stay unread."""
+        del cache
+        yield each_row, Cost(self.num_used * self.ffn_width * (6 * self.width + 5))
+        stored = self._stored_bytes(weight_bytes)
+        yield ShareOfExperts(self.num_used, len(self.experts)), Cost(0, stored)
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Operation):
     """`output = x * factor`, element by element."""
 
-    output: str
     x: str
     width: int
     factor: float
 
-    weights: tuple[str, ...] = ()
+    reads = ("x",)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x,)
-
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return batch.num_rows * self.width
+    def row_flops(self) -> int:
+        """One for each value."""
+        return self.width
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Operation):
     """`output = a + b`, element by element."""
 
-    output: str
     a: str
     b: str
     width: int
 
-    weights: tuple[str, ...] = ()
+    reads = ("a", "b")
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.a, self.b)
-
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return batch.num_rows * self.width
+    def row_flops(self) -> int:
+        """One for each value."""
+        return self.width
 
 
 @dataclass(frozen=True, slots=True)
-class Logits:
+class Logits(Operation):
     """`output = x @ weight.T` for the rows that are sampled or scored, and for no others.
 
     `weight` is (vocab_size, in_width), often the embedding table itself. With a `soft_cap` c
     a logit z becomes `c * tanh(z / c)`.
     """
 
-    output: str
     x: str
     weight: str
     in_width: int
     width: int
     soft_cap: float | None = None
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return (self.x,)
+    reads = ("x",)
+    sharding = Sharding(Unit.VOCABULARY, ("width",), gathers=True)
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the weights that it reads."""
-        return (self.weight,)
+    def weights(self) -> tuple[Weight, ...]:
+        """The matrix."""
+        return (Weight(self.weight, (self.width, self.in_width), axis=0),)
 
-    def flops(self, batch: BatchShape) -> int:
-        """Floating-point operations for the batch."""
-        return 2 * batch.num_sampled * self.in_width * self.width
+    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
+        """One product for each sampled row; without such rows the matrix stays unread."""
+        del cache
+        yield each_sampled_row, Cost(2 * self.in_width * self.width)
+        yield once_if_sampled, Cost(0, self._stored_bytes(weight_bytes))
 
 
 Op = (

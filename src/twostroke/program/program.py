@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
-from twostroke.program.groups import CacheGroup, group_layers
-from twostroke.program.ops import Embed, Linear, Logits, MixtureOfExperts, RMSNorm
+from twostroke.program.pages import FLOAT16, CacheFormat, CacheGroup, CacheLayer, group_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from twostroke.program.ops import Op
-
-
-@dataclass(frozen=True, slots=True)
-class CacheFormat:
-    """How keys and values are stored: bytes a number, and bytes beside each head of either.
-
-    What stands beside the head_dim keys of a head and token, and beside its values, is a scale.
-    """
-
-    value_bytes: float
-    head_bytes: int = 0
-
-    def head(self, head_dim: int) -> float:
-        """Bytes of one head's keys, or of its values, of one token."""
-        return head_dim * self.value_bytes + self.head_bytes
-
-
-FLOAT16 = CacheFormat(2)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayer:
-    """What one attention layer stores for each token: keys and values of its heads.
-
-    With a `window`, only the last `window` tokens up to a row's own are ever read again.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    @property
-    def values_per_token(self) -> int:
-        """Numbers stored for one token, keys and values together."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    def bytes_per_token(self, stored: CacheFormat) -> int:
-        """Bytes stored for one token."""
-        return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """Operations in the order in which they run, from tokens to logits.
 
-    Each value is written once and before it is read. `cache_layers[i]` is what
-    `Attention(layer=i)` keeps in the page pool. `context_length` is in tokens. `layer_outputs`
-    names the hidden state behind each layer, for whoever looks inside.
+    Each value is written once and before it is read. `context_length` is in tokens.
+    `layer_outputs` names the hidden state after each layer.
     """
 
     name: str
     ops: tuple[Op, ...]
-    cache_layers: tuple[CacheLayer, ...]
     vocab_size: int
     context_length: int
     layer_outputs: tuple[str, ...] = ()
@@ -81,7 +36,7 @@ class Program:
 
     @property
     def value_widths(self) -> dict[str, int]:
-        """The values that the operations write, by name, with how wide a row of each is."""
+        """Values in a row of each value that the operations write, by name."""
         return {op.output: op.width for op in self.ops}
 
     @property
@@ -91,29 +46,14 @@ class Program:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights that the operations read, by name, with the shapes they must have."""
-        return dict(self._weights())
+        """Shapes of the weights that the operations read, by name."""
+        return {weight.name: weight.shape for op in self.ops for weight in op.weights}
 
-    def _weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for op in self.ops:
-            match op:
-                case Embed(table=table, width=width):
-                    yield table, (self.vocab_size, width)
-                case RMSNorm(weight=weight, width=width, num_groups=groups):
-                    yield weight, (width // groups,)
-                case Linear(weight=weight, width=width, in_width=in_width, bias=bias):
-                    yield weight, (width, in_width)
-                    if bias is not None:
-                        yield bias, (width,)
-                case Logits(weight=weight, width=width, in_width=in_width):
-                    yield weight, (width, in_width)
-                case MixtureOfExperts(experts=experts, width=width, ffn_width=ffn_width):
-                    for expert in experts:
-                        yield expert.gate, (ffn_width, width)
-                        yield expert.up, (ffn_width, width)
-                        yield expert.down, (width, ffn_width)
-                case _:
-                    pass
+    @property
+    def cache_layers(self) -> tuple[CacheLayer, ...]:
+        """What the operations store for each token, by cache layer."""
+        layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
+        return tuple(layers[number] for number in range(len(layers)))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -126,7 +66,8 @@ class Program:
 
     def page_bytes(self, page_size: int, stored: CacheFormat = FLOAT16) -> int:
         """Bytes of one page: `page_size` tokens of one cache group, the largest if they differ."""
+        layers = self.cache_layers
         return page_size * max(
-            sum(self.cache_layers[layer].bytes_per_token(stored) for layer in group.layers)
+            sum(layers[layer].bytes_per_token(stored) for layer in group.layers)
             for group in self.cache_groups
         )

@@ -18,7 +18,6 @@ from twostroke.program import (
     Activation,
     Add,
     Attention,
-    CacheLayer,
     Embed,
     GatedActivation,
     Linear,
@@ -131,7 +130,7 @@ def odd_program():
     width, heads, dim = 64, 4, 16
     frequencies = tuple(10.0**-i for i in range(dim // 2))
     ops = (
-        Embed("x", "table", width),
+        Embed("x", "table", 100, width),
         Linear("q", "x", "wq", width, width, "bq"),
         Linear("k", "x", "wk", width, width // 2, "bk"),
         Linear("v", "x", "wk", width, width // 2),
@@ -153,7 +152,7 @@ def odd_program():
         Add("u", "t", "sn", width),  # not in place: t is read twice
         Logits("logits", "u", "table", width, 100, 20.0),
     )
-    return Program("odd", ops, (CacheLayer(heads // 2, dim),), 100, 256)
+    return Program("odd", ops, 100, 256)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -93,12 +93,12 @@ def test_what_follows_a_product_is_done_behind_it():
 
 def test_one_vector_with_two_offsets_is_two_vectors():
     ops = (
-        Embed("x", "table", 64),
+        Embed("x", "table", 100, 64),
         RMSNorm("a", "x", "w", 64, 1e-6),
         RMSNorm("b", "a", "w", 64, 1e-6, offset=1.0),
         Logits("logits", "b", "table", 64, 100),
     )
-    lowered = lower(Program("twice", ops, (), 100, 16))
+    lowered = lower(Program("twice", ops, 100, 16))
     assert lowered.vectors == (Vector("w"), Vector("w", 1.0))
 
 

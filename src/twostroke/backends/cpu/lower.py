@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.backends.cpu.fuse import fuse
 from twostroke.backends.cpu.places import Buffers, Table
 from twostroke.backends.cpu.records import (
     ACTIVATIONS,
@@ -33,13 +34,11 @@ from twostroke.program import (
     Rope,
     Scale,
 )
-from twostroke.program.fuse import Kind, fuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from twostroke.program import Op, Program
-    from twostroke.program.fuse import Fused
 
 _PLAIN = {Given: OpKind.GIVEN, Add: OpKind.ADD}
 _PRECISIONS = dict(
@@ -142,27 +141,26 @@ class _Lowering:
             tuple(self._buffers.widths),
         )
 
-    def _lower_run(self, run: Fused) -> None:
-        norm = run.parts[0] if isinstance(run.parts[0], RMSNorm) else None
-        match run.kind, run.parts:
-            case Kind.NORM_LINEAR, (_, *linears):
-                self._linears(norm, [op for op in linears if isinstance(op, Linear)])
-            case Kind.NORM_GATED, (_, Linear() as gate, Linear() as up, GatedActivation() as act):
-                self._gated(norm, gate, up, act)
-            case Kind.NORM_LOGITS, (_, Logits() as logits):
-                self._logits(norm, logits)
-            case Kind.LINEAR_ADD, (Linear() as linear, Add() as add):
-                self._linear_add(linear, add)
-            case Kind.NORM_ADD, (RMSNorm() as post, Add() as add):
-                self._norm_add(post, add)
-            case Kind.EXPERTS_ADD, (MixtureOfExperts() as mixture, Add() as add):
-                self._mixture(mixture, add)
-            case Kind.EMBED_SCALE, (Embed() as embed, Scale() as scale):
-                self._embed(embed, scale)
-            case Kind.SINGLE, (op,):
+    def _lower_run(self, run: tuple[Op, ...]) -> None:
+        match run:
+            case (op,):
                 self._single(op)
+            case (RMSNorm() as norm, Logits() as logits):
+                self._logits(norm, logits)
+            case (RMSNorm() as norm, Add() as add):
+                self._norm_add(norm, add)
+            case (RMSNorm() as norm, Linear() as gate, Linear() as up, GatedActivation() as act):
+                self._gated(norm, gate, up, act)
+            case (RMSNorm() as norm, *linears):
+                self._linears(norm, [op for op in linears if isinstance(op, Linear)])
+            case (Linear() as linear, Add() as add):
+                self._linear_add(linear, add)
+            case (MixtureOfExperts() as mixture, Add() as add):
+                self._mixture(mixture, add)
+            case (Embed() as embed, Scale() as scale):
+                self._embed(embed, scale)
             case _:
-                raise BackendError(f"The cpu backend has no kernel for {run.kind.value}.")
+                raise BackendError(f"The cpu backend has no kernel for {run}.")
 
     def _single(self, op: Op) -> None:
         match op:
@@ -273,8 +271,7 @@ class _Lowering:
         reader = self._only_reader(norm.output)
         return isinstance(reader, Rope | Attention) and reader.head_dim == dim
 
-    def _gated(self, norm: RMSNorm | None, gate: Linear, up: Linear, act: GatedActivation) -> None:
-        assert norm is not None
+    def _gated(self, norm: RMSNorm, gate: Linear, up: Linear, act: GatedActivation) -> None:
         record = self._record(OpKind.GATED, norm.x, norm)
         record.width, record.activation = gate.in_width, ACTIVATIONS[act.activation]
         buffer = self._buffers.write(act.output, act.width)

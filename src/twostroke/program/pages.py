@@ -1,0 +1,92 @@
+"""How keys and values are stored: bytes per token of a layer, and which layers share pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tokens of a request
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How keys and values are stored: bytes per number, and bytes of scale per head.
+
+    A token's keys of a head have one scale, and its values another.
+    """
+
+    value_bytes: float
+    head_bytes: int = 0
+
+    def head(self, head_dim: int) -> float:
+        """Bytes of one head's keys, or of its values, of one token."""
+        return head_dim * self.value_bytes + self.head_bytes
+
+
+FLOAT16 = CacheFormat(2)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What an attention layer stores for each token: keys and values of its heads.
+
+    With a `window`, only the last `window` tokens up to a row's own are ever read again.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers stored for one token, keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def bytes_per_token(self, stored: CacheFormat) -> int:
+        """Bytes stored for one token."""
+        return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers whose keys and values lie together in pages: one page holds tokens of all of them.
+
+    `layers[i]` is the cache layer at place i of the group's pages. Rows of these layers read the
+    last `window` positions, their own included, or all of them if it is None.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None = None
+
+
+def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
+    """Divide layers, given by their windows, into groups of one size: any page fits any group.
+
+    Of the sizes that make at most 16 groups it takes the one that leaves the fewest places empty,
+    and of these the largest: the greatest common divisor of how many layers there are of each
+    window, unless that makes too many groups. Then some groups have fewer layers than their pages
+    have places. Without layers there is one empty group.
+    """
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        layers.setdefault(window, []).append(layer)
+    if not layers:
+        return (CacheGroup(()),)
+    kinds = sorted(layers, key=lambda window: (window is not None, window or 0))
+    counts = [len(layers[kind]) for kind in kinds]
+    max_groups = max(_MAX_GROUPS, len(kinds))
+    sizes = [size for size in range(1, max(counts) + 1) if _num_groups(counts, size) <= max_groups]
+    size = min(sizes, key=lambda size: (size * _num_groups(counts, size), -size))
+    return tuple(
+        CacheGroup(tuple(layers[kind][first : first + size]), kind)
+        for kind in kinds
+        for first in range(0, len(layers[kind]), size)
+    )
+
+
+def _num_groups(counts: list[int], size: int) -> int:
+    return sum(-(-count // size) for count in counts)

@@ -1,0 +1,112 @@
+"""How much an operation has to do: arithmetic and traffic, and what of a step they grow with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twostroke.program.batch import BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work of a step or of one operation: floating-point operations, and bytes that must move.
+
+    `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
+    kernel can avoid; values between operations are left out, since they stay in the caches.
+    """
+
+    flops: int
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All bytes that must move."""
+        return self.weight_bytes + self.cache_bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        """Return both together."""
+        return Cost(
+            self.flops + other.flops,
+            self.weight_bytes + other.weight_bytes,
+            self.cache_bytes + other.cache_bytes,
+        )
+
+
+# A property of a batch with which work grows in proportion.
+Count = Callable[[BatchShape], float]
+
+
+def once(batch: BatchShape) -> int:
+    """Count the step itself."""
+    del batch
+    return 1
+
+
+def each_row(batch: BatchShape) -> int:
+    """Count the tokens that are computed."""
+    return batch.num_rows
+
+
+def each_sampled_row(batch: BatchShape) -> int:
+    """Count the rows with logits."""
+    return batch.num_sampled
+
+
+def once_if_sampled(batch: BatchShape) -> int:
+    """Count the step if any of its rows has logits."""
+    return min(1, batch.num_sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class EachAttended:
+    """Counts the pairs of a row and a position that it attends to."""
+
+    window: int | None
+
+    def __call__(self, batch: BatchShape) -> int:
+        """Return the number of pairs."""
+        return batch.num_attended(self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class EachCached:
+    """Counts the positions whose keys and values are read, and the rows whose own are written."""
+
+    window: int | None
+
+    def __call__(self, batch: BatchShape) -> int:
+        """Return the number of positions."""
+        return batch.num_context(self.window) + batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfExperts:
+    """The expected share of experts that is read if each row chooses independently."""
+
+    num_used: int
+    num_experts: int
+
+    def __call__(self, batch: BatchShape) -> float:
+        """Return the share, from 0 to 1."""
+        return 1 - (1 - self.num_used / self.num_experts) ** batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A cost as a sum of terms, each proportional to a count: quick to get for any batch."""
+
+    terms: tuple[tuple[Count, Cost], ...]
+
+    def of(self, batch: BatchShape) -> Cost:
+        """Return the cost for a batch."""
+        flops: float = 0
+        weight_bytes: float = 0
+        cache_bytes: float = 0
+        for count, cost in self.terms:
+            times = count(batch)
+            flops += times * cost.flops
+            weight_bytes += times * cost.weight_bytes
+            cache_bytes += times * cost.cache_bytes
+        return Cost(round(flops), round(weight_bytes), round(cache_bytes))

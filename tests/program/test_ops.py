@@ -1,0 +1,166 @@
+"""What operations say of themselves, held against what the reference computes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from math import gcd
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from twostroke.backends.reference.operations import PagedCache, StepState, apply
+from twostroke.backends.spans import Span
+from twostroke.program import (
+    Activation,
+    Add,
+    Attention,
+    Embed,
+    Expert,
+    GatedActivation,
+    Given,
+    Linear,
+    Logits,
+    MixtureOfExperts,
+    Op,
+    Program,
+    RMSNorm,
+    Rope,
+    Scale,
+)
+from twostroke.program.sharding import Layout, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Values = dict[str, np.ndarray]
+
+NUM_ROWS, NUM_IDS = 7, 12
+EXPERTS = tuple(Expert(f"gate{i}", f"up{i}", f"down{i}") for i in range(6))
+OPS: tuple[Op, ...] = (
+    Embed("out", "table", NUM_IDS, 24),
+    Given("out", 24),
+    RMSNorm("out", "x", "w", 24, 1e-5, offset=0.5),
+    RMSNorm("out", "x", "w", 32, 1e-5, num_groups=4),
+    Linear("out", "x", "w", 24, 40),
+    Linear("out", "x", "w", 24, 40, "b"),
+    Rope("out", "x", 4, 8, (1.0, 0.1, 0.01), interleaved=False),
+    Rope("out", "x", 4, 8, (1.0, 0.1), interleaved=True),
+    Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
+    Attention("out", "q", "k", "v", 0, 4, 4, 8, 0.3),
+    GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
+    MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
+    Scale("out", "x", 24, 0.7),
+    Add("out", "a", "b", 24),
+    Logits("out", "x", "w", 24, NUM_IDS, soft_cap=3.0),
+)
+
+
+def input_width(op: Op, name: str) -> int:
+    """Return the width of one of an operation's inputs."""
+    if isinstance(op, Attention) and name != op.q:
+        return op.num_kv_heads * op.head_dim
+    if isinstance(op, MixtureOfExperts) and name == op.scores:
+        return len(op.experts)
+    return op.in_width if isinstance(op, Linear | Logits) else op.width
+
+
+def run(op: Op, inputs: Values, weights: Values, tokens: np.ndarray) -> np.ndarray:
+    """Return the output of one operation for one sequence from its beginning."""
+    program = Program("one", (*(Given(name, 1) for name in op.inputs), op), NUM_IDS, 64)
+    rows = np.arange(len(tokens))
+    span = Span(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
+    cache = PagedCache(program, 1, NUM_ROWS)
+    state = StepState(tokens, rows, (span,), rows, weights, cache)
+    return apply(op, inputs, state)
+
+
+def random_floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def part_of(op: Op, rank: int, num_ranks: int) -> Op:
+    """Return a rank's share: the same operation with its divided fields as small."""
+    changes: dict[str, Any] = {}
+    for field in op.sharding.divided:
+        whole = getattr(op, field)
+        size = (len(whole) if isinstance(whole, tuple) else whole) // num_ranks
+        is_tuple = isinstance(whole, tuple)
+        changes[field] = whole[rank * size : (rank + 1) * size] if is_tuple else size
+    return replace(op, **changes)
+
+
+def num_parts(op: Op) -> int:
+    """Return into how many equal parts an operation can be divided."""
+    wholes = [getattr(op, field) for field in op.sharding.divided]
+    return gcd(*(len(whole) if isinstance(whole, tuple) else whole for whole in wholes)) or 1
+
+
+def cut(array: np.ndarray, axis: int | None, rank: int, num_ranks: int) -> np.ndarray:
+    return array if axis is None else np.split(array, num_ranks, axis)[rank]
+
+
+def sharded(
+    op: Op, inputs: Values, weights: Values, tokens: np.ndarray, num_ranks: int
+) -> np.ndarray:
+    """Return the output, computed by ranks as the operation's sharding rule says."""
+    rule = op.sharding
+    axes = {weight.name: weight.axis for weight in op.weights}
+    if isinstance(op, MixtureOfExperts):  # every rank routes, and computes its experts' terms
+        assert rule.unit is Unit.EXPERT
+        total = np.zeros((len(tokens), op.width), np.float32)
+        for rank in range(num_ranks):
+            owned = {weight.name for weight in part_of(op, rank, num_ranks).weights}
+            own = {name: w if name in owned else 0 * w for name, w in weights.items()}
+            total += run(op, inputs, own, tokens)
+        return total
+    outputs = []
+    for rank in range(num_ranks):
+        own = {name: cut(w, axes[name], rank, num_ranks) for name, w in weights.items()}
+        axis = None if rule.gathers else 1
+        seen = {name: cut(value, axis, rank, num_ranks) for name, value in inputs.items()}
+        part = part_of(op, rank, num_ranks)
+        if rule.output is not Layout.ROWS:
+            outputs.append(run(part, seen, own, tokens))
+            continue
+        assert isinstance(part, Embed)  # a rank has the rows of the tokens that it knows
+        local = tokens - rank * part.num_ids
+        is_known = (local >= 0) & (local < part.num_ids)
+        rows = np.zeros((len(tokens), part.width), np.float32)
+        rows[is_known] = run(part, {}, own, local[is_known])
+        outputs.append(rows)
+    if rule.output is Layout.ROWS:
+        return np.asarray(sum(outputs))
+    return np.concatenate(outputs, axis=1)
+
+
+def test_ranks_that_follow_the_sharding_rule_compute_what_one_does() -> None:
+    assert {type(op) for op in OPS} == set(get_args(Op)), "an operation is missing here"
+    rng = np.random.default_rng(0)
+    for op in OPS:
+        inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}
+        weights = {weight.name: random_floats(rng, *weight.shape) for weight in op.weights}
+        tokens = rng.integers(0, NUM_IDS, NUM_ROWS)
+        if isinstance(op, Given):
+            assert op.sharding.unit is Unit.OPERATION
+            continue
+        whole = run(op, inputs, weights, tokens)
+        assert whole.shape == (NUM_ROWS, op.width)
+        most = num_parts(op)
+        assert most > 1 or isinstance(op, RMSNorm), op
+        for num_ranks in {2, most} if most > 1 else {1}:
+            parts = sharded(op, inputs, weights, tokens, num_ranks)
+            np.testing.assert_allclose(parts, whole, rtol=2e-5, atol=2e-5, err_msg=str(op))
+
+
+def test_rules_name_fields_and_axes_that_exist() -> None:
+    for op in OPS:
+        names = {field.name for field in fields(op)}
+        assert set(op.sharding.divided) <= names
+        assert op.sharding.divided or op.sharding.unit is Unit.OPERATION
+        for weight in op.weights:
+            assert weight.axis is None or weight.axis < len(weight.shape)
+        part = part_of(op, 0, num_parts(op))
+        sizes: Mapping[str, tuple[int, ...]] = {w.name: w.shape for w in part.weights}
+        for weight in op.weights:
+            if weight.axis is not None:
+                assert sizes[weight.name][weight.axis] * num_parts(op) == weight.shape[weight.axis]
