@@ -28,9 +28,9 @@ from records import OTHER_BITS, OURS, Record, is_ours, keep, ours_with
 from report import Spread, caption, machine_facts, note, save, table
 from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
-from twostroke.backends.compare import compare
 from twostroke.core.config import ComputeOptions
 from twostroke.engine.loading import load
+from twostroke.measure.divergence import compare
 from workload import WORKS
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from twostroke.backends.compare import compare
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.machine import memory_available
 from twostroke.engine.parts import build_backend
 from twostroke.engine.sizing import size_cache
+from twostroke.measure.divergence import compare
 from twostroke.models import build_program
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.tiny import tiny_config, tiny_of, tokenizer_json
 from support.tiny_families import FAMILIES, WINDOW
 from support.transformers_models import logits
-from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
+from twostroke.measure.divergence import compare
 from twostroke.models import MODEL_TYPES, build_program
 from twostroke.weights import load_path
 from twostroke.weights.hf_model import hf_fields, hf_spec

@@ -10,8 +10,8 @@ import pytest
 from support.heldout import heldout_pieces
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.transformers_models import logits, transformers_model
-from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
+from twostroke.measure.divergence import compare
 from twostroke.models import build_program
 from twostroke.weights import load_path
 

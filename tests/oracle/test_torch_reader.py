@@ -11,13 +11,13 @@ import torch
 
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
-from twostroke.backends.compare import compare
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.torch import TorchBackend, TorchModel, choose_device
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.errors import BackendError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.llm import LLM
+from twostroke.measure.divergence import compare
 from twostroke.models import build_program
 from twostroke.models.spec import ExpertSpec, WindowSpec
 from twostroke.program import Activation

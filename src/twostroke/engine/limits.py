@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
+from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.hardware import Hardware

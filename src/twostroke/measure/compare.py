@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from twostroke.backends.compare import Divergence
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.core.machine import memory_available
 from twostroke.engine.loading import load
@@ -22,6 +21,7 @@ from twostroke.engine.parts import (
     weight_bytes,
 )
 from twostroke.engine.sizing import size_cache
+from twostroke.measure.divergence import Divergence
 from twostroke.models import build_program
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from twostroke.backends import Backend
-    from twostroke.backends.compare import Comparison
     from twostroke.core.config import CacheOptions, ComputeOptions
+    from twostroke.measure.divergence import Comparison
     from twostroke.program import Program
 
     Array = NDArray[np.float32]

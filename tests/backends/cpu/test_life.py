@@ -16,8 +16,8 @@ import pytest
 from support.cpu import LEVELS, PAGE_SIZE, Sequence, cpu_backend, greedy_request, run, tiny_model
 from support.native import IS_ARM, load_level, native_dir
 from twostroke.backends.cpu import CpuBackend
-from twostroke.backends.cpu.measure import measure_bandwidth, measure_peak
 from twostroke.backends.cpu.plan import OpTime
+from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core.errors import BackendError, UsageError
 from twostroke.core.step import Slice
 from twostroke.core.tree import ROOT, Branch

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends import BackendFacts, check_values
-from twostroke.backends.cpu.evaluate import evaluate
 from twostroke.backends.cpu.library import choose_level, load_library
 from twostroke.backends.cpu.lower import lower
 from twostroke.backends.cpu.plan import NativePlan, PlanPages
@@ -229,7 +228,7 @@ class CpuBackend:
         *,
         generated: bool,
     ) -> None:
-        """Compute a sequence on pages of its own; see `evaluate`."""
+        """Compute a sequence on pages of its own; see `NativePlan.evaluate`."""
         pool, weights, _ = self._loaded
         page_size = self.facts.page_size
         num_groups = len(self.facts.windows)
@@ -237,7 +236,7 @@ class CpuBackend:
         pages = PlanPages(num_pages, page_size, self._kv_format)
         plan = NativePlan(self._library, pool, self._program, lowered, weights, pages)
         try:
-            evaluate(plan, tokens, logits, taps, num_groups=num_groups, generated=generated)
+            plan.evaluate(tokens, logits, taps, num_groups=num_groups, generated=generated)
         finally:
             plan.close()
 

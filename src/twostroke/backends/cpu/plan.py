@@ -7,6 +7,8 @@ from ctypes import byref, c_double, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.backends.cpu.records import (
     CacheFormat,
     ExpertRecord,
@@ -20,10 +22,17 @@ from twostroke.backends.cpu.records import (
 from twostroke.core.errors import BackendError, MemoryLimitError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from twostroke.backends.cpu.lower import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
     from twostroke.program import Program, Rope
 
+    Array = NDArray[np.float32]
+
+_EVALUATED_ROWS = 512  # rows of a step when a whole sequence is evaluated
 _NOT_THERE = 2  # what `ts_step` returns for a token or a page that does not exist
 
 
@@ -106,6 +115,42 @@ class NativePlan:
         if outcome:
             message = f"No memory for a step of {step.num_rows} tokens; lower the token budget."
             raise MemoryLimitError(message)
+
+    def evaluate(
+        self,
+        tokens: Sequence[int],
+        logits: Array | None,
+        taps: Sequence[Array],
+        *,
+        num_groups: int,
+        generated: bool,
+    ) -> None:
+        """Compute a sequence, as prompt or as `generated` rows.
+
+        Each of the `num_groups` cache groups has an equal part of the pages, as many as the tokens
+        need. Writes `logits` (len(tokens), vocab_size) and the plan's `taps` (len(tokens), width).
+        """
+        table = np.arange(self.num_pages, dtype=np.int32)
+        for start in range(0, len(tokens), _EVALUATED_ROWS):
+            part = np.array(tokens[start : start + _EVALUATED_ROWS], np.int32)
+            count = len(part)
+            rows = np.arange(count, dtype=np.int32)
+            slices = np.array([0, count, start, 0], np.int32)
+            self.run(
+                StepRecord(
+                    tokens=part.ctypes.data,
+                    slices=slices.ctypes.data,
+                    page_tables=table.ctypes.data,
+                    sampled_rows=rows.ctypes.data,
+                    logits=None if logits is None else logits[start:].ctypes.data,
+                    taps=(c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
+                    table_stride=len(table) // num_groups,
+                    num_rows=count,
+                    num_generated=count if generated else 0,
+                    num_slices=1,
+                    num_sampled=0 if logits is None else count,
+                )
+            )
 
     def times(self) -> list[OpTime]:
         """Return what each operation has taken since the last call, in all steps together."""

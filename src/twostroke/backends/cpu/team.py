@@ -1,23 +1,28 @@
-"""The threads of a native library, each at home on a memory node where there are several."""
+"""Threads of a native library on their memory nodes, and the speed they reach."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from ctypes import c_int32
 from typing import TYPE_CHECKING
 
+from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import NodeRecord
 from twostroke.core.errors import BackendError
 from twostroke.core.nodes import memory_nodes, place_threads
 
 if TYPE_CHECKING:
     import ctypes
+    from collections.abc import Iterator
 
 
 def create_pool(library: ctypes.CDLL, num_threads: int) -> int:
-    """Return a pool of threads; `ts_pool_destroy` ends it.
+    """Return a pool of threads, each kept to a memory node if there are several.
+
+    `ts_pool_destroy` ends it.
 
     Raises:
-        BackendError: the operating system refuses so many.
+        BackendError: the operating system refuses that many threads.
     """
     placed = place_threads(memory_nodes(), num_threads)
     nodes = (NodeRecord * len(placed))(
@@ -30,3 +35,28 @@ def create_pool(library: ctypes.CDLL, num_threads: int) -> int:
     if pool is None:
         raise BackendError(f"The operating system refuses {num_threads} threads; ask for fewer.")
     return pool
+
+
+def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
+    """Return the bytes/s at which `num_threads` threads read a stream of `num_bytes`.
+
+    The best of several passes over it, with huge pages and prefetching, within some 0.3 s.
+    """
+    with _pool(level, num_threads) as (library, pool):
+        return float(library.ts_measure_bandwidth(pool, num_bytes))
+
+
+def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
+    """Return operations/s (a multiply-add is two) of the level's best arithmetic, and its name."""
+    with _pool(level, num_threads) as (library, pool):
+        return float(library.ts_measure_peak(pool)), library.ts_peak_kind().decode()
+
+
+@contextmanager
+def _pool(level: str, num_threads: int) -> Iterator[tuple[ctypes.CDLL, int]]:
+    library = load_library(level)
+    pool = create_pool(library, num_threads)
+    try:
+        yield library, pool
+    finally:
+        library.ts_pool_destroy(pool)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from twostroke.backends import compare as module
-from twostroke.backends.compare import Divergence, compare
+from twostroke.measure import divergence as module
+from twostroke.measure.divergence import Divergence, compare
 
 
 def random_pieces(seed: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
