@@ -12,7 +12,6 @@ import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
 from twostroke.serve.job import Answers
-from twostroke.serve.openai.responses.answer import ResponsesWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -160,21 +159,6 @@ def test_unforeseen_failure_in_mid_stream_is_an_error_event(
         assert text.endswith("data: [DONE]\n\n") == (path != "/v1/messages")
     [record] = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert record.getMessage().endswith("failed: ZeroDivisionError: in /secret/path.py")
-
-
-def test_a_writer_that_cannot_even_fail_leaves_an_error_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_given: object) -> bytes:
-        raise ZeroDivisionError
-
-    break_streams(monkeypatch)
-    monkeypatch.setattr(ResponsesWriter, "fail", fail)
-    with live_server(tmp_path) as server:
-        path = "/v1/responses"
-        with server.http.stream("POST", path, json=stream_body(path)) as response:
-            text = response.read().decode()
-    assert '"error":{"message":"The engine failed on this request."' in text
 
 
 def break_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from starlette.routing import Route
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.about import AboutBody, HealthBody
-from twostroke.serve.anthropic import messages
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import document
 from twostroke.serve.describe.facts import Facts
@@ -35,12 +34,11 @@ from twostroke.serve.observe.exchange import Embedded, exchange_of
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.watchers import build_watchers
-from twostroke.serve.openai import chat, completions, embeddings, tokens
 from twostroke.serve.openai.models import Capabilities, ModelBody, ModelList
-from twostroke.serve.openai.responses import answer as responses
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
+from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
@@ -56,19 +54,6 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Encoded, Job, Running
 
 T = TypeVar("T")
-
-DIALECTS: Final[dict[str, Dialect[Any]]] = {
-    "/v1/chat/completions": chat.DIALECT,
-    "/v1/completions": completions.DIALECT,
-    "/v1/messages": messages.DIALECT,
-    "/v1/responses": responses.DIALECT,
-}
-INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
-    "/v1/messages/count_tokens": messages.COUNT,
-    "/tokenize": tokens.TOKENIZE,
-    "/detokenize": tokens.DETOKENIZE,
-}
-EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {"/v1/embeddings": embeddings.DIALECT}
 
 STATE_PATH: Final = "/api/state"
 
@@ -243,13 +228,14 @@ class Api:
             answers = Answers(self.client, job, encoded, self.metrics, self._open)
             if (exchange := exchange_of(request.scope)) is not None:
                 exchange.generate(reply.id, name, job, answers)
+            encoder, reader = dialect.encoder(reply), reply.reader()
             if job.stream:
-                return EventStream(answers, dialect.write(reply), self.options)
+                return EventStream(answers, reader, encoder, self.options)
             try:
                 whole = await while_connected(request.receive, answers.whole())
             finally:
                 answers.cancel()
-            return _json(dialect.whole(reply, whole, answers.usage))
+            return _json(encoder.whole(reader.read_whole(whole, answers.usage)))
 
         return generate
 

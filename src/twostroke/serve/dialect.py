@@ -1,37 +1,34 @@
-"""What a protocol is to the server: one translation in, two out."""
+"""What a protocol brings: how to read its requests, and how to write its responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
 from twostroke.chat.reader import PLAIN, Reading
+from twostroke.serve.events import EventReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from twostroke.chat.reader import AnswerReader
-    from twostroke.core.errors import TwostrokeError
     from twostroke.engine.client import ModelCard
-    from twostroke.engine.output import Completion, Output, Usage
+    from twostroke.serve.events import Event
     from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
     from twostroke.tokenize import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-DONE = b"data: [DONE]\n\n"
-
 encode_json = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What is the same in every piece of one response.
+    """The facts of one response that do not change while it is written.
 
-    `prompts` are the jobs' token ids, in order, and `reading` says how the answers are to be read.
+    `prompts` are the job's token ids, in order, and `reading` says how the answers are to be read.
     `created_s` is Unix time.
     """
 
@@ -43,65 +40,67 @@ class Reply:
     tokenizer: Tokenizer
     reading: Reading = PLAIN
 
-    def reader(self) -> AnswerReader:
-        """Return a reader for one of its answers."""
-        return self.reading.reader(self.tokenizer)
+    def reader(self) -> EventReader:
+        """Return a reader of the job's outputs."""
+        return EventReader(self.reading, self.tokenizer, has_logprobs=self.has_logprobs)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response reports log-probabilities."""
+        return self.job.params.logprobs is not None
 
 
-class Writer(Protocol):
-    """Writes one streamed response as server-sent events."""
+class Encoder(Protocol):
+    """Writes one response in a protocol's form, either as a stream or whole."""
 
-    def feed(self, output: Output) -> bytes:
-        """Return the events that an output is worth; empty if none."""
+    def write(self, event: Event) -> bytes:
+        """Return the server-sent events for an event; empty where the protocol has none."""
 
-    def finish(self, usage: Usage) -> bytes:
-        """Return the events after the last output."""
-
-
-@runtime_checkable
-class FailureWriter(Writer, Protocol):
-    """A writer whose protocol has an end of its own for streams that fail."""
-
-    def fail(self, error: TwostrokeError) -> bytes:
-        """Return the events after the last output, where an error is why it was the last."""
+    def whole(self, events: Iterable[Event]) -> msgspec.Struct:
+        """Return the response that is not streamed, from all events of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[T]):
-    """One protocol: its request, and how to read and answer it.
+    """One protocol.
 
     Attributes:
-        name: the metrics' word for it.
-        prefix: what response ids begin with.
-        request: the struct that its bodies are.
-        read: a checked request, and who sends it, to a job; raises RequestError.
-        write: a writer for a streamed response.
-        whole: the response that is not streamed.
-        recalls: whether a prompt may be longer than its body, by what was said before.
+        name: its name in metrics.
+        prefix: the beginning of its response ids.
+        request: the struct of its request bodies.
+        read: translates a checked request of a tenant to a job; raises RequestError.
+        encoder: makes the encoder of one response.
+        recalls: whether a prompt may be longer than its body, because it continues a stored one.
     """
 
     name: str
     prefix: str
     request: type[T]
     read: Callable[[T, Tenant], Job]
-    write: Callable[[Reply], Writer]
-    whole: Callable[[Reply, list[Completion], Usage], Any]
+    encoder: Callable[[Reply], Encoder]
     recalls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Generic[T]):
-    """A request that is answered from what the model's files say, without the engine.
+    """A request that the model's files answer, without the engine.
 
     Attributes:
-        request: the struct that its bodies are; it has a field `model`.
-        answer: a checked request to a response; raises RequestError.
+        request: the struct of its bodies; it has a field `model`.
+        answer: turns a checked request into the response; raises RequestError.
     """
 
     request: type[T]
     answer: Callable[[T, ModelCard], msgspec.Struct]
 
 
-def event(data: msgspec.Struct) -> bytes:
-    """Return one server-sent event."""
-    return b"data: %b\n\n" % encode_json(data)
+def sse(data: bytes) -> bytes:
+    """Return one server-sent event without a name."""
+    return b"data: %b\n\n" % data
+
+
+def named_sse(data: msgspec.Struct) -> bytes:
+    """Return one server-sent event; its name is the struct's tag."""
+    name = data.__struct_config__.tag
+    assert isinstance(name, str)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))

@@ -10,7 +10,7 @@ import pytest
 
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.serve.anthropic.messages import DIALECT, Message, MessagesRequest
+from twostroke.serve.anthropic.messages import Message, MessagesRequest, read
 from twostroke.serve.job import Conversation
 from twostroke.serve.store import Store, Tenant
 
@@ -63,7 +63,7 @@ def test_a_text_is_not_looked_through_for_blocks() -> None:
             raise AssertionError
 
     body = MessagesRequest(messages=[Message(role="user", content=Text("hello"))], max_tokens=5)
-    job = DIALECT.read(body, Tenant("", Store(0, 0)))
+    job = read(body, Tenant("", Store(0, 0)))
     (prompt,) = job.prompts
     assert isinstance(prompt, Conversation)
     assert prompt.messages == ({"role": "user", "content": "hello"},)
@@ -82,10 +82,10 @@ def test_streamed_call_comes_in_pieces_of_json(server: LiveServer) -> None:
     response = ask(server, stream=True, **FORCED)
     found = _events(response)
     kinds = [event["type"] for event in found]
-    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
-    block = found[2]["content_block"]
+    block = found[1]["content_block"]
     assert block.pop("id").startswith("toolu_")
     assert block == {"type": "tool_use", "name": "weather", "input": {}}
     deltas = [event["delta"] for event in found[3:-3]]

@@ -17,11 +17,11 @@ from starlette.routing import Route
 from support.described import Description
 from support.servers import chat_body, live_server
 from support.tiny import Tiny
-from twostroke.serve.app import DIALECTS, EMBEDDINGS, INQUIRIES
 from twostroke.serve.describe import fields
 from twostroke.serve.describe.document import document, undescribed
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.describe.schemas import Schemas, structs_in
+from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ from twostroke.serve.dialect import Reply
 from twostroke.serve.http.stream import EventStream
 from twostroke.serve.job import Answers, Encoded, Job
 from twostroke.serve.observe.metrics import Metrics
-from twostroke.serve.openai.completions import DIALECT
+from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             answers = Answers(
                 client, job, Encoded([[5]], job.params, Hints()), Metrics(client), set()
             )
-            stream = EventStream(answers, DIALECT.write(reply), options)
+            stream = EventStream(answers, reply.reader(), CompletionEncoder(reply), options)
 
             async def never(_message: Any = None) -> Any:
                 await asyncio.Event().wait()

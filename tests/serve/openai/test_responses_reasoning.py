@@ -13,7 +13,8 @@ from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
 from twostroke.engine.output import Output, Timings, Usage, join
 from twostroke.serve.dialect import Reply, encode_json
-from twostroke.serve.openai.responses.answer import DIALECT
+from twostroke.serve.openai.responses.exchange import read
+from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest
 from twostroke.serve.store import Store, Tenant
 
@@ -29,7 +30,7 @@ READING = Reading(preface=Preface("<think>", "</think>"))
 def reply_to(server: LiveServer, **fields: Any) -> Reply:
     tokenizer = server.client.card.tokenizer
     tenant = Tenant("", Store(10, 10**6))
-    job = DIALECT.read(ResponsesRequest(input="hello", **fields), tenant)
+    job = read(ResponsesRequest(input="hello", **fields), tenant)
     return Reply("resp_1", 0, "tiny", job, [[1]], tokenizer, READING)
 
 
@@ -48,17 +49,19 @@ def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]
 
 
 def streamed(reply: Reply, answer: list[Output]) -> list[Fields]:
-    writer = DIALECT.write(reply)
+    reader, encoder = reply.reader(), ResponsesEncoder(reply)
     usage = answer[-1].usage
     assert usage is not None
-    text = b"".join(writer.feed(one) for one in answer) + writer.finish(usage)
+    told = [*(event for one in answer for event in reader.read(one)), reader.finish(usage)]
+    text = b"".join(encoder.write(event) for event in told)
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: ")]
 
 
 def whole(reply: Reply, answer: list[Output]) -> Fields:
     usage = answer[-1].usage
     assert usage is not None
-    found: Fields = json.loads(encode_json(DIALECT.whole(reply, [join(answer)], usage)))
+    told = reply.reader().read_whole([join(answer)], usage)
+    found: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole(told)))
     return found
 
 
@@ -128,7 +131,7 @@ def test_reasoning_goes_back_to_the_template(shared_server: LiveServer) -> None:
         {"input": "and?", "previous_response_id": first["id"]},
         {"input": [{"role": "user", "content": "hello"}, *first["output"], _user("and?")]},
     ):
-        (exchange,) = DIALECT.read(ResponsesRequest(**given), tenant).prompts
+        (exchange,) = read(ResponsesRequest(**given), tenant).prompts
         assert exchange.messages == (  # type: ignore[union-attr]
             _user("hello"),
             {"role": "assistant", "content": TEXT, "reasoning_content": THOUGHT},

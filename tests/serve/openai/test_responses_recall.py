@@ -12,7 +12,7 @@ from twostroke.core.errors import RequestError
 from twostroke.serve import store as store_module
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.openai.responses import recall, routes
-from twostroke.serve.openai.responses.answer import DIALECT
+from twostroke.serve.openai.responses.exchange import read
 from twostroke.serve.openai.responses.request import ResponsesRequest
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.store import Kept, Store, Tenant
@@ -47,7 +47,7 @@ def tenant_with(items: list[RawItem]) -> Tenant:
 
 def messages(given: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
     """Return what a request with these items has for the chat template."""
-    job = DIALECT.read(ResponsesRequest(input=given), tenant or Tenant("", Store(10, 10**6)))
+    job = read(ResponsesRequest(input=given), tenant or Tenant("", Store(10, 10**6)))
     return list(job.prompts[0].messages)  # type: ignore[union-attr]
 
 

@@ -92,7 +92,6 @@ _CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
 ANTHROPIC: Final = ErrorForm(
     status=_status,
     body=_body,
-    event=lambda body: b"event: error\ndata: %b\n\n" % body,
     struct=ErrorBody,
     id_header=b"request-id",
 )

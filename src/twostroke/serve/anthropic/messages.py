@@ -10,7 +10,6 @@ from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
-from twostroke.serve.anthropic.reply import MessageWriter, whole
 from twostroke.serve.anthropic.tools import (
     Block,
     CacheControl,
@@ -27,7 +26,6 @@ from twostroke.serve.anthropic.tools import (
     results_of,
     text_of,
 )
-from twostroke.serve.dialect import Dialect, Inquiry
 from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.openai.structure import to_schema
@@ -295,7 +293,3 @@ def _constraint(config: OutputConfig | None) -> Constraint | None:
     if config is None or config.format is None:
         return None
     return to_schema(config.format.schema, "output_config.format.schema")
-
-
-DIALECT: Final = Dialect("messages", "msg_", MessagesRequest, read, MessageWriter, whole)
-COUNT: Final = Inquiry(CountRequest, count)

@@ -1,24 +1,26 @@
-"""What Anthropic's protocol answers: a message, whole or as a stream of named events."""
+"""Anthropic's messages: the response, whole or as a stream of named events."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece, TextPiece
 from twostroke.core.request import FinishReason
-from twostroke.serve.dialect import encode_json
+from twostroke.serve.anthropic.errors import ANTHROPIC
+from twostroke.serve.dialect import named_sse
+from twostroke.serve.events import Added, Began, BlockKind, Closed, Ended, Failed, Finished, Opened
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
-    from twostroke.chat.call_reader import Piece
-    from twostroke.chat.reader import AnswerReader
-    from twostroke.engine.output import Completion, Output, Usage
+    from collections.abc import Iterable
+
+    from twostroke.engine.output import Usage
     from twostroke.serve.dialect import Reply
+    from twostroke.serve.events import ContentBlock, Event
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -125,7 +127,7 @@ class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
     index: int
 
 
-class End(msgspec.Struct):
+class StopBody(msgspec.Struct):
     """Why a message ended."""
 
     stop_reason: str
@@ -135,7 +137,7 @@ class End(msgspec.Struct):
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     """What is known of the message at its end; usage is that of the whole."""
 
-    delta: End
+    delta: StopBody
     usage: UsageBody
     timings: TimingsBody | UnsetType = UNSET
 
@@ -144,162 +146,125 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
     """The last event."""
 
 
-class MessageWriter:
-    """Writes the events of one message: a block of text, or of each kind that comes and goes."""
+_PING: Final = named_sse(Ping())
+_DELTAS: Final[dict[BlockKind, type[TextDelta | ThinkingDelta | InputDelta]]] = {
+    BlockKind.TEXT: TextDelta,
+    BlockKind.REASONING: ThinkingDelta,
+    BlockKind.CALL: InputDelta,
+}
+
+
+class MessageEncoder:
+    """Writes the events of one message."""
 
     def __init__(self, reply: Reply) -> None:
         """Write `reply`."""
         self._reply = reply
-        self._reader = reply.reader()
-        self._has_begun = False
-        self._index = -1  # of the newest block
-        self._block: BlockBody | None = None  # that one
-        self._thought = ""
-        self._end = End("", None)
+        self._stop = StopBody("", None)
         self._timings: TimingsBody | UnsetType = UNSET
 
-    def feed(self, output: Output) -> bytes:
-        """Return the events of an output."""
-        events = b""
-        if not self._has_begun:
-            self._has_begun = True
-            assert output.usage is not None
-            events = _event(MessageStart(_message(self._reply, [], None, output.usage)))
-            if self._reply.reading.is_plain:
-                events += self._open(TextBody(""))
-            events += _event(Ping())
-        for piece in self._reader.take(output):
-            events += self._piece(piece)
-        if output.finish_reason is not None:
-            if self._index < 0:
-                events += self._open(TextBody(""))
-            has_calls = self._reader.has_whole_calls
-            self._end = _end(output.finish_reason, output.stop, has_calls=has_calls)
-            if self._reply.job.timings:
-                assert output.usage is not None
-                assert output.timings is not None
-                self._timings = timings_body(output.usage, output.timings)
-            events += self._close()
-        return events
+    def write(self, event: Event) -> bytes:
+        """Return the named events of an event."""
+        match event:
+            case Added():
+                block = event.block
+                return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
+            case Opened():
+                block = event.block
+                start = named_sse(BlockStart(block.index, _begun(block)))
+                return start if block.index else start + _PING
+            case Closed():
+                return _close(event.block)
+            case Began():
+                assert event.usage is not None
+                return named_sse(MessageStart(self._message([], event.usage)))
+            case Ended():
+                self._end(event, has_calls=event.has_calls)
+            case Finished():
+                last = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
+                return named_sse(last) + named_sse(MessageStop())
+            case Failed():
+                error = ANTHROPIC.body(event.error, event.request_id)
+                return b"event: error\ndata: %b\n\n" % error
+        return b""
 
-    def finish(self, usage: Usage) -> bytes:
-        """Return why it ended, the usage, and the end."""
-        last = MessageDelta(self._end, _usage_body(usage), self._timings)
-        return _event(last) + _event(MessageStop())
+    def whole(self, events: Iterable[Event]) -> MessageBody:
+        """Return the response that is not streamed."""
+        content: list[BlockBody] = []
+        usage: Usage | None = None
+        for event in events:
+            match event:
+                case Closed():
+                    content.append(_complete(event.block))
+                case Ended():
+                    is_called = any(isinstance(block, ToolUseBody) for block in content)
+                    self._end(event, has_calls=event.has_calls and is_called)
+                case Finished():
+                    usage = event.usage
+        assert usage is not None
+        message = self._message(content, usage)
+        message.stop_reason = self._stop.stop_reason
+        message.stop_sequence = self._stop.stop_sequence
+        message.timings = self._timings
+        return message
 
-    def _piece(self, piece: Piece) -> bytes:
-        match piece:
-            case CallBegin():
-                return self._open(_tool_use(piece))
-            case ArgumentsPiece():
-                return _event(BlockDelta(self._index, InputDelta(piece.text)))
-            case ReasoningPiece():
-                self._thought += piece.text
-                begin = self._open_unless(ThinkingBody("", ""))
-                return begin + _event(BlockDelta(self._index, ThinkingDelta(piece.text)))
-            case TextPiece():
-                begin = self._open_unless(TextBody(""))
-                return begin + _event(BlockDelta(self._index, TextDelta(piece.text)))
+    def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
+        """Return the message, which has not ended yet."""
+        reply = self._reply
+        return MessageBody(
+            reply.id, "assistant", reply.model, content, None, None, _usage_body(usage)
+        )
 
-    def _open_unless(self, block: BlockBody) -> bytes:
-        """Begin a block, unless the newest is of the same kind."""
-        return b"" if type(self._block) is type(block) else self._open(block)
-
-    def _open(self, block: BlockBody) -> bytes:
-        """Begin the next block."""
-        end = self._close() if self._index >= 0 else b""
-        self._index += 1
-        self._block = block
-        return end + _event(BlockStart(self._index, block))
-
-    def _close(self) -> bytes:
-        """End the newest block."""
-        last = b""
-        if isinstance(self._block, ThinkingBody):
-            last = _event(BlockDelta(self._index, SignatureDelta(_signature(self._thought))))
-        return last + _event(BlockStop(self._index))
-
-
-def whole(reply: Reply, answers: list[Completion], usage: Usage) -> MessageBody:
-    """Return the response that is not streamed."""
-    (answer,) = answers
-    reader = reply.reader()
-    content: list[BlockBody] = []
-    arguments: dict[int, str] = {}  # JSON, by place in the content
-    for piece in reader.take(answer):
-        last = content[-1] if content else None
-        match piece:
-            case ArgumentsPiece():
-                place = len(content) - 1
-                arguments[place] = arguments.get(place, "") + piece.text
-            case CallBegin():
-                content.append(_tool_use(piece))
-            case ReasoningPiece() if isinstance(last, ThinkingBody):
-                last.thinking += piece.text
-            case ReasoningPiece():
-                content.append(ThinkingBody(piece.text, ""))
-            case TextPiece() if isinstance(last, TextBody):
-                last.text += piece.text
-            case TextPiece():
-                content.append(TextBody(piece.text))
-    blocks = [
-        _filled(block, arguments.get(place, ""))
-        for place, block in enumerate(content or [TextBody("")])
-    ]
-    end = _end(answer.finish_reason, answer.stop, has_calls=_has_calls(reader, blocks))
-    message = _message(reply, blocks, end, usage)
-    if reply.job.timings:
-        message.timings = timings_body(answer.usage, answer.timings)
-    return message
+    def _end(self, event: Ended, *, has_calls: bool) -> None:
+        """Note why the answer ended."""
+        if event.reason is FinishReason.LENGTH:
+            self._stop = StopBody("max_tokens", None)
+        elif has_calls:
+            self._stop = StopBody("tool_use", None)
+        elif isinstance(event.stop, str):
+            self._stop = StopBody("stop_sequence", event.stop)
+        else:
+            self._stop = StopBody("end_turn", None)
+        if self._reply.job.timings:
+            self._timings = timings_body(event.usage, event.timings)
 
 
-def _has_calls(reader: AnswerReader, blocks: list[BlockBody]) -> bool:
-    """Whether the client is to make calls: all of those that were begun are there."""
-    return reader.has_whole_calls and any(isinstance(block, ToolUseBody) for block in blocks)
+def _begun(block: ContentBlock) -> BlockBody:
+    """Return a block without content."""
+    match block.kind:
+        case BlockKind.TEXT:
+            return TextBody("")
+        case BlockKind.REASONING:
+            return ThinkingBody("", "")
+        case BlockKind.CALL:
+            return ToolUseBody(f"toolu_{secrets.token_hex(12)}", block.name, {})
 
 
-def _tool_use(piece: CallBegin) -> ToolUseBody:
-    return ToolUseBody(f"toolu_{secrets.token_hex(12)}", piece.name, {})
+def _close(block: ContentBlock) -> bytes:
+    last = b""
+    if block.kind is BlockKind.REASONING:
+        last = named_sse(BlockDelta(block.index, SignatureDelta(_signature(block.text))))
+    return last + named_sse(BlockStop(block.index))
+
+
+def _complete(block: ContentBlock) -> BlockBody:
+    """Return a block with its content; a call that was cut, or is not JSON, becomes text."""
+    body, text = _begun(block), block.text
+    match body:
+        case TextBody():
+            body.text = text
+        case ThinkingBody():
+            body.thinking, body.signature = text, _signature(text)
+        case ToolUseBody():
+            try:
+                body.input = msgspec.json.decode(text, type=dict[str, Any])
+            except msgspec.DecodeError:
+                return TextBody(text)
+    return body
 
 
 def _signature(thought: str) -> str:
     return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()
-
-
-def _filled(block: BlockBody, arguments: str) -> BlockBody:
-    """Return a block whole: with a call's input, or a signature.
-
-    A call that was cut, or is no JSON, is what the model wrote.
-    """
-    if isinstance(block, ThinkingBody):
-        return ThinkingBody(block.thinking, _signature(block.thinking))
-    if isinstance(block, TextBody):
-        return block
-    try:
-        given = msgspec.json.decode(arguments, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return TextBody(arguments)
-    return ToolUseBody(block.id, block.name, given)
-
-
-def _message(reply: Reply, content: list[BlockBody], end: End | None, usage: Usage) -> MessageBody:
-    return MessageBody(
-        id=reply.id,
-        role="assistant",
-        model=reply.model,
-        content=content,
-        stop_reason=end.stop_reason if end else None,
-        stop_sequence=end.stop_sequence if end else None,
-        usage=_usage_body(usage),
-    )
-
-
-def _end(reason: FinishReason, stop: str | int | None, *, has_calls: bool) -> End:
-    if reason is FinishReason.LENGTH:
-        return End("max_tokens", None)
-    if has_calls:
-        return End("tool_use", None)
-    return End("stop_sequence", stop) if isinstance(stop, str) else End("end_turn", None)
 
 
 def _usage_body(usage: Usage) -> UsageBody:
@@ -309,9 +274,3 @@ def _usage_body(usage: Usage) -> UsageBody:
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
     )
-
-
-def _event(data: msgspec.Struct) -> bytes:
-    name = data.__struct_config__.tag
-    assert isinstance(name, str)
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))

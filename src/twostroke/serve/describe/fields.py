@@ -350,9 +350,9 @@ def _answered() -> dict[str, dict[str, Schema]]:
         "ChatCompletion": {"object": {"const": "chat.completion"}},
         "Chunk": {"object": {"const": "chat.completion.chunk"}},
         "CompletionBody": {"object": {"const": "text_completion"}},
-        "ChatReplyChoice": {"finish_reason": {"enum": [*ends, "tool_calls"]}},
+        "ChatChoice": {"finish_reason": {"enum": [*ends, "tool_calls"]}},
         "ChunkChoice": {"finish_reason": {"enum": [*ends, "tool_calls", None]}},
-        "CompletionsChoice": {"finish_reason": {"enum": [*ends, None]}},
+        "CompletionChoice": {"finish_reason": {"enum": [*ends, None]}},
         "AnswerMessage": {"role": {"const": "assistant"}},
         "Delta": {"role": {"const": "assistant"}},
         "CallBody": {"type": {"const": "function"}},
@@ -366,7 +366,7 @@ def _answered() -> dict[str, dict[str, Schema]]:
         "ResponseError": {"code": {"enum": ["server_error", "invalid_prompt"]}},
         "ItemList": {"object": {"const": "list"}},
         "Deleted": {"object": {"const": "response"}, "deleted": {"const": True}},
-        "End": {"stop_reason": {"enum": stops}},
+        "StopBody": {"stop_reason": {"enum": stops}},
         "OpenaiErrorDetail": {
             "type": {
                 "enum": [

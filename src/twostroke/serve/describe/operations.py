@@ -19,7 +19,7 @@ from twostroke.serve.about import AboutBody, HealthBody
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
-from twostroke.serve.openai import chat_reply, completions, embeddings, tokens
+from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
 from twostroke.serve.openai.models import ModelBody, ModelList
 from twostroke.serve.openai.responses import events as response_events
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -225,8 +225,8 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "OpenAI",
         "OpenAI's older protocol. With `stream` each event has a piece of the text; the last one "
         "is `[DONE]`.",
-        answer=completions.CompletionBody,
-        events=(completions.CompletionBody, errors.ErrorBody),
+        answer=completions_reply.CompletionBody,
+        events=(completions_reply.CompletionBody, errors.ErrorBody),
         errors=_GENERATION,
         examples={
             "text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},

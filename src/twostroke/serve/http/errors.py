@@ -13,7 +13,6 @@ import msgspec
 from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
-from twostroke.serve.dialect import DONE
 from twostroke.serve.observe.exchange import exchange_of
 
 if TYPE_CHECKING:
@@ -122,14 +121,12 @@ class ErrorForm:
     Attributes:
         status: the HTTP status of an error.
         body: the JSON of one; the second argument is the request's id.
-        event: the end of a stream that one has cut short, from that JSON.
         struct: what that JSON is.
         id_header: a further name for the header with the request's id.
     """
 
     status: Callable[[TwostrokeError], int]
     body: Callable[[TwostrokeError, str], bytes]
-    event: Callable[[bytes], bytes]
     struct: type[msgspec.Struct]
     id_header: bytes | None = None
 
@@ -149,7 +146,7 @@ def to_message(error: TwostrokeError) -> str:
 
 def to_response(error: TwostrokeError, scope: Scope) -> Response:
     """Return the response that tells of an error, as the protocol of `scope`'s path has it."""
-    form, request_id = form_of(scope)
+    form: ErrorForm = scope.get("state", {}).get("error_form", OPENAI)
     headers, status = {}, form.status(error)
     if (exchange := exchange_of(scope)) is not None:
         exchange.error = error.code or "server_error"
@@ -157,23 +154,24 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status in {408, 413, 431}:  # what may still come is not worth waiting for
         headers["connection"] = "close"
-    return Response(form.body(error, request_id), status, headers, media_type="application/json")
+    return Response(
+        form.body(error, request_id_of(scope)), status, headers, media_type="application/json"
+    )
 
 
-def form_of(scope: Scope) -> tuple[ErrorForm, str]:
-    """Return the form and the request id that the outermost layer noted; OpenAI's without it."""
-    state = scope.get("state", {})
-    return state.get("error_form", OPENAI), state.get("request_id", "")
+def request_id_of(scope: Scope) -> str:
+    """Return the request id that the outermost layer noted; empty without it."""
+    found: str = scope.get("state", {}).get("request_id", "")
+    return found
 
 
 def note_fault(error: Exception, scope: Scope) -> None:
     """Log what nobody foresaw; the trace only for those who debug the server itself."""
     if (exchange := exchange_of(scope)) is not None:
         exchange.error = "server_error"
-    _, request_id = form_of(scope)
     _logger.error(
         "Request %s failed: %s: %s",
-        request_id,
+        request_id_of(scope),
         type(error).__name__,
         one_line(str(error)),
         exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None,
@@ -182,9 +180,8 @@ def note_fault(error: Exception, scope: Scope) -> None:
 
 def note_failure(error: TwostrokeError, scope: Scope) -> None:
     """Log an error that is no fault of this program, such as a failure of the engine."""
-    _, request_id = form_of(scope)
     level = logging.ERROR if error.http_status >= 500 else logging.WARNING
-    _logger.log(level, "Request %s failed: %s", request_id, one_line(error.message))
+    _logger.log(level, "Request %s failed: %s", request_id_of(scope), one_line(error.message))
 
 
 def one_line(text: str) -> str:
@@ -211,6 +208,5 @@ def _kind(status: int) -> str:
 OPENAI: Final = ErrorForm(
     status=lambda error: error.http_status,
     body=_openai_body,
-    event=lambda body: b"data: %b\n\n" % body + DONE,
     struct=ErrorBody,
 )

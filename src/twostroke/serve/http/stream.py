@@ -9,15 +9,16 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from twostroke.core.errors import TwostrokeError
-from twostroke.serve.dialect import FailureWriter
-from twostroke.serve.http.errors import ClientGoneError, form_of, note_failure, note_fault
+from twostroke.serve.events import Failed
+from twostroke.serve.http.errors import ClientGoneError, note_failure, note_fault, request_id_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
 
     from starlette.types import Receive, Scope, Send
 
-    from twostroke.serve.dialect import Writer
+    from twostroke.serve.dialect import Encoder
+    from twostroke.serve.events import EventReader
     from twostroke.serve.job import Answers
     from twostroke.serve.options import ServeOptions
 
@@ -43,10 +44,13 @@ class EventStream:
     server fails) cancels the job in the engine.
     """
 
-    def __init__(self, answers: Answers, writer: Writer, options: ServeOptions) -> None:
-        """Stream `answers` as `writer` writes them."""
+    def __init__(
+        self, answers: Answers, reader: EventReader, encoder: Encoder, options: ServeOptions
+    ) -> None:
+        """Stream `answers`: `reader` makes events of them, and `encoder` writes these."""
         self._answers = answers
-        self._writer = writer
+        self._reader = reader
+        self._encoder = encoder
         self._options = options
         self._has_begun = False
         self._sending_since_s: float | None = None
@@ -87,32 +91,22 @@ class EventStream:
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
         """Yield what is to be sent; the last of it may tell of a failure."""
-        writer = self._writer
+        read, write = self._reader.read, self._encoder.write
         try:
             async for output in self._answers:
-                if events := writer.feed(output):
-                    yield events
-            yield writer.finish(self._answers.usage)
+                if data := b"".join([write(event) for event in read(output)]):
+                    yield data
+            yield write(self._reader.finish(self._answers.usage))
         except TwostrokeError as error:
             if not self._has_begun:
                 raise
             note_failure(error, scope)
-            yield self._failed(error, scope)
+            yield write(Failed(error, request_id_of(scope)))
         except Exception as error:
             if not self._has_begun:
                 raise
             note_fault(error, scope)
-            yield self._failed(TwostrokeError("An unforeseen failure."), scope)
-
-    def _failed(self, error: TwostrokeError, scope: Scope) -> bytes:
-        """Return the end of a stream that goes no further, as its protocol has it."""
-        if isinstance(self._writer, FailureWriter):
-            try:
-                return self._writer.fail(error)
-            except Exception as fault:  # noqa: BLE001 what broke the writer may break this, too
-                _logger.debug("Nor could the writer tell of it: %s", type(fault).__name__)
-        form, request_id = form_of(scope)
-        return form.event(form.body(error, request_id))
+            yield write(Failed(TwostrokeError("An unforeseen failure."), request_id_of(scope)))
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()

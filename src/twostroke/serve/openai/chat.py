@@ -9,10 +9,8 @@ import msgspec
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import MAX_LOGPROBS
-from twostroke.serve.dialect import Dialect
 from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import Conversation, Job, check_messages
-from twostroke.serve.openai.chat_reply import ChatWriter, whole
 from twostroke.serve.openai.fields import (
     CommonFields,
     check_neutral,
@@ -240,6 +238,3 @@ def _message(place: int, message: Message) -> dict[str, Any]:
         "reasoning_content": reasoning or None,
     }
     return said | {key: value for key, value in more.items() if value is not None}
-
-
-DIALECT: Final = Dialect("chat", "chatcmpl-", ChatRequest, read, ChatWriter, whole)

@@ -1,17 +1,30 @@
-"""What OpenAI's chat protocol answers: a completion, whole or as a stream of chunks."""
+"""OpenAI's chat completions: the response, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from twostroke.chat.call_reader import ReasoningPiece, TextPiece
-from twostroke.serve.dialect import DONE, Reply, event
-from twostroke.serve.openai.call_bodies import AnswerMessage, CallBody, answer_message, call_body
-from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
+from twostroke.serve.dialect import Reply, encode_json, sse
+from twostroke.serve.events import (
+    Added,
+    Began,
+    BlockKind,
+    Closed,
+    ContentBlock,
+    Ended,
+    Failed,
+    Finished,
+    Opened,
+    Scored,
+)
+from twostroke.serve.http.errors import OPENAI
+from twostroke.serve.openai.logprobs import ChatLogprobs, TokenLogprob, chat_logprobs
 from twostroke.serve.openai.usage import (
+    DONE,
     TimingsBody,
     UsageBody,
     finish_reason,
@@ -21,13 +34,39 @@ from twostroke.serve.openai.usage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
-    from twostroke.chat.reader import AnswerReader
-    from twostroke.engine.output import Completion, Output, Usage
+    from twostroke.serve.events import Event
 
 
-class Choice(msgspec.Struct):
+class FunctionCallBody(msgspec.Struct):
+    """A call's function, or a piece of its arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallBody(msgspec.Struct):
+    """A call, or a piece of one: only the first piece has id, type and name."""
+
+    function: FunctionCallBody
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct):
+    """The message of an answer; clients look for reasoning under either name."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
     """One whole answer."""
 
     index: int
@@ -44,7 +83,7 @@ class ChatCompletion(msgspec.Struct):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: UsageBody
     service_tier: str | UnsetType = UNSET
 
@@ -81,13 +120,12 @@ class Chunk(msgspec.Struct):
     service_tier: str | UnsetType = UNSET
 
 
-class ChatWriter:
-    """Writes chunks: the role first, then pieces of text, then the finish reason alone."""
+class ChatEncoder:
+    """Writes each answer's role first, then its pieces, then its finish reason alone."""
 
     def __init__(self, reply: Reply) -> None:
-        """Write `reply`; one struct of each shape is filled again and again."""
+        """Write `reply`; one chunk is filled again and again."""
         self._reply = reply
-        usage = None if reply.job.include_usage else UNSET
         self._choice = ChunkChoice(0, Delta())
         self._chunk = Chunk(
             reply.id,
@@ -95,99 +133,124 @@ class ChatWriter:
             reply.created_s,
             reply.model,
             [self._choice],
+            None if reply.job.include_usage else UNSET,
+            tier_of(reply.job),
+        )
+        self._scored: dict[int, list[TokenLogprob]] = {}  # by choice; until its next chunk
+
+    def write(self, event: Event) -> bytes:
+        """Return the chunks of an event."""
+        match event:
+            case Added():
+                return self._write(event.block.choice, _delta(event.block, event.text))
+            case Began():
+                return self._write(event.choice, Delta("assistant", ""))
+            case Opened(block=ContentBlock(kind=BlockKind.CALL)):
+                return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
+            case Scored():
+                told = self._scored.setdefault(event.choice, [])
+                told += chat_logprobs(self._reply.tokenizer, event.tokens)
+            case Ended():
+                return self._end(event)
+            case Finished():
+                return self._finish(event)
+            case Failed():
+                return sse(OPENAI.body(event.error, event.request_id)) + DONE
+        return b""
+
+    def whole(self, events: Iterable[Event]) -> ChatCompletion:
+        """Return the response that is not streamed."""
+        reply = self._reply
+        usage: UsageBody | None = None
+        choices: list[ChatChoice] = []
+        for event in events:
+            match event:
+                case Began():
+                    logprobs = ChatLogprobs([]) if reply.has_logprobs else None
+                    choices.append(
+                        ChatChoice(event.choice, AnswerMessage("assistant", ""), logprobs, "")
+                    )
+                case Scored():
+                    told = choices[-1].logprobs
+                    assert told is not None
+                    told.content.extend(chat_logprobs(reply.tokenizer, event.tokens))
+                case Closed():
+                    _add(choices[-1].message, event.block)
+                case Ended():
+                    self._end_whole(choices[-1], event)
+                case Finished():
+                    usage = usage_body(event.usage, event.num_reasoning)
+        assert usage is not None
+        return ChatCompletion(
+            reply.id,
+            "chat.completion",
+            reply.created_s,
+            reply.model,
+            choices,
             usage,
             tier_of(reply.job),
         )
-        self._has_logprobs = reply.job.params.logprobs is not None
-        self._begun: set[int] = set()
-        self._readers: dict[int, AnswerReader] = {}  # where there is more than text
 
-    def feed(self, output: Output) -> bytes:
-        """Return the events of an output."""
+    def _write(self, index: int, delta: Delta) -> bytes:
         choice = self._choice
-        choice.index = output.index
-        events = b""
-        if output.index not in self._begun:
-            self._begun.add(output.index)
-            choice.delta = Delta("assistant", "")
-            events = event(self._chunk)
-        choice.logprobs = (
-            chat_logprobs(self._reply.tokenizer, output) if self._has_logprobs else None
-        )
-        for choice.delta in self._deltas(output):
-            events += event(self._chunk)
-            choice.logprobs = None
-        if choice.logprobs is not None and choice.logprobs.content:
-            choice.delta = Delta(content="")
-            events += event(self._chunk)
-        choice.logprobs = None
-        return events + self._last(output) if output.finish_reason is not None else events
+        choice.index, choice.delta, choice.logprobs = index, delta, None
+        if self._scored and (told := self._scored.pop(index, None)):
+            choice.logprobs = ChatLogprobs(told)
+        return sse(encode_json(self._chunk))
 
-    def _deltas(self, output: Output) -> Iterator[Delta]:
-        """Yield what an output adds to the message."""
-        if self._reply.reading.is_plain:
-            if output.text:
-                yield Delta(content=output.text)
-            return
-        reader = self._readers.get(output.index)
-        if reader is None:
-            reader = self._readers[output.index] = self._reply.reader()
-        for piece in reader.take(output):
-            if isinstance(piece, TextPiece):
-                yield Delta(content=piece.text)
-            elif isinstance(piece, ReasoningPiece):
-                yield Delta(reasoning_content=piece.text, reasoning=piece.text)
-            else:
-                yield Delta(tool_calls=[call_body(piece)])
+    def _end(self, event: Ended) -> bytes:
+        rest = b""
+        if event.choice in self._scored:  # of tokens that have no text
+            rest = self._write(event.choice, Delta(content=""))
+        choice = self._choice
+        choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
+        if self._reply.job.timings:
+            choice.timings = timings_body(event.usage, event.timings)
+        last = self._write(event.choice, Delta())
+        choice.finish_reason, choice.timings = None, UNSET
+        return rest + last
 
-    def finish(self, usage: Usage) -> bytes:
-        """Return the usage, where asked for, and the end."""
+    def _finish(self, event: Finished) -> bytes:
         if not self._reply.job.include_usage:
             return DONE
         self._chunk.choices = []
-        reasoning = sum(reader.num_reasoning_tokens for reader in self._readers.values())
-        self._chunk.usage = usage_body(usage, reasoning)
-        return event(self._chunk) + DONE
+        self._chunk.usage = usage_body(event.usage, event.num_reasoning)
+        return sse(encode_json(self._chunk)) + DONE
 
-    def _last(self, output: Output) -> bytes:
-        assert output.finish_reason is not None
-        choice = self._choice
-        choice.delta = Delta()
-        reader = self._readers.get(output.index)
-        has_calls = reader is not None and reader.has_whole_calls
-        choice.finish_reason = finish_reason(output.finish_reason, has_calls=has_calls)
+    def _end_whole(self, choice: ChatChoice, event: Ended) -> None:
+        message = choice.message
+        if message.tool_calls is not UNSET or self._reply.reading.is_forced:
+            message.content = message.content or None
+        choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         if self._reply.job.timings:
-            assert output.usage is not None
-            assert output.timings is not None
-            choice.timings = timings_body(output.usage, output.timings)
-        last = event(self._chunk)
-        choice.finish_reason, choice.timings = None, UNSET
-        return last
+            choice.timings = timings_body(event.usage, event.timings)
 
 
-def whole(reply: Reply, answers: list[Completion], usage: Usage) -> ChatCompletion:
-    """Return the response that is not streamed."""
-    has_logprobs = reply.job.params.logprobs is not None
-    choices = []
-    reasoning = 0
-    for answer in answers:
-        reader = reply.reader()
-        message = answer_message(reader.take(answer), has_text=not reply.reading.is_forced)
-        reasoning += reader.num_reasoning_tokens
-        choice = Choice(
-            answer.index,
-            message,
-            chat_logprobs(reply.tokenizer, answer) if has_logprobs else None,
-            finish_reason(answer.finish_reason, has_calls=reader.has_whole_calls),
-            timings_body(answer.usage, answer.timings) if reply.job.timings else UNSET,
-        )
-        choices.append(choice)
-    return ChatCompletion(
-        reply.id,
-        "chat.completion",
-        reply.created_s,
-        reply.model,
-        choices,
-        usage_body(usage, reasoning),
-        tier_of(reply.job),
-    )
+def _delta(block: ContentBlock, text: str) -> Delta:
+    match block.kind:
+        case BlockKind.TEXT:
+            return Delta(content=text)
+        case BlockKind.REASONING:
+            return Delta(reasoning_content=text, reasoning=text)
+        case BlockKind.CALL:
+            return Delta(tool_calls=[CallBody(FunctionCallBody(text), index=block.call_index)])
+
+
+def _call(block: ContentBlock) -> CallBody:
+    """Return the first piece of a call."""
+    call_id = f"call_{secrets.token_hex(12)}"
+    return CallBody(FunctionCallBody("", block.name), call_id, "function", block.call_index)
+
+
+def _add(message: AnswerMessage, block: ContentBlock) -> None:
+    """Add a complete block to its message."""
+    match block.kind:
+        case BlockKind.TEXT:
+            message.content = (message.content or "") + block.text
+        case BlockKind.REASONING:
+            message.reasoning = (message.reasoning or "") + block.text
+            message.reasoning_content = message.reasoning
+        case BlockKind.CALL:
+            call = _call(block)
+            call.function.arguments, call.index = block.text, UNSET
+            message.tool_calls = [*(message.tool_calls or ()), call]

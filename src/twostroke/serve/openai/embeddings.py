@@ -11,7 +11,7 @@ import msgspec
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.embed import EmbeddingDialect, EmbeddingJob
+from twostroke.serve.embed import EmbeddingJob
 from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.openai.fields import refuse_all_but, to_caller
 
@@ -119,6 +119,3 @@ def _texts(given: str | list[str | int | list[int]] | None) -> tuple[str | list[
             where = f"input[{place}]" if len(texts) > 1 else "input"
             raise RequestError(f"{where} is empty: it must have at least one token.", param=where)
     return texts or (ids,)
-
-
-DIALECT: Final = EmbeddingDialect(EmbeddingRequest, read, whole)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from twostroke.core.request import FinishReason
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.core.step import TokenLogprobs
-    from twostroke.engine.output import Completion, Output
     from twostroke.tokenize import Tokenizer
 
+    Scores = Iterable[tuple[int, TokenLogprobs]]
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -56,17 +54,66 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-def chat_logprobs(tokenizer: Tokenizer, answer: Output | Completion) -> ChatLogprobs:
-    """Return chat's form of an answer or of a piece of one."""
+def chat_logprobs(tokenizer: Tokenizer, scored: Scores) -> list[TokenLogprob]:
+    """Return chat's form of the log-probabilities of some tokens."""
     content = []
-    for token, found in _told(answer):
+    for token, found in scored:
         data = tokenizer.token_bytes(token)
         top = [
-            TopLogprob(_chat_name(spelled), logprob, list(spelled))
-            for spelled, logprob in _top(tokenizer, found)
+            TopLogprob(_chat_name(other), logprob, list(other))
+            for other, logprob in _top(tokenizer, found)
         ]
         content.append(TokenLogprob(_chat_name(data), found.logprob, list(data), top))
-    return ChatLogprobs(content)
+    return content
+
+
+class CompletionScorer:
+    """Collects the log-probabilities of one completion, piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, echoed: Sequence[int], text: str) -> None:
+        """Begin with the `echoed` tokens of the prompt, if any, whose text is `text`."""
+        self._tokenizer = tokenizer
+        self._echoed = iter(echoed)
+        self._prompt = Offsets(tokenizer, prompt=text)
+        self._answer = Offsets(tokenizer, len(text))
+        self._body = CompletionLogprobs([], [], [], [])
+        for token in echoed[:1]:
+            next(self._echoed)
+            self._add(token, None, self._prompt)
+
+    def add_prompt(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
+        """Add the next tokens of the prompt."""
+        for found in logprobs:
+            self._add(next(self._echoed), found, self._prompt)
+
+    def add(self, scored: Scores) -> None:
+        """Add tokens of the answer."""
+        for token, found in scored:
+            self._add(token, found, self._answer)
+
+    def take(self) -> CompletionLogprobs:
+        """Return what was added since the last call."""
+        body, self._body = self._body, CompletionLogprobs([], [], [], [])
+        return body
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was added since the last `take`."""
+        return bool(self._body.tokens)
+
+    def _add(self, token: int, found: TokenLogprobs | None, offsets: Offsets) -> None:
+        body, tokenizer = self._body, self._tokenizer
+        data = tokenizer.token_bytes(token)
+        name = _completion_name(data)
+        body.tokens.append(name)
+        body.text_offset.append(offsets.place(token, data))
+        if found is None:
+            body.token_logprobs.append(None)
+            body.top_logprobs.append(None)
+            return
+        top = {_completion_name(other): logprob for other, logprob in _top(tokenizer, found)}
+        body.token_logprobs.append(found.logprob)
+        body.top_logprobs.append(top | {name: found.logprob})
 
 
 class Offsets:
@@ -97,68 +144,6 @@ class Offsets:
             self._strip_space = False
         self._offset += len(text)
         return offset
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, answer: Output | Completion, offsets: Offsets
-) -> CompletionLogprobs:
-    """Return completions' form of an answer or of a piece of one; `offsets` is the answer's."""
-    body = CompletionLogprobs([], [], [], [])
-    _write(body, tokenizer, _told(answer), offsets)
-    return body
-
-
-class Echo:
-    """Writes one answer's log-probabilities behind those of its prompt, which may come in parts."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> None:
-        """Repeat a prompt of `tokens`, which stands before the answer as `text`."""
-        self._tokenizer = tokenizer
-        self._tokens = iter(tokens)
-        self._is_first = True
-        self._prompt = Offsets(tokenizer, prompt=text)
-        self._answer = Offsets(tokenizer, len(text))
-
-    def write(self, answer: Output | Completion) -> CompletionLogprobs:
-        """Return completions' form of an answer or of a piece of one."""
-        body, tokenizer = CompletionLogprobs([], [], [], []), self._tokenizer
-        if self._is_first:
-            self._is_first = False
-            _write(body, tokenizer, [(next(self._tokens), None)], self._prompt)
-        told = [(next(self._tokens), found) for found in answer.prompt_logprobs]
-        _write(body, tokenizer, told, self._prompt)
-        _write(body, tokenizer, _told(answer), self._answer)
-        return body
-
-
-def _write(
-    body: CompletionLogprobs,
-    tokenizer: Tokenizer,
-    told: Iterable[tuple[int, TokenLogprobs | None]],
-    offsets: Offsets,
-) -> None:
-    for token, found in told:
-        data = tokenizer.token_bytes(token)
-        name = _completion_name(data)
-        body.tokens.append(name)
-        body.text_offset.append(offsets.place(token, data))
-        if found is None:
-            body.token_logprobs.append(None)
-            body.top_logprobs.append(None)
-            continue
-        top = {_completion_name(spelled): logprob for spelled, logprob in _top(tokenizer, found)}
-        body.token_logprobs.append(found.logprob)
-        body.top_logprobs.append(top | {name: found.logprob})
-
-
-def _told(answer: Output | Completion) -> Iterator[tuple[int, TokenLogprobs]]:
-    """Yield the tokens that stand for text: all but the one that ended the answer."""
-    tokens: Sequence[int] = answer.token_ids
-    if answer.finish_reason is FinishReason.STOP and isinstance(answer.stop, int):
-        tokens = tokens[:-1]
-    for token, found in zip(tokens, answer.logprobs, strict=False):
-        if found is not None:
-            yield token, found
 
 
 def _top(tokenizer: Tokenizer, found: TokenLogprobs) -> Iterator[tuple[bytes, float]]:

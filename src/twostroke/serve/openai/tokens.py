@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.dialect import Inquiry
 from twostroke.serve.openai.chat import Message, to_conversation, to_thinking
 from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.tools import ToolBody, to_tools
@@ -118,7 +117,3 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
         thinking=to_thinking(asked.chat_template_kwargs),
     )
     return conversation.encode(card)
-
-
-TOKENIZE: Final = Inquiry(TokenizeRequest, tokenize)
-DETOKENIZE: Final = Inquiry(DetokenizeRequest, detokenize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,6 +12,8 @@ from twostroke.core.request import FinishReason
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
     from twostroke.serve.job import Job
+
+DONE: Final = b"data: [DONE]\n\n"  # the end of a stream
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -10,32 +10,32 @@ from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.body import OutputItem, OutputPart, ResponseBody
 
 
-class Event(msgspec.Struct, kw_only=True, tag_field="type"):
+class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
     """What all events have; `type` is the tag."""
 
     sequence_number: int = 0
 
 
-class ResponseCreated(Event, tag="response.created"):
+class ResponseCreated(StreamEvent, tag="response.created"):
     """The first event."""
 
     response: ResponseBody
 
 
-class ResponseInProgress(Event, tag="response.in_progress"):
+class ResponseInProgress(StreamEvent, tag="response.in_progress"):
     """The second event."""
 
     response: ResponseBody
 
 
-class OutputItemAdded(Event, tag="response.output_item.added"):
+class OutputItemAdded(StreamEvent, tag="response.output_item.added"):
     """An item begins."""
 
     output_index: int
     item: OutputItem
 
 
-class ContentPartAdded(Event, tag="response.content_part.added"):
+class ContentPartAdded(StreamEvent, tag="response.content_part.added"):
     """A part of an item begins."""
 
     item_id: str
@@ -44,7 +44,7 @@ class ContentPartAdded(Event, tag="response.content_part.added"):
     part: OutputPart
 
 
-class OutputTextDelta(Event, tag="response.output_text.delta"):
+class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
     """A piece of text."""
 
     item_id: str
@@ -54,7 +54,7 @@ class OutputTextDelta(Event, tag="response.output_text.delta"):
     logprobs: list[TokenLogprob]
 
 
-class OutputTextDone(Event, tag="response.output_text.done"):
+class OutputTextDone(StreamEvent, tag="response.output_text.done"):
     """A text is whole."""
 
     item_id: str
@@ -64,7 +64,7 @@ class OutputTextDone(Event, tag="response.output_text.done"):
     logprobs: list[TokenLogprob]
 
 
-class ReasoningTextDelta(Event, tag="response.reasoning_text.delta"):
+class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
     """A piece of what is thought."""
 
     item_id: str
@@ -73,7 +73,7 @@ class ReasoningTextDelta(Event, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningTextDone(Event, tag="response.reasoning_text.done"):
+class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
     """What was thought is whole."""
 
     item_id: str
@@ -82,7 +82,7 @@ class ReasoningTextDone(Event, tag="response.reasoning_text.done"):
     text: str
 
 
-class ContentPartDone(Event, tag="response.content_part.done"):
+class ContentPartDone(StreamEvent, tag="response.content_part.done"):
     """A part of an item is over."""
 
     item_id: str
@@ -91,7 +91,7 @@ class ContentPartDone(Event, tag="response.content_part.done"):
     part: OutputPart
 
 
-class CallArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
+class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delta"):
     """A piece of a call's arguments."""
 
     item_id: str
@@ -99,7 +99,7 @@ class CallArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
     delta: str
 
 
-class CallArgumentsDone(Event, tag="response.function_call_arguments.done"):
+class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
     """A call's arguments are whole."""
 
     item_id: str
@@ -108,26 +108,26 @@ class CallArgumentsDone(Event, tag="response.function_call_arguments.done"):
     arguments: str
 
 
-class OutputItemDone(Event, tag="response.output_item.done"):
+class OutputItemDone(StreamEvent, tag="response.output_item.done"):
     """An item is over."""
 
     output_index: int
     item: OutputItem
 
 
-class ResponseCompleted(Event, tag="response.completed"):
+class ResponseCompleted(StreamEvent, tag="response.completed"):
     """The last event."""
 
     response: ResponseBody
 
 
-class ResponseIncomplete(Event, tag="response.incomplete"):
+class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
     """The last event of an answer that was too long."""
 
     response: ResponseBody
 
 
-class ResponseFailed(Event, tag="response.failed"):
+class ResponseFailed(StreamEvent, tag="response.failed"):
     """The last event of an answer that something went wrong with."""
 
     response: ResponseBody

@@ -1,0 +1,150 @@
+"""OpenAI's text completions: the response, whole or as a stream of pieces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from twostroke.serve.dialect import Reply, encode_json, sse
+from twostroke.serve.events import Added, Began, Ended, Failed, Finished, PromptScored, Scored
+from twostroke.serve.http.errors import OPENAI
+from twostroke.serve.job import Conversation
+from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
+from twostroke.serve.openai.usage import (
+    DONE,
+    TimingsBody,
+    UsageBody,
+    finish_reason,
+    tier_of,
+    timings_body,
+    usage_body,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from twostroke.serve.events import Event
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or one piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    timings: TimingsBody | UnsetType = UNSET
+
+
+class CompletionBody(msgspec.Struct):
+    """A whole response, or one event of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+
+
+class CompletionEncoder:
+    """Writes pieces of text, and each answer's finish reason in an event without text."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`; in a stream one body is filled again and again."""
+        self._reply = reply
+        self._choice = CompletionChoice(0, "")
+        self._body = CompletionBody(
+            reply.id,
+            "text_completion",
+            reply.created_s,
+            reply.model,
+            [self._choice],
+            None if reply.job.include_usage else UNSET,
+            tier_of(reply.job),
+        )
+        self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
+
+    def write(self, event: Event) -> bytes:
+        """Return the server-sent events of an event."""
+        match event:
+            case Added():
+                return self._write(event.block.choice, event.text)
+            case Began():
+                text = self._begin(event.choice)
+                return self._write(event.choice, text) if text else b""
+            case Scored() | PromptScored():
+                self._score(event)
+            case Ended():
+                return self._end(event)
+            case Finished():
+                if not self._reply.job.include_usage:
+                    return DONE
+                self._body.choices, self._body.usage = [], usage_body(event.usage)
+                return sse(encode_json(self._body)) + DONE
+            case Failed():
+                return sse(OPENAI.body(event.error, event.request_id)) + DONE
+        return b""
+
+    def whole(self, events: Iterable[Event]) -> CompletionBody:
+        """Return the response that is not streamed."""
+        choices: list[CompletionChoice] = []
+        for event in events:
+            match event:
+                case Began():
+                    choices.append(CompletionChoice(event.choice, self._begin(event.choice)))
+                case Added():
+                    choices[-1].text += event.text
+                case Scored() | PromptScored():
+                    self._score(event)
+                case Ended():
+                    if scorer := self._scorers.get(event.choice):
+                        choices[-1].logprobs = scorer.take()
+                    self._finish(choices[-1], event)
+                case Finished():
+                    self._body.usage = usage_body(event.usage)
+        self._body.choices = choices
+        return self._body
+
+    def _begin(self, choice: int) -> str:
+        """Begin a choice, and return the text before its answer: the prompt where it is echoed."""
+        reply, tokens, text = self._reply, list[int](), ""
+        if reply.job.echo:
+            place = choice // reply.job.params.n
+            prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
+            assert not isinstance(prompt, Conversation)
+            text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
+        if reply.has_logprobs:
+            self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text)
+        return text
+
+    def _score(self, event: Scored | PromptScored) -> None:
+        scorer = self._scorers[event.choice]
+        if isinstance(event, Scored):
+            scorer.add(event.tokens)
+        else:
+            scorer.add_prompt(event.logprobs)
+
+    def _write(self, index: int, text: str) -> bytes:
+        choice = self._choice
+        choice.index, choice.text, choice.logprobs = index, text, None
+        if (scorer := self._scorers.get(index)) is not None:
+            choice.logprobs = scorer.take()
+        return sse(encode_json(self._body))
+
+    def _end(self, event: Ended) -> bytes:
+        scorer, choice = self._scorers.get(event.choice), self._choice
+        rest = self._write(event.choice, "") if scorer is not None and scorer.has_news else b""
+        choice.index, choice.text, choice.logprobs = event.choice, "", None
+        self._finish(choice, event)
+        last = sse(encode_json(self._body))
+        choice.finish_reason, choice.timings = None, UNSET
+        return rest + last
+
+    def _finish(self, choice: CompletionChoice, event: Ended) -> None:
+        choice.finish_reason = finish_reason(event.reason)
+        if self._reply.job.timings:
+            choice.timings = timings_body(event.usage, event.timings)

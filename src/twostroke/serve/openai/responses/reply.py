@@ -1,0 +1,214 @@
+"""The Responses protocol: the response, whole or as a stream of named events."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from twostroke.core.request import FinishReason
+from twostroke.serve.dialect import encode_json, named_sse
+from twostroke.serve.events import (
+    Added,
+    Began,
+    BlockKind,
+    Closed,
+    Ended,
+    Failed,
+    Finished,
+    Opened,
+    Scored,
+)
+from twostroke.serve.http.errors import to_message
+from twostroke.serve.openai.logprobs import chat_logprobs
+from twostroke.serve.openai.responses import events as sent
+from twostroke.serve.openai.responses.body import (
+    IncompleteDetails,
+    OutputCall,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ResponseBody,
+    ResponseError,
+    ThoughtText,
+    begun,
+    exchange_of,
+    usage_body,
+)
+from twostroke.serve.openai.responses.items import new_id
+from twostroke.serve.openai.usage import timings_body
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from twostroke.serve.dialect import Reply
+    from twostroke.serve.events import ContentBlock, Event
+    from twostroke.serve.openai.logprobs import TokenLogprob
+    from twostroke.serve.openai.responses.body import OutputItem, OutputPart
+
+
+class ResponsesEncoder:
+    """Fills the response, block by block, and tells of it by numbered events; each is an item."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`."""
+        self._reply = reply
+        self._body = begun(reply)
+        self._body.output = []
+        self._block: ContentBlock | None = None  # the open one
+        self._scored: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._logprobs: list[TokenLogprob] = []  # of the open block
+        self._num_events = 0
+
+    def write(self, event: Event) -> bytes:
+        """Return the named events of an event."""
+        data = b""
+        for one in self._take(event):  # each is written before the body changes further
+            one.sequence_number = self._num_events
+            self._num_events += 1
+            data += named_sse(one)
+        return data
+
+    def whole(self, events: Iterable[Event]) -> ResponseBody:
+        """Return the response that is not streamed."""
+        for event in events:
+            for _ in self._take(event):
+                pass  # only the body is wanted
+        return self._body
+
+    def _take(self, event: Event) -> Iterator[sent.StreamEvent]:
+        """Note an event in the response, and yield what a stream tells of it."""
+        match event:
+            case Added():
+                yield from self._add(event.block, event.text)
+            case Began():
+                yield from self._begin()
+            case Scored(of_reasoning=False):
+                self._scored += chat_logprobs(self._reply.tokenizer, event.tokens)
+            case Opened():
+                yield from self._open(event.block)
+            case Closed():
+                yield from self._close(event.block)
+            case Ended():
+                self._end(event)
+            case Finished():
+                yield self._finish(event)
+            case Failed():
+                if not self._num_events:
+                    yield from self._begin()
+                yield self._fail(event)
+
+    def _begin(self) -> Iterator[sent.StreamEvent]:
+        yield sent.ResponseCreated(self._body)
+        yield sent.ResponseInProgress(self._body)
+
+    def _open(self, block: ContentBlock) -> Iterator[sent.StreamEvent]:
+        """Begin the item of a block."""
+        self._block = block
+        item = _begun_item(block)
+        self._body.output.append(item)
+        yield sent.OutputItemAdded(block.index, item)
+        if part := _begun_part(item):
+            yield sent.ContentPartAdded(item.id, block.index, 0, part)
+
+    def _add(self, block: ContentBlock, text: str) -> Iterator[sent.StreamEvent]:
+        place = block.index
+        id_ = self._body.output[place].id
+        match block.kind:
+            case BlockKind.TEXT:
+                told, self._scored = self._scored, []
+                self._logprobs += told
+                yield sent.OutputTextDelta(id_, place, 0, text, told)
+            case BlockKind.REASONING:
+                yield sent.ReasoningTextDelta(id_, place, 0, text)
+            case BlockKind.CALL:
+                yield sent.CallArgumentsDelta(id_, place, text)
+
+    def _close(self, block: ContentBlock) -> Iterator[sent.StreamEvent]:
+        """End the item of a block."""
+        if block.kind is BlockKind.TEXT and self._scored:  # of tokens that have no text
+            yield from self._add(block, "")
+        item, place = self._complete(block, is_cut=block.is_cut), block.index
+        match item:
+            case OutputCall():
+                yield sent.CallArgumentsDone(item.id, place, item.name, item.arguments)
+            case OutputReasoning(content=[part]):
+                yield sent.ReasoningTextDone(item.id, place, 0, part.text)
+                yield sent.ContentPartDone(item.id, place, 0, part)
+            case OutputMessage(content=[part]):
+                yield sent.OutputTextDone(item.id, place, 0, part.text, part.logprobs)
+                yield sent.ContentPartDone(item.id, place, 0, part)
+        yield sent.OutputItemDone(place, item)
+
+    def _complete(self, block: ContentBlock, *, is_cut: bool) -> OutputItem:
+        """Fill in the item of a block, and return it."""
+        item = self._body.output[block.index]
+        item.status = "incomplete" if is_cut else "completed"
+        match item:
+            case OutputCall():
+                item.arguments = block.text
+            case OutputReasoning():
+                item.content[0].text = block.text
+            case OutputMessage(content=[part]):
+                part.text = block.text
+                part.logprobs, self._logprobs = self._logprobs, []
+        self._block = None
+        return item
+
+    def _end(self, event: Ended) -> None:
+        if event.reason is FinishReason.LENGTH:
+            self._body.incomplete_details = IncompleteDetails("max_output_tokens")
+        if self._reply.job.timings:
+            self._body.timings = timings_body(event.usage, event.timings)
+
+    def _finish(self, event: Finished) -> sent.StreamEvent:
+        """Complete the response, and store it for later requests."""
+        body = self._body
+        body.usage = usage_body(event.usage, event.num_reasoning)
+        if body.incomplete_details is None:
+            body.status, body.completed_at = "completed", int(time.time())
+        else:
+            body.status = "incomplete"
+        self._store()
+        if body.status == "completed":
+            return sent.ResponseCompleted(body)
+        return sent.ResponseIncomplete(body)
+
+    def _fail(self, event: Failed) -> sent.StreamEvent:
+        """End the response with an error; it is stored, so that it can be looked at."""
+        if self._block is not None:
+            self._complete(self._block, is_cut=True)
+        code = "server_error" if event.error.http_status >= 500 else "invalid_prompt"
+        self._body.status = "failed"
+        self._body.error = ResponseError(code, to_message(event.error))
+        self._store()
+        return sent.ResponseFailed(self._body)
+
+    def _store(self) -> None:
+        """Store the response for later requests; it says whether it could be stored."""
+        if self._body.store:
+            ids = [item.id for item in self._body.output]
+            exchange, whole = exchange_of(self._reply), encode_json(self._body)
+            self._body.store = exchange.keep(self._body.id, whole, ids)
+
+
+def _begun_item(block: ContentBlock) -> OutputItem:
+    """Return an item without content."""
+    match block.kind:
+        case BlockKind.TEXT:
+            return OutputMessage(new_id("msg_"), "in_progress", [])
+        case BlockKind.REASONING:
+            return OutputReasoning(new_id("rs_"), "in_progress", [])
+        case BlockKind.CALL:
+            return OutputCall(new_id("fc_"), new_id("call_"), block.name, "in_progress")
+
+
+def _begun_part(item: OutputItem) -> OutputPart | None:
+    """Give an item that has parts its only one, which is empty, and return it."""
+    match item:
+        case OutputMessage():
+            item.content = [OutputText("")]
+        case OutputReasoning():
+            item.content = [ThoughtText("")]
+        case OutputCall():
+            return None
+    return item.content[0]

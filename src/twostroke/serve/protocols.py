@@ -1,0 +1,39 @@
+"""The protocols that the server speaks, by path."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from twostroke.serve.anthropic import messages
+from twostroke.serve.anthropic.reply import MessageEncoder
+from twostroke.serve.dialect import Dialect, Inquiry
+from twostroke.serve.embed import EmbeddingDialect
+from twostroke.serve.openai import chat, completions, embeddings, tokens
+from twostroke.serve.openai.chat_reply import ChatEncoder
+from twostroke.serve.openai.completions_reply import CompletionEncoder
+from twostroke.serve.openai.responses import exchange as responses
+from twostroke.serve.openai.responses.reply import ResponsesEncoder
+from twostroke.serve.openai.responses.request import ResponsesRequest
+
+DIALECTS: Final[dict[str, Dialect[Any]]] = {
+    "/v1/chat/completions": Dialect("chat", "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder),
+    "/v1/completions": Dialect(
+        "completions", "cmpl-", completions.CompletionRequest, completions.read, CompletionEncoder
+    ),
+    "/v1/messages": Dialect(
+        "messages", "msg_", messages.MessagesRequest, messages.read, MessageEncoder
+    ),
+    "/v1/responses": Dialect(
+        "responses", "resp_", ResponsesRequest, responses.read, ResponsesEncoder, recalls=True
+    ),
+}
+INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
+    "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count),
+    "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize),
+    "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
+}
+EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
+    "/v1/embeddings": EmbeddingDialect(
+        embeddings.EmbeddingRequest, embeddings.read, embeddings.whole
+    )
+}

@@ -1,0 +1,94 @@
+"""The events of an answer: blocks in order, each opened, filled and closed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twostroke.chat.reader import PLAIN, Reading
+from twostroke.core.preface import Preface
+from twostroke.core.request import FinishReason
+from twostroke.core.step import TokenLogprobs
+from twostroke.engine.output import Output, Timings, Usage, join
+from twostroke.serve.events import (
+    Added,
+    Began,
+    BlockKind,
+    Closed,
+    Ended,
+    EventReader,
+    Finished,
+    Opened,
+    Scored,
+)
+
+if TYPE_CHECKING:
+    from support.servers import LiveServer
+    from twostroke.serve.events import Event
+
+ANSWER = (
+    '<think>the world</think>hello<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+)
+READING = Reading(functions=("f",), preface=Preface("<think>", "</think>"))
+USAGE, TIMINGS = Usage(3, 0, 9), Timings(0.0, 0.0, 1.0, 2.0)
+
+
+def outputs(server: LiveServer, text: str, reason: FinishReason) -> list[Output]:
+    """Return an answer, an output for each character; each counts as a token."""
+    token = server.client.card.tokenizer.encode("a")[0]
+    found = [Output(0, one, (token,), (TokenLogprobs(-1.0, (), ()),)) for one in text]
+    return [*found, Output(0, "", (), finish_reason=reason, usage=USAGE, timings=TIMINGS)]
+
+
+def read(server: LiveServer, reading: Reading, answer: list[Output]) -> list[Event]:
+    reader = EventReader(reading, server.client.card.tokenizer, has_logprobs=True)
+    return [*(event for output in answer for event in reader.read(output)), reader.finish(USAGE)]
+
+
+def blocks(events: list[Event]) -> list[tuple[BlockKind, str, str, bool]]:
+    """Return the blocks that closed."""
+    closed = [event.block for event in events if isinstance(event, Closed)]
+    return [(block.kind, block.name, block.text, block.is_cut) for block in closed]
+
+
+def test_blocks_open_grow_and_close_in_order(shared_server: LiveServer) -> None:
+    events = read(shared_server, READING, outputs(shared_server, ANSWER, FinishReason.STOP))
+    assert blocks(events) == [
+        (BlockKind.REASONING, "", "the world", False),
+        (BlockKind.TEXT, "", "hello", False),
+        (BlockKind.CALL, "f", '{"a": 1}', False),
+    ]
+    assert isinstance(events[0], Began)
+    open_ = None
+    for event in events:
+        match event:
+            case Opened():
+                assert open_ is None
+                open_ = event.block
+            case Added():
+                assert event.block is open_
+            case Closed():
+                assert event.block is open_
+                open_ = None
+    *_, ended, finished = events
+    assert isinstance(ended, Ended)
+    assert ended.has_calls
+    assert isinstance(finished, Finished)
+
+
+def test_a_whole_answer_has_the_blocks_of_its_stream(shared_server: LiveServer) -> None:
+    for text in (ANSWER, "hello", "", ANSWER[:-20], "<think>the"):
+        for reading in (PLAIN, READING):
+            answer = outputs(shared_server, text, FinishReason.LENGTH)
+            reader = EventReader(reading, shared_server.client.card.tokenizer, has_logprobs=True)
+            whole = blocks(list(reader.read_whole([join(answer)], USAGE)))
+            assert whole == blocks(read(shared_server, reading, answer))
+            assert whole[-1][-1]  # cut at the limit
+
+
+def test_every_token_is_scored_once(shared_server: LiveServer) -> None:
+    answer = outputs(shared_server, ANSWER, FinishReason.STOP)
+    scored = [e for e in read(shared_server, READING, answer) if isinstance(e, Scored)]
+    assert sum(len(event.tokens) for event in scored) == len(ANSWER)
+    assert [event.of_reasoning for event in scored] == sorted(
+        (event.of_reasoning for event in scored), reverse=True
+    )
