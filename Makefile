@@ -23,6 +23,7 @@ FUZZ ?= .venv-fuzz
 FUZZ_STAMP := $(FUZZ)/.twostroke-ready
 FUZZ_ARGS ?=
 EXACT_ARGS ?=
+MUTANTS ?=
 API ?= .venv-api
 API_STAMP := $(API)/.twostroke-ready
 API_ARGS ?=
@@ -40,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pull run test test-models test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
+.PHONY: help setup build pull run test test-models test-long test-mutants test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 check format test-oracle fuzz bench bench-overhead bench-peers bench-start bench-serve bench-crowd bench-hostile bench-report bench-speculation microbench correctness clean
 
 help: ## List what can be made.
 	@echo "Twostroke: what can be made"
@@ -85,6 +86,12 @@ test: pull ## Run the tests (TESTS=tests/schedule for some of them).
 test-models: pull ## Run the tests that need the three larger models (1.9 GB, fetched first).
 	@for model in $(LARGER_MODELS); do $(BIN)/twostroke pull $$model || exit 1; done
 	@$(BIN)/python -m pytest --require-models -m 'models and not oracle' $(PYTEST_ARGS) $(TESTS)
+
+test-long: pull ## Run the tests with random cases ten times as long (TESTS=).
+	@$(BIN)/python -m pytest --require-model -m 'seeds and not oracle' --rounds 10 $(PYTEST_ARGS) $(TESTS)
+
+test-mutants: build ## Plant faults in copies of the sources; each must be caught by the tests (MUTANTS="cache top-k").
+	@PYTHONPATH=src $(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 test-oracle: pull ## Compare with PyTorch and transformers, in an environment of their own.
 	@$(MAKE) --no-print-directory $(ORACLE_STAMP)

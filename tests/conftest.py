@@ -31,6 +31,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, not skip, when a real model is not in the cache (`make test-models` sets this)",
     )
+    parser.addoption(
+        "--rounds",
+        type=int,
+        default=1,
+        help="how many times as many seeds a test with random cases gets (`make test-long`: 10)",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test marked `seeds(n)` the seeds from 0 on, n for each round."""
+    marker = metafunc.definition.get_closest_marker("seeds")
+    if marker is not None:
+        metafunc.parametrize("seed", range(marker.args[0] * metafunc.config.getoption("--rounds")))
 
 
 @pytest.fixture(scope="session")

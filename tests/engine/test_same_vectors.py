@@ -116,7 +116,7 @@ def pair(
     shared.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.seeds(1)
 def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 20, vocab_size=280, longest=80, most_output=60)
