@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from twostroke import fetch
 from twostroke.cli import pull
 from twostroke.cli.fetch import watcher
 from twostroke.cli.help import Group
 from twostroke.cli.terminal import Bar, printable
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.fetch.disk import megabytes
+from twostroke.models import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.fetch import Leftover, ModelRecord
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
+_SIZE = _HEAD.index("SIZE")
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 
@@ -47,9 +51,7 @@ def list_command(as_json: bool) -> None:
 @_as_json
 def show_command(model: str, as_json: bool) -> None:
     """Show the licence, the origin and the place of MODEL."""
-    from twostroke.fetch import find
-
-    facts = _facts(find(model))
+    facts = _facts(fetch.find(model))
     if as_json:
         _print_json(facts)
         return
@@ -67,28 +69,23 @@ def show_command(model: str, as_json: bool) -> None:
 @_as_json
 def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Compare the files of MODEL with their checksums."""
-    from twostroke.fetch import list_models, verify
-
     if everything == bool(models):
         raise UsageError("Name the models to verify, or give --all.")
-    names = models or [one.name for one in list_models() if one.is_partly_here]
+    names = models or [one.name for one in fetch.list_models() if one.is_partly_here]
     faults: dict[str, TwostrokeError] = {}
     for name in names:
         try:
             with Bar() as bar:
-                verify(name, watcher(bar, name))
+                fetch.verify(name, watcher(bar, name))
         except TwostrokeError as error:
             if len(names) == 1 and not as_json:
                 raise
             faults[name] = error
+            result = f"{name}: {error.message}"
+        else:
+            result = f"{name} matches its checksum."
         if not as_json:
-            click.echo(
-                printable(
-                    f"{name}: {faults[name].message}"
-                    if name in faults
-                    else f"{name} matches its checksum."
-                )
-            )
+            click.echo(printable(result))
     if as_json:
         _print_json(
             [{"name": n, "error": faults[n].message if n in faults else None} for n in names]
@@ -103,17 +100,15 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
 @_as_json
 def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete MODEL from the cache; asks first on a terminal."""
-    from twostroke.fetch import find, remove
-
-    total = sum(one.num_bytes for one in map(find, models) if one.is_here)
+    total = sum(one.num_bytes for one in map(fetch.find, models) if one.is_here)
     if sys.stdin.isatty() and not yes and total:
-        click.confirm(f"Delete {', '.join(models)} ({_size(total)})?", abort=True, err=True)
-    freed = {name: remove(name) for name in models}
+        click.confirm(f"Delete {', '.join(models)} ({megabytes(total)})?", abort=True, err=True)
+    freed = {name: fetch.remove(name) for name in models}
     if as_json:
         _print_json([{"name": name, "freed_bytes": size} for name, size in freed.items()])
         return
     for name, size in freed.items():
-        result = f"{_size(size)} freed." if size else "other programs or models use its files."
+        result = f"{megabytes(size)} freed." if size else "other programs or models use its files."
         click.echo(printable(f"Removed {name}: {result}"))
 
 
@@ -124,8 +119,6 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
     """Delete unfinished downloads, or models that are not used; asks first."""
-    from twostroke import fetch
-
     old = [] if unused is None else fetch.unused(unused)
     left = fetch.leftovers() if partial or unused is None else []
     if left or old:
@@ -139,7 +132,7 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
         removed = [str(one.path) for one in left] + [one.name for one in old]
         _print_json({"removed": removed, "freed_bytes": freed})
     else:
-        click.echo(f"{_size(freed)} freed." if left or old else "There is nothing to clean.")
+        click.echo(f"{megabytes(freed)} freed." if left or old else "There is nothing to clean.")
 
 
 _ALIASES = {"rm": remove_command, "pull": pull.command}
@@ -154,8 +147,8 @@ def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool)
     rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in left]
     rows += [(one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in old]
     for size, text in rows:
-        click.echo(printable(f"{_size(size):>10}  {text}"), err=True)
-    total = _size(sum(size for size, _ in rows))
+        click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
+    total = megabytes(sum(size for size, _ in rows))
     if not yes and not sys.stdin.isatty():
         raise UsageError(f"This would delete {total}: confirm it with --yes.")
     if not yes:
@@ -163,25 +156,20 @@ def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool)
 
 
 def _list(*, as_json: bool) -> None:
-    from twostroke.fetch import list_models
-
-    records = list_models()
+    records = fetch.list_models()
     if as_json:
         _print_json([_facts(one) for one in records])
         return
-    rows = {one.name: _row(one) for one in records}
-    widths = [max(map(len, column)) for column in zip(_HEAD, *rows.values(), strict=True)]
     here = [one for one in records if one.is_here]
-    if here:
-        _print_table([_HEAD, *(rows[one.name] for one in here)], widths)
-        total = _size(sum(one.num_bytes for one in here))
-        click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
-    else:
-        click.echo("No model is here yet.")
-    if len(here) < len(records):
-        click.echo("\nTo fetch with 'twostroke pull NAME':")
-        _print_table([rows[one.name] for one in records if not one.is_here], widths)
-    click.echo("Others: hf:owner/repo from the Hugging Face hub, or the path of a model.")
+    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[_SIZE] = row[_SIZE].rjust(widths[_SIZE])
+        click.echo(printable("  ".join(cells).rstrip()))
+    total = megabytes(sum(one.num_bytes for one in here))
+    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
+    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
 
 
 def _facts(one: ModelRecord) -> dict[str, Any]:
@@ -200,33 +188,19 @@ def _facts(one: ModelRecord) -> dict[str, Any]:
 
 
 def _runs(one: ModelRecord) -> bool:
-    from twostroke.models import ARCHITECTURES
-
     return one.family is None or one.family in ARCHITECTURES
 
 
 def _row(one: ModelRecord) -> tuple[str, ...]:
-    used = _ago(one.last_used) if one.is_here else ""
+    used = _ago(one.last_used) if one.is_here else "not here"
     used = used if _runs(one) else "not supported yet"
     licence = (one.licence or "unknown").split(" (")[0]
-    size = _size(one.num_bytes)
+    size = megabytes(one.num_bytes)
     return (one.name, one.family or "?", one.number_format or "?", size, licence, used)
-
-
-def _print_table(rows: Sequence[tuple[str, ...]], widths: Sequence[int]) -> None:
-    size = _HEAD.index("SIZE")
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[size] = row[size].rjust(widths[size])
-        click.echo(printable("  ".join(cells).rstrip()))
 
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, ensure_ascii=False))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
 
 
 def _ago(moment: float | None) -> str:

@@ -36,7 +36,6 @@ _BUSY: Final = {408, 429, 500, 502, 503, 504}
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _LOGIN: Final = "log in with 'hf auth login' or set HF_TOKEN"
-_BARS: Final = "huggingface_hub.http_get"
 
 
 class UnreachableError(DownloadError):
@@ -71,6 +70,7 @@ class Hub:
         self._client: Any = huggingface_hub
         self._errors: Any = errors
         self._utils: Any = utils
+        self._utils.disable_progress_bars("huggingface_hub.http_get")  # we show our own
         self._timeout_s: float = constants.HF_HUB_DOWNLOAD_TIMEOUT
         # HTTP errors and those of sockets, of the HTTP library that this version uses.
         self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
@@ -159,18 +159,12 @@ class Hub:
 
     def link(self, commit: str, file: RepoFile) -> None:
         """Give a file its place in the snapshot; the client downloads it if it is small."""
-        is_small = file.sha256 is None
-        show_bars = not self._utils.are_progress_bars_disabled(_BARS)
-        self._utils.disable_progress_bars(_BARS)
-        try:
-            self._ask(
-                lambda: self._client.hf_hub_download(
-                    self.name.repo, file.path, revision=commit, force_download=is_small
-                )
+        force = file.sha256 is None  # what is there is damaged
+        self._ask(
+            lambda: self._client.hf_hub_download(
+                self.name.repo, file.path, revision=commit, force_download=force
             )
-        finally:
-            if show_bars:
-                self._utils.enable_progress_bars(_BARS)
+        )
 
     def remember(self, commit: str) -> None:
         """Note in the cache which commit the revision is."""
@@ -247,17 +241,14 @@ class Hub:
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Return what `call` returns; repeat it while the hub is busy."""
-        for pause_s in PAUSES_S:
+        for pause_s in (*PAUSES_S, None):
             try:
                 return call()
             except self._failures as error:
-                if _status(error) not in _BUSY:
+                if pause_s is None or _status(error) not in _BUSY:
                     raise self._explained(error) from None
             time.sleep(pause_s)
-        try:
-            return call()
-        except self._failures as error:
-            raise self._explained(error) from None
+        raise AssertionError
 
     def _explained(self, error: BaseException) -> BaseException:
         """Return the error that tells a user what to do about a failure of the client."""
@@ -267,23 +258,17 @@ class Hub:
         if isinstance(error, errors.GatedRepoError):
             return DownloadError(f"{repo!r} is gated: accept its licence at {self.page}; {_LOGIN}.")
         if isinstance(error, errors.RevisionNotFoundError):
-            return ModelNotFoundError(
-                f"{repo!r} has no revision {self.name.revision!r}: see {self.page}."
-            )
+            revision = self.name.revision
+            return ModelNotFoundError(f"{repo!r} has no revision {revision!r}: see {self.page}.")
         if isinstance(error, errors.RepositoryNotFoundError):
             return ModelNotFoundError(
-                f"The hub has no model {repo!r}, or you may not see it: check the name; if it is "
-                f"private, {_LOGIN}."
+                f"The hub has no model {repo!r}, or not for you: check the name, or {_LOGIN}."
             )
         if status in {401, 403}:
-            return DownloadError(
-                f"The hub does not let you read {repo!r}: {_LOGIN}, and see {self.page}."
-            )
+            return DownloadError(f"You may not read {repo!r} ({self.page}): {_LOGIN}.")
         if status is not None:
-            return DownloadError(
-                f"The hub answered for {repo!r} with status {status}: "
-                + ("it is busy; try again later." if status in _BUSY else f"see {self.page}.")
-            )
+            advice = "it is busy; try again later" if status in _BUSY else f"see {self.page}"
+            return DownloadError(f"The hub answered {repo!r} with status {status}: {advice}.")
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
             return error  # of the disk, not of the network
         return UnreachableError(
@@ -322,13 +307,9 @@ def _repo_files(siblings: list[Any]) -> Iterator[RepoFile]:
 
 
 def _licence(info: Any) -> str | None:
-    """Return the licence's name, and its address if it has one of its own."""
-    name = getattr(info.card_data, "license_name", None) or getattr(info.card_data, "license", None)
-    link = getattr(info.card_data, "license_link", None)
-    if isinstance(name, list):
-        name = ", ".join(map(str, name))
-    if not isinstance(name, str):
-        tags = [tag for tag in info.tags or () if str(tag).startswith("license:")]
-        return tags[0].removeprefix("license:") if tags else None
-    shown = f"{name} ({link})" if isinstance(link, str) and link.startswith("http") else name
-    return "".join(c for c in shown if c.isprintable())[:200]
+    """Return the licence's name, with its address if the author wrote it."""
+    card = info.card_data
+    name = getattr(card, "license_name", None) or getattr(card, "license", None)
+    link = getattr(card, "license_link", None)
+    shown = f"{name} ({link})" if link else str(name)
+    return "".join(filter(str.isprintable, shown))[:200] if name else None

