@@ -75,7 +75,7 @@ def test_training_goes_on_where_it_was_stopped(
 
     monkeypatch.setattr(learn.Learner, "_step", stop_soon)
     options = replace(SHORT, minutes=10.0)
-    message = r"heads so far are in .* The same command goes on"
+    message = r"heads so far are in .* Run the same command to continue"
     with pytest.raises(KeyboardInterrupt, match=message):
         run.train_heads(str(model), tmp_path, options, lambda _: None)
     first = load_heads(tmp_path)
@@ -100,7 +100,7 @@ def test_a_folder_of_other_heads_is_refused(model: Path, tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"another model or with other options"):
         train_heads(str(other), tmp_path / "heads", options, lambda _: None)
     (tmp_path / "heads" / "checkpoint.json").write_text("{")
-    with pytest.raises(UsageError, match=r"Delete it to begin anew"):
+    with pytest.raises(UsageError, match=r"Delete it to start again"):
         train_heads(str(model), tmp_path / "heads", options, lambda _: None)
 
 
@@ -115,7 +115,7 @@ def test_prompts_come_from_a_file(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"too few prompts for 600 tokens of answers"):
         train_heads(str(model), tmp_path / "heads", options, lambda _: None)
     file.write_text('{"text": "the world is"}\n')
-    with pytest.raises(UsageError, match=r'line 1 is no object with a "prompt"'):
+    with pytest.raises(UsageError, match=r'line 1 is not an object with a "prompt"'):
         train_heads(str(model), tmp_path / "others", options, lambda _: None)
 
 

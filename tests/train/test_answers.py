@@ -18,8 +18,7 @@ from twostroke.engine.build import build
 from twostroke.train import TrainOptions
 from twostroke.train.answers import collect
 from twostroke.train.prompts import prompts
-from twostroke.train.record import Answer, Recorder
-from twostroke.train.store import Store, kept_answers
+from twostroke.train.record import Answer, Recorder, Store, kept_answers
 from twostroke.weights import load_path
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def test_damaged_answers_are_refused(tmp_path: Path) -> None:
     [answer] = kept_answers(tmp_path, 8)
     assert answer.tokens.tolist() == [0, 1, 2, 3]
     assert answer.hidden.shape == (3, 8)
-    with pytest.raises(UsageError, match=r"damaged or another model's: delete"):
+    with pytest.raises(UsageError, match=r"is damaged, or of another model: delete"):
         kept_answers(tmp_path, 16)
 
 

@@ -1,4 +1,4 @@
-"""`twostroke train-heads`: teaches small layers to guess what a model will say next."""
+"""`twostroke train-heads`: trains small layers that guess a model's next tokens."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from twostroke.models.heads import KINDS
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to fill."
 )
-@click.option("--kind", type=OneOf(KINDS), default="eagle", show_default=True, help="Of heads.")
+@click.option(
+    "--kind", type=OneOf(KINDS), default="eagle", show_default=True, help="The kind of heads."
+)
 @click.option(
     "--data",
     default="self",
     show_default=True,
-    help='Prompts that the model answers: a file, a line each, or "self", many of our own.',
+    help='A file of prompts, one a line, or "self" for built-in prompts.',
 )
 @click.option(
-    "--tokens", default=250_000, show_default=True, help="How long the answers are in all."
+    "--tokens", default=250_000, show_default=True, help="Tokens of answers to learn from."
 )
-@click.option("--minutes", default=30.0, show_default=True, help="Of training, over all runs.")
+@click.option(
+    "--minutes", default=30.0, show_default=True, help="Training time of all runs together."
+)
 @click.option("--vocabulary", default=4096, show_default=True, help="Tokens that heads can guess.")
 @click.option("--depth", default=4, show_default=True, help="Guesses in a row.")
 @click.option("--ffn", type=int, help="Width of the feed-forward [default: 2/3 of the model's].")
-@click.option("--window", default=256, show_default=True, help="Tokens that a head looks back.")
-@click.option("--learning-rate", default=1e-3, show_default=True, help="At its highest.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts, weights and order.")
+@click.option("--window", default=256, show_default=True, help="Tokens that a head attends to.")
+@click.option("--learning-rate", default=1e-3, show_default=True, help="After the warm-up.")
+@click.option("--seed", default=0, show_default=True, help="For prompts, weights and order.")
 def command(model: str, output: Path, **given: Any) -> None:
     """Train heads for MODEL from its own answers, for --speculate eagle or medusa.
 
-    What was stopped with Ctrl-C leaves usable heads; the same command goes on from there.
+    Ctrl-C leaves usable heads, and the same command continues.
     """
     from twostroke.train.options import TrainOptions
 

@@ -1,4 +1,4 @@
-"""The lesson: a model's own answers with their hidden states, kept in a folder as they come."""
+"""Collects a model's answers, with their hidden states, to learn from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import build
 from twostroke.engine.prompts import encode_chat, encode_text
 from twostroke.train.prompts import Prompt, prompts
-from twostroke.train.record import Answer, Recorder
-from twostroke.train.store import Store, kept_answers
+from twostroke.train.record import Answer, Recorder, Store, kept_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
 
     Report = Callable[[str], None]
 
-_STREAMS = 48  # that the engine answers together
+_STREAMS = 48  # in a batch
 _ANSWER_TOKENS = 200
 _PROMPT_TOKENS = 600
 _CONTEXT_LENGTH = 1024
 _NUM_REPORTS = 50
-_TEMPERATURES = (0.0, 0.0, 0.7)  # in turn: greedy answers, and what else the model may say
+_TEMPERATURES = (0.0, 0.0, 0.7)  # in turn
 
 
 def collect(
     model: str, spec: ModelSpec, folder: Path, options: TrainOptions, report: Report
 ) -> list[Answer]:
-    """Return answers of `options.num_tokens` in all: those in `folder`, and new ones.
+    """Return answers with `options.num_tokens` in all: those in `folder`, then new ones.
 
-    They are kept in parts, so that what was interrupted goes on where it ended. `spec` is
-    the model's.
+    New answers are written to `folder` as they come, so that an interrupted run can continue.
+    `spec` is the model's.
 
     Raises:
         UsageError: the file of prompts is missing, or has too few of them.
@@ -55,7 +54,7 @@ def collect(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
     store = Store(folder, len(answers))
-    said = deque[Answer]()  # written by this thread: an engine goes on without a watcher that fails
+    said = deque[Answer]()  # written by this thread: an engine ignores errors of its watcher
     with build(model, engine_options, watcher=Recorder(said.append)) as engine:
         has_chat = engine.card.chat_template is not None
         asked = _asked(options, has_chat=has_chat)
@@ -87,7 +86,7 @@ def _asked(options: TrainOptions, *, has_chat: bool) -> Iterator[Prompt]:
 
 
 def _read(path: Path, *, has_chat: bool) -> list[Prompt]:
-    """Return a file's prompts: each line a question, or an object with a "prompt" to go on with."""
+    """Return a file's prompts: each line is a question, or {"prompt": "text to continue"}."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -105,13 +104,13 @@ def _read(path: Path, *, has_chat: bool) -> list[Prompt]:
         except (ValueError, KeyError):
             text = None
         if not isinstance(text, str):
-            raise UsageError(f'--data {path}: line {number} is no object with a "prompt".')
+            raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
         found.append(Prompt(text, is_chat=False))
     return found
 
 
 def _answer(engine: Engine, asked: Iterator[Prompt], first: int) -> Iterator[None]:
-    """Answer prompts, some together, and yield after each; the first `first` are done already."""
+    """Answer prompts in batches, and yield after each answer; skips the first `first`."""
     waiting: deque[Generation] = deque()
     try:
         for number, prompt in enumerate(asked):

@@ -1,4 +1,4 @@
-"""What training needs to go on another day: weights, and what the optimizer knows of them."""
+"""Saves and loads the state of training: weights and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ _NAME = "checkpoint.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Training as it was at some moment.
-
-    `about` says for which model it is and with which options; `arrays` are of any name and shape.
-    """
+    """The state of training; `about` identifies the target model and the options."""
 
     about: Mapping[str, Any]
     token_ids: tuple[int, ...]
@@ -38,7 +35,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; an earlier one is there until this one is whole.
+    """Write a checkpoint; an earlier one stays until this one is whole.
 
     Raises:
         TwostrokeError: the disk is full, or the folder cannot be written.
@@ -64,10 +61,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
-    """Return what was saved in a folder, None if nothing was.
+    """Return the checkpoint in a folder, None if there is none.
 
     Raises:
-        UsageError: it is damaged, or about something else.
+        UsageError: it is damaged, or of another model or other options.
     """
     path = folder / _NAME
     if not path.is_file():
@@ -84,11 +81,15 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None
             {name: tensor.dequantize() for name, tensor in files.tensors.items()},
         )
     except (KeyError, TypeError, ValueError, TwostrokeError) as error:
-        reason = error.message if isinstance(error, ModelFormatError) else "it lacks something."
-        raise UsageError(f"{path} cannot be used: {reason} Delete it to begin anew.") from None
+        reason = (
+            error.message
+            if isinstance(error, ModelFormatError)
+            else "a field is missing or damaged."
+        )
+        raise UsageError(f"{path} cannot be used: {reason} Delete it to start again.") from None
     if found.about != dict(about):
         raise UsageError(
             f"{folder} holds heads that were trained for another model or with other options: "
-            "take those of then, or another --output."
+            "use the same options, or another --output."
         )
     return found

@@ -1,4 +1,4 @@
-"""Learning: rows in, better weights out, and how often heads are right on what was held out."""
+"""Trains heads by gradient descent, and measures them on held-out answers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 _PIECES = 4  # in a batch
 _TEST_PIECES = 16
 _WARM_STEPS = 50
-_LOGITS_RATE = 0.3  # of the learning rate: these weights begin as the target's own
-_LATER = 0.8  # what each depth counts, beside the one before it
-_SHALLOW = 0.5  # of the time, in which only the first guess is learned
+_LOGITS_RATE = 0.3  # of the learning rate: these weights start as the target's
+_LATER = 0.8  # weight of a depth's loss, relative to the depth before it
+_SHALLOW = 0.5  # share of the time in which only the first guess is trained
 _LEAST_RATE = 0.02
-_PRIOR = 10.0  # guesses that a share counts as which was not measured
+_PRIOR = 10.0  # guesses that the assumed share counts as
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How often heads are right, as `HeadsFacts` has it."""
+    """The shares of right guesses, as in `HeadsFacts`."""
 
     accepted: tuple[float, ...]
     right_if_sure: tuple[float, ...]
 
     @property
     def per_pass(self) -> float:
-        """How many tokens a pass of the target brings, if all depths are always tried."""
+        """Expected tokens for each pass of the target, if all depths are tried."""
         total = chance = 1.0
         for share in self.accepted:
             chance *= share
@@ -53,7 +53,7 @@ class Score:
 
 @dataclass(slots=True)
 class Learner:
-    """Heads in training. `seconds` is what training has taken, of `budget_s` that it may take."""
+    """Heads in training, which has taken `seconds` of the `budget_s` that it may take."""
 
     spec: HeadsSpec
     program: Program
@@ -69,23 +69,24 @@ class Learner:
     _optimizer: torch.optim.Optimizer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Have an optimizer for the weights that want gradients."""
+        """Make an optimizer for the weights that require gradients."""
         logits = self.weights["output.weight"]
         others = [weight for weight in self._own.values() if weight is not logits]
         groups = [{"params": others}, {"params": [logits]}]
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
 
-    def learn(self, pause: Callable[[], bool]) -> None:
-        """Learn until the time is over, or `pause()`, asked after each step, is true."""
+    def learn(self, after_step: Callable[[], None]) -> None:
+        """Train until the time is over; calls `after_step` after each step but the last."""
         for rows in self._batches():
             began_s = time.monotonic()
             self._step(rows)
             self.seconds += time.monotonic() - began_s
-            if self.seconds >= self.budget_s or pause():
+            if self.seconds >= self.budget_s:
                 return
+            after_step()
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Return the weights, and what the optimizer knows of each."""
+        """Return the trained weights, and the optimizer's state of each."""
         found: dict[str, NDArray[np.float32]] = {}
         for name, weight in self._own.items():
             found[name] = weight.detach().numpy()
@@ -93,8 +94,8 @@ class Learner:
                 found[f"{name}:{part}"] = value.float().reshape(value.shape or (1,)).numpy()
         return found
 
-    def go_on(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
-        """Take over what `arrays` has returned once."""
+    def restore(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Set weights and optimizer to what `arrays` returned in an earlier run."""
         for name, weight in self._own.items():
             with torch.no_grad():
                 weight.copy_(torch.from_numpy(arrays[name]))
@@ -104,7 +105,7 @@ class Learner:
             state["step"] = torch.tensor(float(arrays[f"{name}:step"][0]))
 
     def test(self) -> Score:
-        """Return how often the heads are right on what was held out."""
+        """Return how often the heads are right on the held-out answers."""
         depth = self.spec.depth
         right, tried = np.zeros(depth), np.zeros(depth)
         sure_right, sure_tried = np.zeros(SURENESS_KINDS), np.zeros(SURENESS_KINDS)
@@ -136,7 +137,7 @@ class Learner:
         return {name: weight for name, weight in self.weights.items() if weight.requires_grad}
 
     def _batches(self) -> Iterator[Rows]:
-        """Yield batches without end, every piece once before any comes again."""
+        """Yield batches without end; every piece comes once before any comes again."""
         rng = np.random.default_rng([self.seed, self.num_steps])
         pieces = self.lesson.pieces
         while True:
@@ -150,7 +151,7 @@ class Learner:
         with torch.no_grad():
             wanted = self.target.logits(rows.states).softmax(dim=2)
         loss = torch.zeros(())
-        # A row of Medusa heads costs the same at any depth, and none builds on another.
+        # EAGLE's deeper guesses build on the first; Medusa's are independent.
         depth = 1 if done < _SHALLOW and self.spec.kind == "eagle" else self.spec.depth
         for at, (logits, mask) in enumerate(self._unroll(rows, depth)):
             if len(logits):
@@ -168,7 +169,7 @@ class Learner:
         return unroll(spec, self.program, self.weights, rows.batch)
 
     def _set_rate(self, done: float) -> None:
-        """Warm up, then follow half a cosine to almost nothing."""
+        """Warm up, then follow half a cosine down to `_LEAST_RATE`."""
         wave = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
         rate = self.rate * min(1.0, (self.num_steps + 1) / _WARM_STEPS)
         rate *= _LEAST_RATE + (1 - _LEAST_RATE) * wave

@@ -1,4 +1,4 @@
-"""Answers cut into pieces for training, and what is to be learned from each row."""
+"""Answers cut into batches for training."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
     from twostroke.train.record import Answer
 
-_HELD_OUT = 25  # each answer of which one is not learned from
+_HELD_OUT = 25  # one of so many answers is for tests
 _LEAST_ROWS = 8  # of a piece
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch, and of each of its rows the token that follows and the state at that token."""
+    """A batch, with the next token of each row and the state at that token."""
 
     batch: Batch
     following: Tensor
@@ -36,12 +36,12 @@ class Rows:
 
 
 class Target:
-    """What heads see of the model that they are for: its last norm and its table of logits."""
+    """The parts of the target model that heads use: embedding, last norm and output matrix."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, QuantTensor], token_ids: Sequence[int]
     ) -> None:
-        """Read the rows of `token_ids` and the whole embedding."""
+        """Read the embedding, and the output rows of `token_ids`."""
         self.spec = spec
         self.token_ids = torch.tensor(token_ids)
         self.table = torch.from_numpy(tensors[TABLE].dequantize())
@@ -57,7 +57,7 @@ class Target:
 
 
 class Lesson:
-    """Answers, of which some are held out."""
+    """Pieces of answers to train with, and pieces held out for tests."""
 
     def __init__(self, answers: Sequence[Answer], length: int) -> None:
         """Cut answers into pieces of `length` rows at most."""
@@ -89,7 +89,7 @@ class Lesson:
         return Rows(batch, torch.from_numpy(following), torch.from_numpy(states))
 
     def _count(self, index: int, start: int) -> int:
-        """Return how many rows a piece has: each needs the state behind it, too."""
+        """Return the number of rows of a piece: each needs the state after it, too."""
         return min(self._length, len(self._answers[index]) - 1 - start)
 
     def _cut(self, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -102,9 +102,9 @@ class Lesson:
 
 
 def frequent_tokens(answers: Sequence[Answer], vocab_size: int, count: int) -> tuple[int, ...]:
-    """Return the `count` tokens that the answers have most often, in ascending order.
+    """Return the `count` most frequent tokens of the answers, in ascending order.
 
-    Where fewer occur, the first others make up the number.
+    If fewer occur, the lowest others fill up the number.
     """
     tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]

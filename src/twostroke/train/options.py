@@ -1,4 +1,4 @@
-"""What training of heads can be told."""
+"""The options of training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_DEPTH = 16
 class TrainOptions:
     """How heads are trained.
 
-    `data` is "self" or a file of prompts: the model's own answers, `num_tokens` in all, are the
-    lesson. Training takes `minutes`, which is a share of the time that all runs into one folder
-    took together. Heads guess one of `vocab_size` tokens; EAGLE heads learn to go on `depth` times,
-    Medusa heads have so many blocks. `ffn_size` None is two thirds of the model's. A head's
+    `data` is "self" or a file of prompts; heads learn from `num_tokens` of the model's answers to
+    them. `minutes` limits the training time of all runs into one folder together. Heads guess one
+    of the `vocab_size` most frequent tokens. `depth` is the number of guesses in a row, which for
+    Medusa is the number of blocks. `ffn_size` None means two thirds of the model's. A head's
     attention sees `window` tokens.
     """
 
@@ -34,7 +34,7 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the ranges; UsageError for a value outside."""
         if self.kind not in KINDS:
             raise UsageError(f"kind must be one of {', '.join(KINDS)}, not {self.kind}.")
         for name, value, low in (

@@ -1,16 +1,20 @@
-"""Records what a running engine draws, with the hidden states that it draws from."""
+"""Records answers of an engine with their hidden states, and keeps them in a folder."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.spec.drawn import drawn_rows
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -18,28 +22,29 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
 
 _TINY = np.float32(1e-30)
+_PART_ROWS = 25_000  # in one pair of files
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer's tokens behind the last one of its prompt, and what each was drawn from.
+    """The last token of a prompt and the tokens of its answer, with the hidden states.
 
-    `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn,
-    scaled to a mean square of 1: whoever reads states norms them first. There is one token more
-    than there are states, which are what its length counts.
+    `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn.
+    It is scaled to a mean square of 1: its readers norm it first. There is one token more than
+    there are states. `len` counts the states.
     """
 
     tokens: NDArray[np.int32]
     hidden: NDArray[np.float16]
 
     def __len__(self) -> int:
-        """How many states there are."""
+        """Return the number of states."""
         return len(self.hidden)
 
 
 @dataclass(slots=True, eq=False)
 class Recorder:
-    """A watcher that hands each answer to `keep` once its request has ended."""
+    """A watcher that passes each finished answer to `keep`."""
 
     keep: Callable[[Answer], None]
     _rows: dict[Request, list[NDArray[np.float16]]] = field(default_factory=dict)
@@ -53,7 +58,7 @@ class Recorder:
                 self._rows.setdefault(part.request, []).append(kept.astype(np.float16))
 
     def finish(self, request: Request) -> None:
-        """Hand on an answer, unless it is too short to learn from."""
+        """Pass on an answer, unless it is too short to learn from."""
         rows = self._rows.pop(request, None)
         if rows is None:
             return
@@ -61,3 +66,74 @@ class Recorder:
         hidden = np.concatenate(rows)[: len(tokens) - 1]
         if 2 <= len(hidden) == len(tokens) - 1:
             self.keep(Answer(tokens, hidden))
+
+
+@dataclass(slots=True)
+class Store:
+    """Writes answers in parts; a part's name is the number of answers before it.
+
+    A part is a file of float16 states, and a JSON file with the tokens of each answer.
+    """
+
+    folder: Path
+    num_answers: int
+    num_rows: int = 0
+    _waiting: list[Answer] = field(default_factory=list)
+
+    def add(self, answer: Answer) -> None:
+        """Add an answer; it is written once there are enough of them. Errors as `flush`."""
+        self._waiting.append(answer)
+        self.num_rows += len(answer)
+        if sum(map(len, self._waiting)) >= _PART_ROWS:
+            self.flush()
+
+    def take(self, answers: deque[Answer]) -> None:
+        """Move answers from a list, to which another thread may add."""
+        while answers:
+            self.add(answers.popleft())
+
+    def flush(self) -> None:
+        """Write the answers that are not on disk yet.
+
+        Raises:
+            TwostrokeError: the disk is full, or the folder cannot be written.
+        """
+        if not self._waiting:
+            return
+        path = self.folder / f"{self.num_answers:07d}.json"
+        part = path.with_suffix(".part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            hidden = np.concatenate([answer.hidden for answer in self._waiting])
+            path.with_suffix(".f16").write_bytes(hidden.tobytes())
+            part.write_text(json.dumps([answer.tokens.tolist() for answer in self._waiting]))
+            part.replace(path)
+        except OSError as error:
+            message = f"Answers cannot be written to {str(self.folder)!r}: {error.strerror}."
+            raise TwostrokeError(message) from None
+        self.num_answers += len(self._waiting)
+        self._waiting = []
+
+
+def kept_answers(folder: Path, width: int) -> list[Answer]:
+    """Return the answers in a folder, in their order; states have `width` numbers.
+
+    Raises:
+        UsageError: they are damaged, or of another model.
+    """
+    answers: list[Answer] = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            tokens = [np.array(own, np.int32) for own in json.loads(path.read_text())]
+            hidden = np.fromfile(path.with_suffix(".f16"), np.float16)
+            counts = [len(own) - 1 for own in tokens]
+            rows = hidden.reshape(sum(counts), width)
+        except (OSError, ValueError, TypeError, OverflowError):
+            message = f"{path} is damaged, or of another model: delete {folder} to start again."
+            raise UsageError(message) from None
+        ends = np.cumsum(counts)
+        answers += [
+            Answer(own, rows[end - count : end])
+            for own, end, count in zip(tokens, ends, counts, strict=True)
+        ]
+    return answers

@@ -1,9 +1,9 @@
-"""`train_heads`: answers, training, and a folder of heads, each going on where it was left."""
+"""Trains heads for a model: answers, training, and a folder of heads, all of which can continue."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import UsageError
@@ -36,10 +36,10 @@ _MATRIX, _VECTOR = FORMATS["F16"], FORMATS["F32"]
 
 
 def train_heads(model: str, output: Path, options: TrainOptions, report: Report) -> Score:
-    """Train heads for `model` in the folder `output`; `report` is told how it goes.
+    """Train heads for `model` in the folder `output`; `report` gets lines about the progress.
 
-    Answers, weights and the optimizer's state are kept in the folder: whoever stops it with Ctrl-C
-    has heads as good as they are by then, and the same call goes on from there.
+    Answers, weights and the optimizer's state are kept in the folder. After Ctrl-C it holds the
+    heads as they are by then, and the same call continues.
 
     Raises:
         UsageError: the folder holds heads of another model or with other options, or the data
@@ -47,8 +47,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
         TwostrokeError: the model cannot be loaded, or the disk is full.
     """
     loaded = load(model)
-    identity = target_identity(loaded.tensors)
-    about = _about(identity, options)
+    about = _about(target_identity(loaded.tensors), options)
     saved = load_checkpoint(output, about)
     answers = collect(model, loaded.spec, output / "answers", options, report)
     lesson = Lesson(answers, options.window)
@@ -61,68 +60,33 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     else:
         token_ids = saved.token_ids
         learner = _learner(loaded, options, lesson, token_ids, [])
-        learner.go_on(saved.arrays)
+        learner.restore(saved.arrays)
         learner.seconds, learner.num_steps = saved.seconds, saved.num_steps
-    keeper = _Keeper(output, loaded.name, about, token_ids, learner)
-    score = _train(learner, keeper, report)
+    score = _train(_Run(output, loaded.name, about, token_ids, learner, report))
     report(_scored(score))
     return score
 
 
-def _train(learner: Learner, keeper: _Keeper, report: Report) -> Score:
-    """Train to the end, with heads saved now and then, and when somebody stops it."""
-    saved_s = shown_s = time.monotonic()
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Heads in training, and the folder in which they are saved."""
 
-    def pause() -> bool:
-        nonlocal saved_s, shown_s
-        now_s = time.monotonic()
-        if now_s - shown_s >= _REPORT_EVERY_S:
-            shown_s = now_s
-            report(
-                f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
-                f"loss {learner.loss:.3f}"
-            )
-        if now_s - saved_s >= _SAVE_EVERY_S:
-            saved_s = now_s
-            report(_scored(keeper.save()))
-        return False
-
-    try:
-        if learner.seconds < learner.budget_s:
-            learner.learn(pause)
-    except KeyboardInterrupt:
-        score = keeper.save()
-        raise KeyboardInterrupt(
-            f"Stopped; the heads so far are in {keeper.folder} ({_scored(score)}). "
-            "The same command goes on."
-        ) from None
-    return keeper.save()
-
-
-class _Keeper:
-    """Writes heads and what is needed to go on with them."""
-
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        about: dict[str, Any],
-        token_ids: tuple[int, ...],
-        learner: Learner,
-    ) -> None:
-        self.folder = folder
-        self._name, self._about, self._token_ids = name, about, token_ids
-        self._learner = learner
+    folder: Path
+    model_name: str
+    about: dict[str, Any]
+    token_ids: tuple[int, ...]
+    learner: Learner
+    report: Report
 
     def save(self) -> Score:
-        """Write all of it, and return how good the heads are."""
-        learner = self._learner
+        """Write the heads and a checkpoint; return how good the heads are."""
+        learner = self.learner
         score = learner.test()
         facts = HeadsFacts(
             learner.spec,
-            self._name,
-            self._about["target_id"],
-            self._token_ids,
+            self.model_name,
+            self.about["target_id"],
+            self.token_ids,
             score.accepted,
             score.right_if_sure,
         )
@@ -131,17 +95,40 @@ class _Keeper:
             values = learner.weights[name].detach().numpy()
             tensors[name] = QuantTensor.from_floats(values, _VECTOR if len(shape) == 1 else _MATRIX)
         save_heads(self.folder, facts, tensors)
-        save_checkpoint(
-            self.folder,
-            Checkpoint(
-                self._about,
-                self._token_ids,
-                learner.seconds,
-                learner.num_steps,
-                learner.arrays(),
-            ),
+        checkpoint = Checkpoint(
+            self.about, self.token_ids, learner.seconds, learner.num_steps, learner.arrays()
         )
+        save_checkpoint(self.folder, checkpoint)
         return score
+
+
+def _train(run: _Run) -> Score:
+    """Train to the end; save the heads now and then, at the end, and after Ctrl-C."""
+    saved_s = shown_s = time.monotonic()
+    learner = run.learner
+
+    def after_step() -> None:
+        nonlocal saved_s, shown_s
+        now_s = time.monotonic()
+        if now_s - shown_s >= _REPORT_EVERY_S:
+            shown_s = now_s
+            run.report(
+                f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
+                f"loss {learner.loss:.3f}"
+            )
+        if now_s - saved_s >= _SAVE_EVERY_S:
+            saved_s = now_s
+            run.report(_scored(run.save()))
+
+    try:
+        if learner.seconds < learner.budget_s:
+            learner.learn(after_step)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"Stopped; the heads so far are in {run.folder} ({_scored(run.save())}). "
+            "Run the same command to continue."
+        ) from None
+    return run.save()
 
 
 def _learner(
@@ -151,7 +138,7 @@ def _learner(
     token_ids: tuple[int, ...],
     answers: list[Answer],
 ) -> Learner:
-    """Return heads to be trained, fitted to answers."""
+    """Return heads to train; an empty `answers` leaves their first fit out."""
     ffn_size = options.ffn_size or max(32, loaded.spec.ffn_size * 2 // 3 // 32 * 32)
     spec = heads_for(
         loaded.spec,
@@ -177,7 +164,7 @@ def _learner(
 
 
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
-    """Return what cannot change from one run to the next."""
+    """Return what must stay the same from one run to the next."""
     free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
     return {"target_id": identity, **asdict(free)}
 

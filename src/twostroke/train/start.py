@@ -1,4 +1,4 @@
-"""Weights to begin with: a head that is right now and then before it has learned anything."""
+"""Initial weights of heads, close to the target, so that they guess right from the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.train.record import Answer
 
 _RIDGE = 50.0
-_SMALL = 0.1  # what attention and feed-forward add at first
+_SMALL = 0.1  # scale of attention and feed-forward at first
 
 
 def first_weights(
@@ -34,11 +34,11 @@ def first_weights(
     answers: Sequence[Answer],
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return the weights of untrained heads; those of their own want gradients.
+    """Return the weights of untrained heads; those to be trained require gradients.
 
-    Logits are the target's. An EAGLE head's two projections are fitted by least squares, so that
-    their sum is about the next state; its layer begins as the target's last one, where shapes
-    agree, and adds little. Medusa blocks add nothing.
+    Logits are the target's. The two projections of an EAGLE head are fitted by least squares to
+    predict the next state; its layer is a copy of the target's last one, where shapes agree,
+    scaled down. Medusa blocks add little.
     """
     generator = torch.Generator().manual_seed(seed)
     last = f"blk.{target.spec.num_layers - 1}."
@@ -71,7 +71,7 @@ def first_weights(
 
 
 def _fit(target: Target, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-    """Return the matrices that make of a state and the token behind it about the next state.
+    """Return the matrices that predict the next state from a state and the token after it.
 
     Ridge regression on normed rows.
     """

@@ -1,8 +1,8 @@
-"""Heads in PyTorch, with gradients: their Program, run as often in a row as they will guess.
+"""Runs the Program of heads in PyTorch, with gradients, once for each guess in a row.
 
-What an EAGLE head hands on at one depth is what it is given at the next, so it learns from its own
-mistakes ("training-time test", arXiv:2503.01840); rows of all depths see what they will see when
-they guess.
+The state that an EAGLE head returns at one depth is its input at the next, so that it learns from
+its own mistakes ("training-time test", arXiv:2503.01840). Rows of all depths see what they will
+see when they guess.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Batch:
     """Pieces of answers: all tensors are (pieces, length) but for `hidden` (.., width).
 
-    Row i of a piece has the state `hidden[i]`, from which `tokens[i]` was drawn; `valid` rows are
-    followed by another.
+    Row i of a piece has the state `hidden[i]`, from which `tokens[i]` was drawn; `valid` rows have
+    a next row.
     """
 
     tokens: Tensor
@@ -40,7 +40,7 @@ class Batch:
 
 
 class NoPages:
-    """Stands where a step's pages would be: the attention here is this file's own."""
+    """No pages: attention is computed in this file."""
 
     def spans(
         self, op: Attention, k: Tensor, v: Tensor
@@ -142,7 +142,7 @@ class _Seen:
 
 
 def _later(x: Tensor, count: int, dim: int = 1) -> Tensor:
-    """Return x with its rows `count` further on, and zeros before them."""
+    """Return x with its rows shifted by `count`, and zeros before them."""
     if not count:
         return x
     zeros = torch.zeros_like(x.narrow(dim, 0, count))
