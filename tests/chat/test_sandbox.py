@@ -7,12 +7,12 @@ import tracemalloc
 
 import pytest
 
-from twostroke.chat.meter import BudgetError, RenderBudget
+from twostroke.chat.sandbox import BudgetError, RenderBudget
 from twostroke.chat.template import ChatTemplate
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 
 HI = [{"role": "user", "content": "Hi"}]
-TIGHT = RenderBudget(max_chars=200_000, max_steps=2_000_000, max_cpu_s=0.1)
+TIGHT = RenderBudget(max_chars=200_000, max_cpu_s=0.1)
 LOOP = "{% for i in range(99999) %}"
 END = "{% endfor %}"
 GROW = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(200) %}"
@@ -132,40 +132,40 @@ def _render(source: str) -> str:
     return ChatTemplate(source, budget=TIGHT).render(HI).text
 
 
-@pytest.mark.parametrize("source", TOO_LONG.values(), ids=TOO_LONG)
-def test_work_without_end_is_cut_off(source: str) -> None:
-    template = ChatTemplate(source, budget=TIGHT)
-    start_s = time.thread_time()
-    with pytest.raises(BudgetError, match="RenderBudget"):
-        template.render(HI)
-    assert time.thread_time() - start_s < 1.0
-
-
-@pytest.mark.parametrize("source", TOO_BIG.values(), ids=TOO_BIG)
-def test_what_would_be_too_big_is_never_built(source: str) -> None:
-    template = ChatTemplate(source, budget=TIGHT)
-    tracemalloc.start()
-    try:
+def test_endless_work_is_cut_off() -> None:
+    for name, source in TOO_LONG.items():
+        template = ChatTemplate(source, budget=TIGHT)
+        start_s = time.thread_time()
         with pytest.raises(BudgetError, match="RenderBudget"):
             template.render(HI)
-        assert tracemalloc.get_traced_memory()[1] < 32 * 1024**2
-    finally:
-        tracemalloc.stop()
+        assert time.thread_time() - start_s < 1.0, name
 
 
-@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)
-def test_what_no_template_needs_is_refused(source: str) -> None:
-    start_s = time.thread_time()
-    with pytest.raises(RequestError) as caught:
-        _render(source)
-    assert time.thread_time() - start_s < 1.0
-    assert len(caught.value.message) < 500
+def test_values_that_would_be_too_big_are_never_built() -> None:
+    for name, source in TOO_BIG.items():
+        template = ChatTemplate(source, budget=TIGHT)
+        tracemalloc.start()
+        try:
+            with pytest.raises(BudgetError, match="RenderBudget"):
+                template.render(HI)
+            assert tracemalloc.get_traced_memory()[1] < 32 * 1024**2, name
+        finally:
+            tracemalloc.stop()
 
 
-@pytest.mark.parametrize("source", NOT_COMPILED.values(), ids=NOT_COMPILED)
-def test_sources_made_to_break_the_compiler_are_format_errors(source: str) -> None:
-    with pytest.raises(ModelFormatError):
-        ChatTemplate(source)
+def test_operations_that_no_template_needs_are_refused() -> None:
+    for name, source in REFUSED.items():
+        start_s = time.thread_time()
+        with pytest.raises(RequestError) as caught:
+            _render(source)
+        assert time.thread_time() - start_s < 1.0, name
+        assert len(caught.value.message) < 500, name
+
+
+def test_sources_made_to_break_the_compiler_are_format_errors() -> None:
+    for source in NOT_COMPILED.values():
+        with pytest.raises(ModelFormatError):
+            ChatTemplate(source)
 
 
 @pytest.mark.parametrize(

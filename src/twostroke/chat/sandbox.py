@@ -1,100 +1,266 @@
-"""The Jinja environment of chat templates: no way out, and no way to run for long."""
+"""The Jinja environment of chat templates: no way out, and limits on time and size.
+
+A template comes with a model's file and may be hostile. Every value that it builds is weighed,
+every operation that could multiply the sizes of its inputs is checked before it runs, and loops,
+macros, filters and calls look at the clock.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
-from jinja2.utils import Cycler, Joiner
+from jinja2.utils import Cycler, Joiner, Namespace, pass_context
+from jinja2.visitor import NodeTransformer
 
-from twostroke.chat import guards
-from twostroke.chat.template_tree import INNER_FILTERS, guard_tree
+from twostroke.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jinja2 import Template, nodes
+    from jinja2 import Template
     from jinja2.parser import Parser
-    from jinja2.runtime import Context
 
-# Filters as Jinja has them, which do work in proportion to their input and no more. What pads,
-# draws at random or writes HTML is left out: no chat template needs it.
-_PLAIN_FILTERS = """
-    abs attr capitalize count d default dictsort e escape first float groupby int items last
-    length lower map max min reject rejectattr reverse safe select selectattr sort string title
-    trim truncate unique upper wordcount
+# No template can spell these names.
+METER: Final = "<meter>"  # of the context
+_ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
+
+# Filters that do work in proportion to their input. Those that pad, draw at random or write HTML
+# are left out: no chat template needs them.
+_FILTERS: Final = """
+    abs attr capitalize count d default dictsort e escape first float format groupby indent int
+    items join last length list lower map max min reject rejectattr replace reverse round safe
+    select selectattr sort string title trim truncate unique upper wordcount
 """
-_GUARDED_FILTERS: dict[str, Callable[..., Any]] = {
-    "format": guards.guarded_format,
-    "indent": guards.guarded_indent,
-    "join": guards.guarded_join,
-    "list": guards.guarded_list,
-    "replace": guards.guarded_replace,
-    "round": guards.guarded_round,
-    "sum": guards.guarded_sum,
-    "tojson": guards.to_json,
-}
+_GROWTH: Final = 16  # times `max_chars`, that one operation may build before it is weighed
+_MAX_INT_BITS: Final = 4096
+_MAX_WIDTH: Final = 1000  # of a field in a format
+# Widths and precisions of four and more digits, `*`, and fields inside fields.
+_WIDE_PERCENT: Final = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
+_WIDE_BRACES: Final = re.compile(r"\d{4}|\{[^{}]*\{")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderBudget:
+    """The limits of one rendering.
+
+    `max_chars` bounds every string or structure that a template builds, and the prompt.
+    `max_cpu_s` is time of the rendering thread alone, so a busy machine does not fail a good
+    template.
+    """
+
+    max_chars: int = 4_000_000
+    max_cpu_s: float = 1.0
+
+
+class BudgetError(RequestError):
+    """A chat template needs more than its budget."""
+
+
+class Meter:
+    """Raises BudgetError when one rendering takes too much time or builds too much."""
+
+    def __init__(self, budget: RenderBudget) -> None:
+        """Start the clock."""
+        self._budget = budget
+        self._num_written = 0
+        self._deadline_s = time.thread_time() + budget.max_cpu_s
+        # Weights of structures by identity; the structure is kept so that its id stays its own.
+        self._weights: dict[int, tuple[object, int]] = {}
+
+    def check_time(self) -> None:
+        """Check the clock."""
+        if time.thread_time() > self._deadline_s:
+            raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
+
+    def check_operation(self, values: Iterable[object]) -> None:
+        """Check an operation before it runs: at most, it multiplies its two largest inputs."""
+        self.check_time()
+        sizes = [abs(v) if isinstance(v, int) else self.weigh(v) for v in values]
+        first, second = sorted([1, 1, *sizes])[-2:]
+        if first * second > _GROWTH * self._budget.max_chars:
+            raise self._too_big()
+
+    def built(self, value: Any) -> Any:
+        """Return a value that an operation has built, once weighed; a generator becomes a list."""
+        if isinstance(value, Iterator) and not isinstance(value, LoopContext):
+            value = list(value)
+        self.check_time()
+        self.weigh(value)
+        return value
+
+    def write(self, text: str) -> str:
+        """Return text that is written, once counted; blocks in variables count as written too."""
+        self._num_written += len(text)
+        if self._num_written > 4 * self._budget.max_chars:
+            raise self._too_big()
+        return text
+
+    def weigh(self, value: object) -> int:
+        """Return about how many characters `value` prints as.
+
+        Structures that share their parts count them each time, as printing or comparing would.
+        """
+        if isinstance(value, (str, bytes, range)):
+            weight = len(value)
+        elif isinstance(value, int):
+            weight = 1 + value.bit_length() // 3
+            if value.bit_length() > _MAX_INT_BITS:
+                raise self._too_big()
+        elif isinstance(value, (list, tuple, dict)):
+            return self._weigh_parts(value)
+        else:
+            return 1
+        return self._fitting(weight)
+
+    def _weigh_parts(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
+        known = self._weights.get(id(value))
+        if known is not None:
+            return known[1]
+        weight = 2
+        parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        for part in parts:
+            weight = self._fitting(weight + 2 + self.weigh(part))
+        self._weights[id(value)] = (value, weight)
+        if len(self._weights) > 10_000:  # a cache: what it forgets is weighed again
+            self._weights.clear()
+        return weight
+
+    def _fitting(self, weight: int) -> int:
+        if weight > self._budget.max_chars:
+            raise self._too_big()
+        return weight
+
+    def _too_big(self) -> BudgetError:
+        return _too_much(f"{self._budget.max_chars:,} characters", "max_chars")
+
+
+def _too_much(limit: str, field: str) -> BudgetError:
+    return BudgetError(
+        f"Rendering the chat template needs more than {limit} (RenderBudget.{field})."
+    )
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, with every operation on a meter.
-
-    The meter is `context[guards.METER]`. Operations that could build something large are checked
-    before they run; loops and macros are charged for each pass; only known methods and functions
-    can be called.
-    """
+    """Jinja as chat templates expect it, under the meter in `context[METER]`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
+        """Offer `functions` to templates beside Jinja's own."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, _GenerationTag],
-            finalize=guards.output,
+            finalize=_written,
             cache_size=0,
             optimized=False,  # folding constants would run filters before there is a meter
         )
-        self.filters = {name: self.filters[name] for name in _PLAIN_FILTERS.split()}
-        self.filters.update(_GUARDED_FILTERS)
-        self.filters.update(INNER_FILTERS)
+        known = {name: self.filters[name] for name in _FILTERS.split()}
+        known |= {"sum": _sum, "tojson": _to_json}
+        self.filters = {name: _metered(run, name) for name, run in known.items()}
+        self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
             "range": safe_range,
-            "dict": dict,
-            "namespace": guards.TemplateNamespace,
+            "dict": _dict,
+            "namespace": _Namespace,
             "cycler": Cycler,
             "joiner": Joiner,
             **functions,
         }
-        self._known = frozenset(map(id, self.globals.values()))
 
-    def guarded(self, tree: nodes.Template, mark: Callable[[str], str]) -> Template:
-        """Compile `tree` with its guards; `mark` rewrites the texts that the template writes.
+    def guarded(self, tree: nodes.Template, mark: Callable[[nodes.Node], None]) -> Template:
+        """Compile `tree` with its limits; `mark` may change each literal text.
 
         Raises jinja2.TemplateError, or whatever else compiling a hostile source raises.
         """
-        return self.from_string(guard_tree(tree, mark))
+        guarded = _Guard(mark).visit(tree)
+        guarded.set_environment(self)
+        return self.from_string(guarded)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
         """Call on behalf of a template (Jinja's name for the hook)."""
-        return guards.guarded_call(__context, __self._known, __obj, args, kwargs)
+        meter = _meter_of(__context)
+        given = [*args, *(kwargs[k] for k in kwargs if k not in {"_loop_vars", "_block_vars"})]
+        if isinstance(__obj, Macro):
+            meter.built(given)
+        else:
+            method = getattr(__obj, "__wrapped__", __obj)  # str.format comes wrapped
+            owner = getattr(method, "__self__", None)
+            if isinstance(owner, str) and method.__name__ in {"format", "format_map"}:
+                _check_format(meter, owner, given, _WIDE_BRACES)
+            if owner is not None:
+                meter.check_operation([owner, *given])
+        return meter.built(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply a binary operator on behalf of a template (Jinja's name for the hook)."""
-        guards.guarded_binop(guards.meter_of(context), operator, left, right)
-        return self.binop_table[operator](left, right)
+        meter = _meter_of(context)
+        if operator == "%" and isinstance(left, str):
+            _check_format(meter, left, [right], _WIDE_PERCENT)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > _MAX_INT_BITS:
+                raise SecurityError(f"numbers may have at most {_MAX_INT_BITS} bits")
+        elif operator == "*" and not (isinstance(left, int) and isinstance(right, int)):
+            meter.check_operation([left, right])
+        return meter.built(self.binop_table[operator](left, right))
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return a stand-in for `str.format` that `call` knows (Jinja's name for the hook)."""
-        run = super().wrap_str_format(value)
-        if run is None:
-            return None
-        return cast("Callable[..., str]", guards.StringFormat(value.__self__, run))
+
+class _Guard(NodeTransformer):
+    """Puts checks around what builds values, and at the start of what is repeated."""
+
+    def __init__(self, mark: Callable[[nodes.Node], None]) -> None:
+        self._mark = mark
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        """Visit children first, so that a check never checks another."""
+        super().generic_visit(node, *args, **kwargs)
+        match node:
+            case nodes.TemplateData():
+                self._mark(node)
+                # A constant is counted when it is written; template data would not be.
+                return nodes.Const(node.data, lineno=node.lineno)
+            case nodes.Const():
+                self._mark(node)
+            case nodes.For() | nodes.Macro() | nodes.CallBlock():
+                check = _filtered(_ENTER, nodes.Const(None, lineno=node.lineno))
+                node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+                if isinstance(node, nodes.For) and isinstance(node.test, nodes.Expr):
+                    node.test = _filtered(_ENTER, node.test)
+            case nodes.Concat():
+                return _filtered(_CONCAT, nodes.List(node.nodes, lineno=node.lineno))
+            case nodes.List() | nodes.Dict():
+                return _filtered(_BUILT, node)
+            case nodes.Tuple(ctx="load"):
+                return _filtered(_BUILT, node)
+        return node
+
+
+def _filtered(name: str, node: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace, which prints as its name: printing one inside another has no bound."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """Make a dictionary: the type itself would offer its methods."""
+    return dict(*args, **kwargs)
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what a trainer learns from; for rendering it is transparent."""
+    """`{% generation %}` marks text for trainers; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -102,3 +268,85 @@ class _GenerationTag(Extension):
         """Return the statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a filter that checks its inputs and weighs its result."""
+
+    @pass_context
+    def metered(context: Context, *args: Any, **kwargs: Any) -> Any:
+        meter, given = _meter_of(context), [*args, *kwargs.values()]
+        if name == "format":
+            _check_format(meter, str(args[0]), given[1:], _WIDE_PERCENT)
+        # Jinja's `context.call` hands on what the filter asks for: context or environment.
+        meter.check_operation(given)
+        return meter.built(context.call(run, *args, **kwargs))
+
+    return metered
+
+
+def _check_format(meter: Meter, text: str, values: Iterable[object], wide: re.Pattern[str]) -> None:
+    if wide.search(text):
+        raise SecurityError("a format's width may have three digits at most")
+    meter.check_operation([text, _MAX_WIDTH])
+    for value in values:
+        meter.check_operation([text, value])
+
+
+def _meter_of(context: Context) -> Meter:
+    meter: Meter = context.parent[METER]
+    return meter
+
+
+@pass_context
+def _enter(context: Context, value: Any) -> Any:
+    _meter_of(context).check_time()
+    return value
+
+
+@pass_context
+def _built(context: Context, value: Any) -> Any:
+    return _meter_of(context).built(value)
+
+
+@pass_context
+def _concat(context: Context, parts: list[Any]) -> str:
+    _meter_of(context).weigh(parts)
+    return "".join([str(part) for part in parts])
+
+
+@pass_context
+def _written(context: Context, value: Any) -> str:
+    meter = _meter_of(context)
+    meter.weigh(value)
+    return meter.write(str(value))
+
+
+@pass_context
+def _sum(
+    context: Context, value: Iterable[Any], attribute: str | int | None = None, start: float = 0
+) -> Any:
+    """Jinja's `sum` filter, of numbers only: a sum of lists takes quadratic time."""
+    items = list(value)
+    if attribute is not None:
+        items = [context.environment.getitem(item, attribute) for item in items]
+    if not all(isinstance(item, (int, float)) for item in (*items, start)):
+        raise SecurityError("sum adds numbers only in a chat template")
+    return sum(items, start)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (as transformers' filter has it)
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """JSON as chat templates expect it: no HTML escapes, other scripts as they are."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

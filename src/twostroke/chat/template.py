@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from twostroke.chat.guards import METER
-from twostroke.chat.marks import Marker
+from twostroke.chat.literals import Marker, read_keys, read_variables, reads_parts
 from twostroke.chat.messages import checked_messages, plain
-from twostroke.chat.meter import Meter, RenderBudget
-from twostroke.chat.sandbox import TemplateEnvironment
-from twostroke.chat.template_tree import read_keys, read_variables, reads_parts
+from twostroke.chat.sandbox import METER, Meter, RenderBudget, TemplateEnvironment
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 
 if TYPE_CHECKING:
@@ -85,7 +82,7 @@ class ChatTemplate:
             self._keep_parts = reads_parts(tree)
             self.variables, self.keys = read_variables(tree), read_keys(tree)
             self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
-            self._template = self._environment.guarded(tree, self._marker.mark)
+            self._template = self._environment.guarded(tree, self._marker.mark_literal)
         except TemplateSyntaxError as error:
             raise ModelFormatError(
                 f"The chat template is not valid (line {error.lineno}): {error.message}"
@@ -152,7 +149,7 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         meter = Meter(self._budget)
         text = self._run({**variables, METER: meter})
-        meter.fit(len(text))
+        meter.weigh(text)
         return self._marker.prompt(self._until_end(text) if continue_final_message else text)
 
     def _mark_end(self, message: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
-from twostroke.sample.lark import beginning, special_marks, spelled, text_but, up_to
-from twostroke.sample.schema import ANY_OBJECT, JSON_FORM
+from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled, text_but, up_to
+from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, forces_little
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -74,6 +74,8 @@ class Tools:
 
         That text does not begin as a preface does.
         """
+        if not all(forces_little(one.schema) for one in self.functions):
+            yield NO_FORCING
         specials = special_marks(form.all_marks, tokenizer)
         spell = partial(spelled, specials=specials)
         id_ = f" {spell(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""

@@ -18,9 +18,14 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
-from twostroke.sample.forcing import without_long_forcing
-from twostroke.sample.lark import behind
-from twostroke.sample.schema import JSON_FORM, check_keywords
+from twostroke.sample.lark import NO_FORCING, behind
+from twostroke.sample.schema import (
+    JSON_FORM,
+    MOST_FORCED,
+    check_keywords,
+    forces_little,
+    pattern_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -152,7 +157,9 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, limits = without_long_forcing(_grammar(constraint)), LLParserLimits(**_LIMITS)
+        text, limits = _grammar(constraint), LLParserLimits(**_LIMITS)
+        if not _may_force(constraint):
+            text = _without_forcing(text)
         if constraint.preface is not None:
             text = behind(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
@@ -323,6 +330,31 @@ def _grammar(constraint: Constraint) -> str:
         return grammar_from(_FORMATS[notation], text)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
+
+
+def _may_force(constraint: Constraint) -> bool:
+    """Return whether llguidance may look for text that can go on in one way only.
+
+    A client's grammar can force any length. One in Lark's notation is our own, or that of a
+    program that uses the library, and says itself if it may not.
+    """
+    match constraint.notation:
+        case "json_schema":
+            return forces_little(json.loads(constraint.text))
+        case "regex" | "choice":
+            return pattern_size(constraint.text) <= MOST_FORCED
+        case notation:
+            return notation == "lark"
+
+
+def _without_forcing(grammar: str) -> str:
+    """Return the grammar, in Lark's notation or llguidance's own object, that forces nothing."""
+    if not grammar.startswith("{"):
+        return f"{grammar}\n{NO_FORCING}\n"
+    first, *others = json.loads(grammar)["grammars"]
+    first["name"] = "unforced"
+    outer = {"name": "outer", "lark_grammar": f"start: @unforced\n{NO_FORCING}\n"}
+    return json.dumps({"grammars": [outer, first, *others]})
 
 
 def _are_texts(value: object) -> bool:

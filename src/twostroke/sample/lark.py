@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from twostroke.core.preface import Preface
     from twostroke.tokenize import Tokenizer
 
+# Where text can go on in one way only, llguidance does not look how far.
+NO_FORCING: Final = '%llguidance {"no_forcing": true}'
 TEXT: Final = r"TEXT: /(.|\n)*/"  # the rule of any text without special tokens
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from twostroke.core.errors import nearest
@@ -45,6 +47,11 @@ _Place: TypeAlias = tuple[Any, str] | None
 
 _MOST_SHOWN: Final = 80  # characters of a keyword, and of the end of its path
 
+MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
+_DEFINITIONS: Final = frozenset(("$defs", "definitions"))
+_MINIMA: Final = ("minItems", "minProperties", "minLength")
+_COUNT: Final = re.compile(r"\{\s*(\d+)")  # in a pattern
+
 _KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
 
 
@@ -65,6 +72,57 @@ def check_keywords(text: str) -> None:
         place, part = waiting.pop()
         if isinstance(part, dict):
             waiting += _inside(part, place)
+
+
+def forces_little(schema: object) -> bool:
+    """Return whether a schema can force at most about `MOST_FORCED` bytes of text in a row.
+
+    Where text can go on in one way only, llguidance follows it to its end without a limit, in the
+    middle of a step. This walks over the schema as often as its references and minimum counts
+    repeat it, and gives up after as many bytes; so cycles end, too.
+    """
+    left = float(MOST_FORCED)
+    waiting: list[tuple[Any, float]] = [(schema, 1.0)]
+    while waiting and left > 0:
+        part, times = waiting.pop()
+        if isinstance(part, dict):
+            counts = (part[name] for name in _MINIMA if isinstance(part.get(name), (int, float)))
+            times *= math.prod(max(1.0, min(count, MOST_FORCED)) for count in counts)
+            left -= 2 * times
+            for name, value in part.items():
+                if name in _DEFINITIONS or (name in ANNOTATIONS and isinstance(value, str)):
+                    continue
+                left -= (4 + len(name)) * times
+                if name == "$ref":
+                    waiting.append((_referred(schema, value), times))
+                elif name in {"pattern", "patternProperties"}:
+                    left -= pattern_size(json.dumps(value)) * times
+                else:
+                    waiting.append((value, times))
+        elif isinstance(part, list):
+            waiting += [(one, times) for one in part]
+            left -= 2 * times
+        else:
+            left -= len(json.dumps(part)) * times if isinstance(part, str) else 24 * times
+    return left > 0
+
+
+def pattern_size(pattern: str) -> float:
+    """Return a bound on the bytes that a regular expression forces: its size by its counts."""
+    counts = (float(count[:9]) for count in _COUNT.findall(pattern))
+    return len(pattern.encode()) * math.prod(max(1.0, count) for count in counts)
+
+
+def _referred(root: object, pointer: object) -> object:
+    """Return the part of a schema that a JSON pointer names; None if there is none."""
+    here = root
+    for step in str(pointer).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
+            here = here[int(key)]
+        else:
+            here = here.get(key) if isinstance(here, dict) else None
+    return here
 
 
 def _inside(schema: dict[str, Any], outer: _Place) -> Iterator[tuple[_Place, Any]]:

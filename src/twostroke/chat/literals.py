@@ -1,4 +1,4 @@
-"""Marks that tell a template's own special tokens from text that looks like them."""
+"""Literal texts of a chat template, and marks that keep its special tokens apart from text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Any, Self
 
+from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
+
 from twostroke.chat.messages import ROLES
-from twostroke.chat.template_tree import written_texts
 from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.specials import AddedToken, Splitter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
-    from jinja2 import nodes
+# Methods whose arguments are looked for in a text; of replace, only the first is.
+_SEARCHES = {"split", "rsplit", "strip", "lstrip", "rstrip", "partition", "rpartition"}
+_SEARCHES |= {"startswith", "endswith", "removeprefix", "removesuffix"}
+_SEARCHES |= {"find", "rfind", "index", "rindex", "count"}
 
 
 class Marker:
@@ -32,7 +37,8 @@ class Marker:
         # Noncharacters around it, so that trimming or changing case leaves a mark whole.
         self._nonce = f"\ufdd0{secrets.randbits(64):020}"
         self._end = f"{self._nonce}!\ufdd1"
-        glued = dict(self._glued(written_texts(tree)))
+        self._searched = {id(node) for node in _searched(tree)}
+        glued = dict(self._glued(self._written(tree)))
         self._marks_roles = bool(glued)
         self._glued_by_spelling = glued
         spellings = sorted(map(re.escape, glued), key=len, reverse=True)
@@ -46,6 +52,13 @@ class Marker:
             part if isinstance(part, str) else f"{self._nonce}{part.id}\ufdd1"
             for part in self._splitter.split(text, parse_special=True)
         )
+
+    def mark_literal(self, node: nodes.Node) -> None:
+        """Mark the special tokens in a literal, unless the template only looks for its text."""
+        if isinstance(node, nodes.TemplateData):
+            node.data = self.mark(node.data)
+        elif isinstance(node, nodes.Const) and id(node) not in self._searched:
+            node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Let the roles of `messages` carry marks, if the template glues tokens from roles."""
@@ -79,6 +92,12 @@ class Marker:
         plain.append(text[done:])
         _flush(pieces, plain)
         return Prompt(tuple(pieces))
+
+    def _written(self, tree: nodes.Template) -> list[str]:
+        """Return the literal texts that the template writes."""
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        consts = (node for node in tree.find_all(nodes.Const) if id(node) not in self._searched)
+        return texts + [node.value for node in consts if isinstance(node.value, str)]
 
     def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
         """Yield spelling and text of the special tokens that the template glues from a role."""
@@ -118,3 +137,53 @@ def _flush(pieces: list[Piece], plain: list[str]) -> None:
     if text := "".join(plain):
         pieces.append(Piece(text))
     plain.clear()
+
+
+def reads_parts(tree: nodes.Template) -> bool:
+    """Whether the template walks over the parts of a message's content, or takes only strings."""
+    for loop in tree.find_all(nodes.For):
+        for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem))):
+            name = node.attr if isinstance(node, nodes.Getattr) else None
+            if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+                name = node.arg.value
+            if name == "content":
+                return True
+    return False
+
+
+def read_variables(tree: nodes.Template) -> frozenset[str]:
+    """Return the names of the variables that the template wants to be given."""
+    return frozenset(find_undeclared_variables(tree))
+
+
+def read_keys(tree: nodes.Template) -> frozenset[str]:
+    """Return the names under which the template looks into things, such as messages."""
+    names = {node.attr for node in tree.find_all(nodes.Getattr)}
+    items = [node.arg for node in tree.find_all(nodes.Getitem)]
+    items += [arg for call in tree.find_all(nodes.Call) for arg in call.args[:1]]
+    consts = [node.value for node in items if isinstance(node, nodes.Const)]
+    return frozenset(names | {value for value in consts if isinstance(value, str)})
+
+
+def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
+    for compare in tree.find_all(nodes.Compare):
+        yield compare.expr
+        for operand in compare.ops:
+            yield operand.expr
+            if isinstance(operand.expr, (nodes.List, nodes.Tuple)):
+                yield from operand.expr.items
+    for test in tree.find_all(nodes.Test):
+        yield from test.args
+    for item in tree.find_all(nodes.Getitem):
+        yield item.arg
+    for pair in tree.find_all(nodes.Pair):
+        yield pair.key
+    for apply in tree.find_all(nodes.Filter):
+        if apply.name == "replace":
+            yield from apply.args[:1]
+    for call in tree.find_all(nodes.Call):
+        method = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
+        if method in _SEARCHES:
+            yield from call.args
+        elif method == "replace":
+            yield from call.args[:1]
