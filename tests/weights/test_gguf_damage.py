@@ -42,7 +42,6 @@ CASES = {
     "zip": (b"PK\x03\x04" + bytes(60), "is not a GGUF file"),
     "version 1": (header(0, 0, 1), "GGUF version 1; versions 2 and 3"),
     "version 4": (header(0, 0, 4), "GGUF version 4; versions 2 and 3"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "tensor count": (header(HUGE, 0), "the number of tensors is"),
     "key count": (header(0, HUGE), "the number of metadata keys is"),
     "more keys than bytes": (header(0, 60000), "metadata key 0 of 60000 needs 8 bytes"),
@@ -149,7 +148,7 @@ def test_truncation_names_the_tensor_and_the_sizes(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelFormatError, match="no regular file"):
+    with pytest.raises(ModelFormatError, match="not a regular file"):
         read_gguf(tmp_path / "pipe.gguf")
 
 

@@ -83,7 +83,7 @@ def test_a_folder_with_one_set_of_parts_is_loaded(tmp_path: Path) -> None:
     assert load_path(tmp_path).path == first
     write_tiny_gguf(tmp_path / "other.gguf", TINY)
     message = refusal(tmp_path, ModelNotFoundError)
-    assert "holds 2 GGUF files (other.gguf, tiny-00001-of-00003.gguf): name one of them" in message
+    assert "has 2 GGUF files (other.gguf, tiny-00001-of-00003.gguf): name one of them" in message
 
 
 def test_a_part_other_than_the_first_names_the_first(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     first.with_name("tiny-00003-of-00003.gguf").unlink()
     assert refusal(first, ModelNotFoundError) == (
         "'tiny-00001-of-00003.gguf' is the first of 3 parts, "
-        "and 'tiny-00003-of-00003.gguf' is missing beside it."
+        "and 'tiny-00003-of-00003.gguf' is missing."
     )
     first.unlink()
     assert "tiny-00001-of-00003.gguf" in refusal(tmp_path, ModelNotFoundError)
@@ -110,7 +110,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 def test_a_renamed_first_part_says_how_it_must_be_called(tmp_path: Path, name: str) -> None:
     path = write_tiny_split(tmp_path, TINY).rename(tmp_path / name)
     stem = name.partition("-")[0].removesuffix(".gguf")
-    assert f"call it '{stem}-00001-of-00003.gguf'" in refusal(path, ModelFormatError)
+    assert f"rename it to '{stem}-00001-of-00003.gguf'" in refusal(path, ModelFormatError)
 
 
 def test_parts_out_of_place_are_refused(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
     names = [*read_gguf(second).tensors, next(iter(read_gguf(first).tensors))]
     write_part(second, split_keys(1, 2, len(names)), names)
     message = refusal(first, ModelFormatError)
-    assert "'token_embd.weight' lies in 'tiny-00001-of-00002.gguf' and 'tiny-00002" in message
+    assert "'token_embd.weight' is in 'tiny-00001-of-00002.gguf' and in 'tiny-00002" in message
 
 
 def test_a_count_of_tensors_that_does_not_agree_is_refused(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_count_of_tensors_that_does_not_agree_is_refused(tmp_path: Path) -> No
     second = first.with_name("tiny-00002-of-00002.gguf")
     names = list(read_gguf(second).tensors)
     write_part(second, split_keys(1, 2, 11), names[1:])
-    assert "promises 11 tensors, its 2 parts hold 10" in refusal(first, ModelFormatError)
+    assert "should have 11 tensors, its 2 parts have 10" in refusal(first, ModelFormatError)
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:

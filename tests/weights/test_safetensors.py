@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -54,48 +55,42 @@ def test_other_dtypes_are_named_not_read(tmp_path: Path) -> None:
     assert read_safetensors(path).unsupported == {"ids": "I64"}
 
 
-CASES = {
-    "seven bytes": (bytes(7), "is truncated: it has 7 bytes"),
-    "header length": (struct.pack("<Q", 2**63) + bytes(8), "header would have"),
-    "header past the end": (struct.pack("<Q", 1000) + bytes(8), "header needs 1000 bytes"),
-    "not JSON": (with_header(b"{nope", b""), "it is not JSON"),
-    "not UTF-8": (with_header(b'{"\xff":1}', b""), "it is not JSON"),
-    "deep JSON": (with_header(b'{"a":' + b"[" * 200_000, b""), "it is not JSON"),
-    "not an object": (with_header([1], b""), "not a JSON object"),
-    "entry not an object": (with_header({"a": 1}, b""), "is not an object"),
-    "no dtype": (with_header({"a": entry(None)}, bytes(8)), "lacks a proper dtype"),
-    "negative shape": (with_header({"a": entry(shape=[-2])}, bytes(8)), "lacks a proper dtype"),
-    "true as a size": (with_header({"a": entry(shape=[True])}, bytes(8)), "lacks a proper dtype"),
-    "three offsets": (
-        with_header({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(8)),
-        "out of order",
-    ),
-    "offsets reversed": (with_header({"a": entry(begin=8, end=0)}, bytes(8)), "out of order"),
-    "huge shape": (with_header({"a": entry(shape=[2**62, 2**62])}, bytes(8)), "has the shape"),
-    "zero values": (with_header({"a": entry(shape=[0], end=0)}, b""), "has the shape [0]"),
-    "no dimensions": (with_header({"a": entry(shape=[], end=4)}, bytes(4)), "has the shape []"),
-    "shape and bytes differ": (with_header({"a": entry(shape=[3])}, bytes(8)), "needs 12 bytes"),
-    "truncated": (with_header({"a": entry()}, bytes(7)), "is truncated: tensor 'a' needs 8 bytes"),
-    "overlap": (
-        with_header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)),
-        "tensors 'a' and 'b' overlap",
-    ),
-    "hole": (with_header({"a": entry(begin=4, end=12)}, bytes(12)), "bytes 0 to 4 belong to no"),
-    "bytes behind": (with_header({"a": entry()}, bytes(12)), "4 bytes follow the last tensor"),
-    "unsupported past the end": (with_header({"a": entry("I64")}, bytes(4)), "is truncated"),
-}
+TRUNCATED, WRONG_JSON = "is truncated", "its JSON is wrong"
+CASES = (
+    (bytes(7), TRUNCATED),
+    (struct.pack("<Q", 2**63) + bytes(8), "header would have"),
+    (struct.pack("<Q", 1000) + bytes(8), TRUNCATED),
+    (with_header(b"{nope", b""), WRONG_JSON),
+    (with_header(b'{"\xff":1}', b""), WRONG_JSON),
+    (with_header(b'{"a":' + b"[" * 200_000, b""), WRONG_JSON),
+    (with_header([1], b""), WRONG_JSON),
+    (with_header({"a": 1}, b""), WRONG_JSON),
+    (with_header({"a": entry(None)}, bytes(8)), "at `$.dtype`"),
+    (with_header({"a": entry(shape=[-2])}, bytes(8)), "at `$.shape[0]`"),
+    (with_header({"a": entry(shape=[True])}, bytes(8)), "at `$.shape[0]`"),
+    (with_header({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(8)), "at `$.data_offsets`"),
+    (with_header({"a": entry(begin=8, end=0)}, bytes(8)), "overlap or leave a gap at 0"),
+    (with_header({"a": entry(shape=[2**62, 2**62])}, bytes(8)), "has the shape"),
+    (with_header({"a": entry(shape=[0], end=0)}, b""), "has the shape [0]"),
+    (with_header({"a": entry(shape=[], end=4)}, bytes(4)), "has the shape []"),
+    (with_header({"a": entry(shape=[3])}, bytes(8)), "has the shape [3] and 8 bytes"),
+    (with_header({"a": entry()}, bytes(7)), TRUNCATED),
+    (with_header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12)), "overlap or leave"),
+    (with_header({"a": entry(begin=4, end=12)}, bytes(12)), "overlap or leave a gap at 0"),
+    (with_header({"a": entry()}, bytes(12)), "4 bytes follow the last tensor"),
+    (with_header({"a": entry("I64")}, bytes(4)), TRUNCATED),
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_damage_is_named(tmp_path: Path, case: str) -> None:
-    data, expected = CASES[case]
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(ModelFormatError) as caught:
-        read_safetensors(path)
-    assert expected in caught.value.message
-    assert path.name in caught.value.message
-    assert "\n" not in caught.value.message
+def test_damage_is_refused(tmp_path: Path) -> None:
+    for number, (data, expected) in enumerate(CASES):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(data)
+        with pytest.raises(ModelFormatError) as caught:
+            read_safetensors(path)
+        assert expected in caught.value.message
+        assert path.name in caught.value.message
+        assert "\n" not in caught.value.message
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
@@ -120,30 +115,26 @@ def test_shards_together_are_the_whole(tmp_path: Path) -> None:
         assert np.array_equal(three.tensors[name].data, tensor.data)
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "expected"),
-    [
-        (None, "does not map names to files"),
-        ([], "does not map names to files"),
-        ({"a": 1}, "does not map names to files"),
-        ({"a": "../a.safetensors"}, "not a .safetensors file name"),
-        ({"a": "/etc/a.safetensors"}, "not a .safetensors file name"),
-        ({"a": "a\0.safetensors"}, "not a .safetensors file name"),
-        ({"a": "passwd"}, "not a .safetensors file name"),
-        ({"a": "missing.safetensors"}, "'missing.safetensors', which is missing"),
-        ({"b": "a.safetensors"}, "lacks tensor 'b'"),
-        ({"a": "a.safetensors", "c": "b.safetensors"}, "lies in more than one shard"),
-        ({str(i): f"{i}.safetensors" for i in range(2000)}, "names 2000 files"),
-    ],
-)
-def test_damaged_indexes_are_refused(tmp_path: Path, weight_map: Any, expected: str) -> None:
+def test_damaged_indexes_are_refused(tmp_path: Path) -> None:
     tensor = QuantTensor.from_floats(np.ones(2, dtype=np.float32), FORMATS["F32"])
     write_safetensors(tmp_path / "a.safetensors", {"a": tensor})
     write_safetensors(tmp_path / "b.safetensors", {"a": tensor, "c": tensor})
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ModelFormatError, match=expected):
-        read_sharded(index)
+    cases: list[tuple[Any, str]] = [
+        *((wrong, WRONG_JSON) for wrong in (None, [], {}, {"a": 1})),
+        *(
+            ({"a": name}, "is not the name of a .safetensors file")
+            for name in ("../a.safetensors", "/etc/a.safetensors", "a\0.safetensors", "passwd")
+        ),
+        ({"a": "missing.safetensors"}, "'missing.safetensors', which does not exist"),
+        ({"b": "a.safetensors"}, "lacks tensor 'b'"),
+        ({"a": "a.safetensors", "c": "b.safetensors"}, "is in another file, too"),
+        ({str(i): f"{i}.safetensors" for i in range(2000)}, "names 2000 files"),
+    ]
+    for weight_map, expected in cases:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelFormatError, match=re.escape(expected)):
+            read_sharded(index)
 
 
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:

@@ -18,15 +18,28 @@ MAX_JSON_BYTES = 1 << 24
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file; ModelFormatError if there is none."""
-    return parse_json(_read(path), path.name)
+    return parse_json(read_small_file(path), path.name)
 
 
 def read_json_objects(path: Path) -> list[dict[str, Any]]:
     """Return the list of JSON objects in a small file; ModelFormatError if there is none."""
-    value = _parse(_read(path), path.name)
+    value = _parse(read_small_file(path), path.name)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON list of objects.")
     return value
+
+
+def read_small_file(path: Path) -> bytes:
+    """Return a file's bytes; ModelFormatError if it cannot be read, or is too large."""
+    try:
+        with path.open("rb") as file:
+            # A read reserves memory for its limit: the file's size keeps that small.
+            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
+    except OSError as error:
+        raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
+    if len(raw) > MAX_JSON_BYTES:
+        raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
+    return raw
 
 
 def parse_json(raw: bytes, name: str) -> dict[str, Any]:
@@ -50,18 +63,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Replace a small file by a JSON object, in one step."""
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            # A read reserves memory for its limit: the file's size keeps that small.
-            raw = file.read(min(path.stat().st_size, MAX_JSON_BYTES) + 1)
-    except OSError as error:
-        raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
-    if len(raw) > MAX_JSON_BYTES:
-        raise ModelFormatError(f"{path.name!r} is larger than {MAX_JSON_BYTES} bytes.")
-    return raw
 
 
 def _parse(raw: bytes, name: str) -> Any:

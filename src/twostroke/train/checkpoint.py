@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.safetensors import read_safetensors
-from twostroke.weights.write_safetensors import write_safetensors
+from twostroke.weights.safetensors import read_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

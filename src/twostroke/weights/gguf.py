@@ -1,7 +1,7 @@
-"""GGUF files (versions 2 and 3, little-endian), read as hostile input.
+"""Reads GGUF files (versions 2 and 3, little-endian), and checks them as hostile input.
 
-Source: the GGUF specification (ggml repository, docs/gguf.md). Whatever the bytes are, the result
-is a `GgufFile` or a `ModelFormatError` of one sentence; time and memory are linear in the file.
+Source: the GGUF specification (ggml repository, docs/gguf.md). For any bytes, the result is a
+`GgufFile` or a `ModelFormatError`, in time and memory linear in the file's size.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Value: TypeAlias = "bool | int | float | str | list[Value] | Strings"
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file holds.
+    """The content of a GGUF file.
 
     `tensors` are views into the mapped file, their shapes row-major (GGUF's own order reversed).
     `unsupported` names the type of each tensor that no format here can read.
@@ -80,8 +80,9 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Map the file at `path` and read its metadata and its table of tensors.
 
-    Raises ModelNotFoundError if there is no such file, and ModelFormatError, naming the file and
-    the fault, if it is not a whole and sound GGUF file.
+    Raises:
+        ModelNotFoundError: there is no such file.
+        ModelFormatError: it is not a whole and sound GGUF file.
     """
     mapping = MappedFile(path)
     reader = _Reader(mapping)
@@ -94,16 +95,16 @@ def read_gguf(path: Path) -> GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class GgufPeek:
-    """What the beginning of a GGUF file says: its family, and types that cannot be read here."""
+    """The family of a GGUF file, and the number formats in it that are not supported."""
 
     architecture: str
     unsupported: tuple[str, ...]
 
 
 def peek_gguf(path: Path) -> GgufPeek | None:
-    """Return what the beginning of a file tells, or None if it is too short to tell it.
+    """Read the beginning of a file; None if it is too short to tell.
 
-    Raises ModelFormatError if this cannot be the beginning of a GGUF file.
+    Raises ModelFormatError if it is not the beginning of a GGUF file.
     """
     mapping = MappedFile(path)
     reader = _Reader(mapping)
@@ -112,7 +113,7 @@ def peek_gguf(path: Path) -> GgufPeek | None:
         metadata = Metadata(mapping, reader.keys(num_keys))
         kinds = {info.kind for info in reader.tensor_infos(num_tensors)}
     except ModelFormatError:
-        if reader.position < 8:  # not even its magic number and version are right
+        if reader.position < 8:  # magic number and version are wrong
             raise
         return None
     unknown = sorted(kinds - FORMATS_BY_GGUF_ID.keys())
@@ -121,7 +122,7 @@ def peek_gguf(path: Path) -> GgufPeek | None:
 
 
 class Metadata(Mapping[str, Value]):
-    """A file's keys and values; an array is decoded each time that it is asked for."""
+    """A file's keys and values; an array is decoded each time it is read."""
 
     __slots__ = ("_mapping", "_values")
 
@@ -142,9 +143,9 @@ class Metadata(Mapping[str, Value]):
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """An array that has been checked and not decoded yet.
+    """An array that is checked but not decoded.
 
-    For strings, `starts` holds where each begins, and, last, where one more would.
+    For strings, `starts` has the offset of each, and of the one that would come next.
     """
 
     kind: int
@@ -170,7 +171,7 @@ class _TensorInfo:
 
 
 class _Reader:
-    """A position in the file that moves forward, and never past the end."""
+    """A position in the file that moves forward, never past the end."""
 
     def __init__(self, mapping: MappedFile) -> None:
         self.mapping = mapping
@@ -182,7 +183,7 @@ class _Reader:
         return ModelFormatError(f"{self.mapping.path.name!r} {text}.")
 
     def take(self, num_bytes: int) -> int:
-        """Move `num_bytes` ahead and return where they began."""
+        """Move ahead by `num_bytes` and return the old position."""
         start = self.position
         if num_bytes > self.size - start:
             raise self.fault(
@@ -225,8 +226,6 @@ class _Reader:
         self.take(4)
         version = self.u32()
         if version not in VERSIONS:
-            if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-                raise self.fault("is a big-endian GGUF file; only little-endian ones are supported")
             raise self.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
         num_tensors = self.capped("the number of tensors", self.u64(), MAX_TENSORS)
         return num_tensors, self.capped("the number of metadata keys", self.u64(), MAX_KEYS)
@@ -273,10 +272,10 @@ class _Reader:
         return _Items(kind, start, count)
 
     def strings(self, count: int) -> _Items:
-        """Walk over an array of strings, noting where each begins.
+        """Walk over an array of strings, and note the offset of each.
 
-        A vocabulary has some hundred thousand: the loop does nothing else, and a length that
-        leads out of the file shows at the next step or at the end.
+        A vocabulary has more than 100,000 of them, so the loop does nothing else: a length that
+        leads out of the file fails at the next step or at the end.
         """
         first = self.position
         if count > (self.size - first) // 8:
@@ -336,7 +335,7 @@ def _alignment(reader: _Reader, metadata: Metadata) -> int:
 def _tensors(
     reader: _Reader, infos: list[_TensorInfo], alignment: int
 ) -> tuple[dict[str, QuantTensor], dict[str, str]]:
-    """Turn table entries into views, each inside the file and none over another."""
+    """Turn table entries into views that are inside the file and do not overlap."""
     base = -(-reader.position // alignment) * alignment
     tensors: dict[str, QuantTensor] = {}
     unsupported: dict[str, str] = {}
@@ -368,6 +367,6 @@ def _tensors(
         end, previous = info.offset + num_bytes, info.name
         data = reader.mapping.view(start, num_bytes).reshape(prod(info.shape[:-1]), -1)
         tensors[info.name] = QuantTensor(fmt, info.shape, data)
-    # In the file's own order of entries.
+    # In the order of the file's entries.
     ordered = {info.name: tensors[info.name] for info in infos if info.name in tensors}
     return ordered, unsupported

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to a `ModelSpec`."""
+"""Translates a GGUF file's metadata into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from twostroke.quant import QuantTensor
 
-# Keys that end an answer: end of text, end of turn, end of message.
+# Tokens that end an answer: end of text, end of turn, end of message.
 _EOS_KEYS = ("eos", "eot", "eom")
 
-# What no family here does, by the architecture's key, with the value that asks for nothing.
+# Features that no family here has, with the value that turns each off.
 _UNUSUAL: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
@@ -44,7 +44,7 @@ _UNUSUAL: dict[str, Any] = {
 
 
 def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> ModelSpec:
-    """Translate metadata into a ModelSpec; ModelFormatError for what is missing or not sound."""
+    """Translate metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
     arch = fields.text("general.architecture")
     family = ARCHITECTURES[arch]
     own = fields.within(f"{arch}.")
@@ -86,7 +86,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer, without repeats."""
+    """Return the ids of the tokens that end an answer, each once."""
     ids: dict[int, None] = {}
     for key in _EOS_KEYS:
         ids |= dict.fromkeys(fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size))
@@ -95,12 +95,12 @@ def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 
 def _table(fields: Fields, name: str, tensor: QuantTensor) -> list[float]:
     if len(tensor.shape) != 1 or tensor.num_values > MAX_HEAD_DIM:
-        fields.fault(f"has tensor {name!r} with shape {tensor.shape}, not one factor a pair")
+        fields.fault(f"has tensor {name!r} with shape {tensor.shape}, not one factor for each pair")
     return [float(value) for value in tensor.dequantize()]
 
 
 def _check_tokens(fields: Fields, spec: ModelSpec) -> None:
-    """A token without a row of the embedding table must not exist."""
+    """Check that each token has a row in the embedding table."""
     tokens = fields.values.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, (list, Strings)):
         fields.fault("has no tokenizer (tokenizer.ggml.tokens)")

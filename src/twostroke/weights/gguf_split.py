@@ -1,9 +1,9 @@
-"""A GGUF model in several files: which they are, that all are there, and what they hold together.
+"""Reads a GGUF model that is split into several files.
 
-Source: llama.cpp's `gguf-split` and its loader. Parts are named `model-00001-of-00003.gguf`; each
-says its place, counted from 0, in `split.no`, and the number of parts in `split.count` (0 in a file
-that was merged again) and of all tensors in `split.tensors.count`. Everything else that is said
-about the model stands in the first part.
+Source: llama.cpp's `gguf-split` and its loader. Parts are named `model-00001-of-00003.gguf`. Each
+has its index from 0 in `split.no`, the number of parts in `split.count` (0 in a file that was
+merged again), and the number of all tensors in `split.tensors.count`. All other metadata is in the
+first part.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GgufModelFiles:
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of the set to which `path` belongs by its name, or `path` itself."""
+    """Return the first part of a split model by the name of one of its parts, or `path` itself."""
     named = _PART.fullmatch(path.name)
     return (
         path if named is None else path.with_name(f"{named['stem']}-00001-of-{named['count']}.gguf")
@@ -51,17 +51,18 @@ def first_part(path: Path) -> Path:
 
 
 def model_stem(path: Path) -> str:
-    """Return what the model in `path` is called: the file's name without part and suffix."""
+    """Return the model's name: the file's name without part number and suffix."""
     named = _PART.fullmatch(path.name)
     return path.stem if named is None else named["stem"]
 
 
 def read_gguf_parts(path: Path) -> GgufModelFiles:
-    """Map a GGUF file and, if it is the first of several, all others beside it.
+    """Map a GGUF file and, if it is the first of several, all the others next to it.
 
-    Raises ModelNotFoundError if one of the files is missing, and ModelFormatError if one is
-    damaged (see `read_gguf`), if `path` is a part other than the first, or if the parts do not
-    belong together: their counts disagree, or a tensor lies in two of them.
+    Raises:
+        ModelNotFoundError: one of the files is missing.
+        ModelFormatError: a file is damaged, `path` is not the first part, or the parts do not
+            belong together.
     """
     first = read_gguf(path)
     fields = Fields(path.name, first.metadata)
@@ -75,12 +76,12 @@ def read_gguf_parts(path: Path) -> GgufModelFiles:
     if number != 0:
         fields.fault(f"is part {number + 1} of {count}: name the first part, {names[0]!r}")
     if path.name != names[0]:
-        fields.fault(f"is the first of {count} parts, found by name: call it {names[0]!r}")
+        fields.fault(f"is the first of {count} parts: rename it to {names[0]!r}")
     parts = [first]
     for name in names[1:]:
         if not path.with_name(name).exists():
             raise ModelNotFoundError(
-                f"{path.name!r} is the first of {count} parts, and {name!r} is missing beside it."
+                f"{path.name!r} is the first of {count} parts, and {name!r} is missing."
             )
         parts.append(read_gguf(path.with_name(name)))
     for index, part in enumerate(parts):
@@ -97,7 +98,7 @@ def _check_place(part: GgufFile, index: int, count: int) -> None:
 
 
 def _joined(parts: list[GgufFile], fields: Fields) -> GgufModelFiles:
-    """Put the parts' tensors together; `fields` are the first part's."""
+    """Join the parts' tensors; `fields` are the first part's."""
     tensors: dict[str, QuantTensor] = {}
     unsupported: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -105,12 +106,12 @@ def _joined(parts: list[GgufFile], fields: Fields) -> GgufModelFiles:
         file = part.mapping.path.name
         for name in (*part.tensors, *part.unsupported):
             if name in owners:
-                fields.fault(f"is damaged: tensor {name!r} lies in {owners[name]!r} and {file!r}")
+                fields.fault(f"is damaged: tensor {name!r} is in {owners[name]!r} and in {file!r}")
             owners[name] = file
         tensors |= part.tensors
         unsupported |= part.unsupported
     expected = fields.integer("split.tensors.count", MAX_TENSORS, low=0)
     if expected != len(owners):
-        fields.fault(f"promises {expected} tensors, its {len(parts)} parts hold {len(owners)}")
+        fields.fault(f"should have {expected} tensors, its {len(parts)} parts have {len(owners)}")
     mappings = tuple(part.mapping for part in parts)
     return GgufModelFiles(mappings, parts[0].metadata, tensors, unsupported)

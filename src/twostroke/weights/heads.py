@@ -1,7 +1,7 @@
-"""Heads in a folder: `heads.json` with what they are, `heads.safetensors` with their weights.
+"""Reads trained heads from a folder: `heads.json` describes the weights in `heads.safetensors`.
 
-The JSON file has the shapes, the identity of the model that they were trained for, the tokens that
-they can guess, and how often they were right on text that they had not learned from.
+The JSON file has the shapes, the identity of the target model, the tokens that the heads can guess,
+and the shares of right guesses on held-out text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 HEADS_JSON = "heads.json"
 HEADS_WEIGHTS = "heads.safetensors"
-SURENESS_KINDS = 10  # guesses are told apart by how sure the head was, in tenths
+SURENESS_KINDS = 10  # guesses are counted by how sure the head was, in tenths
 
 _FORMAT = 1
 _KEYS = (
@@ -58,17 +58,17 @@ _KEYS = (
     "token_ids",
 )
 _MAX_DEPTH = 24
-_FAR = 1e4  # between the scores of the block that a Medusa row takes and of the others
+_FAR = 1e4  # the score of the block that a Medusa row takes, the others have 0
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsFacts:
-    """What `heads.json` says.
+    """The content of `heads.json`.
 
-    `target_name` and `target_id` tell for which model they are (`target_identity`). `token_ids[i]`
-    is the target's id of the i-th token that they can guess. `accepted[d]` is the share of right
-    guesses at depth d where all before were right, and `right_if_sure[k]` that of guesses of which
-    the head was sure by k to k + 1 tenths, both on held-out text.
+    `target_id` is the `target_identity` of the model that the heads are for. `token_ids[i]` is the
+    target's id of the i-th token that they can guess. On held-out text, `accepted[d]` is the share
+    of right guesses at depth d where all before were right, and `right_if_sure[k]` the share where
+    the head was sure by k to k + 1 tenths.
     """
 
     spec: HeadsSpec
@@ -81,7 +81,7 @@ class HeadsFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """Heads whose files are mapped and checked; `tensors` are the weights of their own."""
+    """Heads whose files are mapped and checked; `tensors` are without the target's weights."""
 
     path: Path
     facts: HeadsFacts
@@ -89,10 +89,9 @@ class LoadedHeads:
 
 
 def target_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return what tells a model from others, and is the same however its matrices are stored.
+    """Return an identity of a model that does not depend on the number format of its matrices.
 
-    It is the SHA-256 of its last norm, which files hold in float32 or in numbers that become
-    float32 without loss.
+    It is the SHA-256 of its last norm, which every file stores without loss.
     """
     return hashlib.sha256(tensors["output_norm.weight"].dequantize().tobytes()).hexdigest()
 
@@ -101,52 +100,50 @@ def load_heads(folder: Path) -> LoadedHeads:
     """Map and check the heads in a folder.
 
     Raises:
-        ModelNotFoundError: there are none.
-        ModelFormatError: a file is damaged, or its weights do not fit what `heads.json` says.
+        ModelNotFoundError: the folder has no heads.
+        ModelFormatError: a file is damaged, or the weights do not fit `heads.json`.
     """
     for name in (HEADS_JSON, HEADS_WEIGHTS):
         if not (folder / name).is_file():
-            fault = f"holds no {name}" if folder.is_dir() else "is no folder"
+            fault = f"has no {name}" if folder.is_dir() else "is not a folder"
             raise ModelNotFoundError(
-                f"{str(folder)!r} {fault}: heads are a folder that "
-                "`twostroke train-heads` has written."
+                f"{str(folder)!r} {fault}: heads are a folder that `twostroke train-heads` writes."
             )
     facts = _facts(Fields(HEADS_JSON, read_json(folder / HEADS_JSON)))
     tensors = dict(read_safetensors(folder / HEADS_WEIGHTS).tensors)
     shapes = stored_shapes(facts.spec)
     if unknown := sorted(tensors.keys() - shapes.keys()):
         raise ModelFormatError(
-            f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: it has {unknown[0][:60]!r}, of which "
-            f"{facts.spec.kind} heads of depth {facts.spec.depth} know nothing."
+            f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {facts.spec.kind} heads of depth "
+            f"{facts.spec.depth} have no tensor {unknown[0][:60]!r}."
         )
     for name, shape in shapes.items():
         if name not in tensors or tensors[name].shape != shape:
-            found = f"as {tensors[name].shape}" if name in tensors else "not at all"
-            raise ModelFormatError(
-                f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {name} should have the shape "
-                f"{shape}, and is there {found}."
-            )
+            fault = "is missing"
+            if name in tensors:
+                fault = f"has the shape {tensors[name].shape}, not {shape}"
+            raise ModelFormatError(f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {name} {fault}.")
         if not np.isfinite(tensors[name].dequantize()).all():
             raise ModelFormatError(
-                f"{HEADS_WEIGHTS!r} is damaged: {name} holds values that are no finite numbers."
+                f"{HEADS_WEIGHTS!r} is damaged: {name} has values that are not finite."
             )
     return LoadedHeads(folder, facts, {name: tensors[name] for name in shapes})
 
 
 def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
-    """Return the weights that heads have of their own, with their shapes."""
+    """Return the shapes of the weights that heads do not share with the target."""
     shapes = build_heads(spec).weight_shapes
     return {name: shape for name, shape in shapes.items() if name not in (TABLE, NUMBERS)}
 
 
 def numbers_table(depth: int) -> QuantTensor:
-    """Return the table by which each row of Medusa heads takes the block of its number."""
+    """Return the table that selects the Medusa block for each row's number."""
     table = np.eye(depth, dtype=np.float32) * np.float32(_FAR)
     return QuantTensor.from_floats(table, FORMATS["F32"])
 
 
 def facts_json(facts: HeadsFacts) -> dict[str, object]:
-    """Return what `heads.json` holds."""
+    """Return the content of `heads.json`."""
     layer = facts.spec.layer
     assert layer.window is not None
     return {
@@ -193,14 +190,14 @@ def _facts(fields: Fields) -> HeadsFacts:
 def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """Return the ids of the tokens that heads can guess: at least one, each above the last."""
     if not isinstance(fields.value("token_ids"), list):
-        fields.fault("has no list token_ids: the ids of the tokens that the heads can guess")
+        fields.fault("has no list token_ids")
     ids = fields.token_ids("token_ids", vocab_size)
     if not ids:
-        fields.fault("has no ids in token_ids: heads guess at least one token")
+        fields.fault("has an empty list token_ids")
     for place, (before, one) in enumerate(itertools.pairwise(ids), 1):
         if one <= before:
             fields.fault(
-                f"has token_ids[{place}] = {one} behind {before}: each id must be above the last"
+                f"has token_ids[{place}] = {one} after {before}: ids must be in ascending order"
             )
     return ids
 
@@ -208,7 +205,7 @@ def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
     head_dim = fields.integer("head_dim", MAX_HEAD_DIM)
     if head_dim % 2:
-        fields.refuse("head_dim", "and positions rotate pairs of numbers")
+        fields.refuse("head_dim", "which must be even")
     interleaved = fields.flag("rope_interleaved", default=False)
     return ModelSpec(
         architecture="llama",
@@ -231,5 +228,5 @@ def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
 def _odds(fields: Fields, key: str, count: int) -> tuple[float, ...]:
     odds = fields.numbers(key, count)
     if max(odds) > 1:
-        fields.refuse(key, "which has a share above 1")
+        fields.refuse(key, "where a share is above 1")
     return odds

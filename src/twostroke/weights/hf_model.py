@@ -1,4 +1,4 @@
-"""From a Hugging Face folder's `config.json` to a `ModelSpec`."""
+"""Translates a Hugging Face folder's `config.json` into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
-# What no family here does, with the value that asks for nothing.
+# Features that no family here has, with the value that turns each off.
 _UNUSUAL: dict[str, Any] = {
     "clip_qkv": None,
     "is_encoder_decoder": False,
@@ -35,10 +35,10 @@ _UNUSUAL: dict[str, Any] = {
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a configuration as fields, with what transformers takes for those that are left out.
+    """Return a configuration as fields, with transformers' defaults for those that are left out.
 
-    That of a model which also sees has the text model's in an object of its own. Raises
-    ModelFormatError for a model type that is not known.
+    A vision model has the fields of its text model in the object `text_config`. Raises
+    ModelFormatError for an unknown model type.
     """
     fields = Fields(name, config)
     text = fields.part("text_config")
@@ -54,7 +54,7 @@ def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
 
 
 def refuse_architecture(fields: Fields, architecture: str, known: Collection[str]) -> NoReturn:
-    """Say that a family is not known before saying that one of its details is missing."""
+    """Raise ModelFormatError for an unknown family."""
     fields.fault(
         f"has the architecture {architecture[:40]!r}, which is not supported yet; "
         f"supported: {', '.join(sorted(known))}"
@@ -115,7 +115,7 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _activation(fields: Fields) -> Activation:
-    """Gemma's own key goes before the common one, which old files of Gemma have wrong."""
+    """Return the activation; old files of Gemma are right in Gemma's own key only."""
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     activation = _ACTIVATIONS.get(fields.text(key, default="silu"))
     if activation is None:

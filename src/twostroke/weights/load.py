@@ -1,4 +1,4 @@
-"""From a path to a checked model: which reader, which translation, and the weights it must have."""
+"""Loads a model from a path, and checks that it has the weights that its Program reads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from twostroke.weights.hf_model import (
     refuse_architecture,
 )
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
-from twostroke.weights.names import canonical_name
 from twostroke.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.weights.safetensors import read_safetensors, read_sharded
 from twostroke.weights.stacks import cut_stacks
+from twostroke.weights.tensor_names import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,10 +40,12 @@ _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
     """Map and check the model at `path`: a .gguf or .safetensors file, or a folder with either.
 
-    `name` is what the model is called (default: the file's or folder's own name). Raises
-    ModelNotFoundError if nothing is there, and ModelFormatError, naming file and fault, for
-    whatever cannot be read or run: damage, an unknown architecture, a type of number that is not
-    supported, a weight that is missing, has the wrong shape, or has no place in the model.
+    `name` is the model's name (default: the name of the file or folder).
+
+    Raises:
+        ModelNotFoundError: there is no such file, or a file of the model is missing.
+        ModelFormatError: the model is damaged, its architecture or a number format is not
+            supported, or its weights are not those of its architecture.
     """
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -64,9 +66,9 @@ def _only_gguf(folder: Path) -> Path:
     if found:
         names = ", ".join(path.name for path in found[:5])
         raise ModelNotFoundError(
-            f"{str(folder)!r} holds {len(found)} GGUF files ({names}): name one of them."
+            f"{str(folder)!r} has {len(found)} GGUF files ({names}): name one of them."
         )
-    raise ModelNotFoundError(f"{str(folder)!r} holds neither a config.json nor a .gguf file.")
+    raise ModelNotFoundError(f"{str(folder)!r} has neither a config.json nor a .gguf file.")
 
 
 def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
@@ -102,7 +104,7 @@ def _load_folder(
     """Load a Hugging Face folder, with `weights` or else whatever the folder holds."""
     config = folder / "config.json"
     if not config.is_file():
-        raise ModelNotFoundError(f"{str(folder)!r} holds no config.json beside the weights.")
+        raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
     fields = hf_fields(config.name, read_json(config))
     family = ARCHITECTURES[MODEL_TYPES[fields.text("model_type")]]
     if weights is None and (folder / _INDEX).is_file():
@@ -118,7 +120,7 @@ def _load_folder(
     tensors = _checked(_Files(source, config.name), spec, tensors, unsupported)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelNotFoundError(f"{str(folder)!r} holds no tokenizer.json.")
+        raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
     extra = folder / "tokenizer_config.json"
     tokenizer_config = read_json(extra) if extra.is_file() else {}
     bos = fields.token_ids("bos_token_id", spec.vocab_size)
@@ -138,7 +140,7 @@ def _load_folder(
 
 
 def _folder_eos_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json knows the ends of a turn, config.json often only that of a text."""
+    """Return the ids that end an answer: config.json often lacks those that end a turn."""
     ids = dict.fromkeys(config.token_ids("eos_token_id", vocab_size))
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -154,7 +156,7 @@ def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The names of the file with the weights, and of that which says what they make up."""
+    """The names of the file with the weights and of the file that describes the model."""
 
     weights: str
     config: str | None = None
@@ -165,8 +167,8 @@ class _Files:
         return self.config or self.weights
 
     @property
-    def wants(self) -> str:
-        """Who wants the weights to be as they should be."""
+    def needs(self) -> str:
+        """The words for what the weights must be."""
         return f"{self.config!r} asks for" if self.config else "the model needs"
 
 
@@ -176,7 +178,7 @@ def _checked(
     tensors: Mapping[str, QuantTensor],
     unsupported: Mapping[str, str],
 ) -> dict[str, QuantTensor]:
-    """Return the weights that the model's Program reads: all of them, and no others."""
+    """Return the weights that the model's Program reads; refuse if one is missing or left over."""
     if spec.num_heads % spec.num_kv_heads:
         raise ModelFormatError(
             f"{files.facts!r} has {spec.num_heads} heads, not a multiple of its "
@@ -185,7 +187,7 @@ def _checked(
     if spec.num_layers > len(tensors) + len(unsupported):
         raise ModelFormatError(
             f"{files.weights!r} has {len(tensors)} tensors, too few for the {spec.num_layers} "
-            f"layers that {files.wants}."
+            f"layers that {files.needs}."
         )
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
@@ -193,19 +195,19 @@ def _checked(
         if name in unsupported:
             _refuse_type(files.weights, name, unsupported)
         if name not in cut:
-            if unsupported:  # most likely the stack in which it lies
+            if unsupported:  # it is probably part of that one
                 _refuse_type(files.weights, next(iter(unsupported)), unsupported)
-            raise ModelFormatError(f"{files.weights!r} lacks tensor {name!r}, which {files.wants}.")
+            raise ModelFormatError(f"{files.weights!r} lacks tensor {name!r}, which {files.needs}.")
         if cut[name].shape != shape:
             raise ModelFormatError(
                 f"{files.weights!r} has tensor {name!r} with shape {cut[name].shape}, "
-                f"{files.wants} {shape}."
+                f"{files.needs} {shape}."
             )
     for name in (*cut, *unsupported):
         if name not in shapes:
             raise ModelFormatError(
-                f"{files.weights!r} has tensor {name[:80]!r}, for which the family "
-                f"{spec.architecture!r} has no use here: its answers would be wrong."
+                f"{files.weights!r} has tensor {name[:80]!r}, which the family "
+                f"{spec.architecture!r} does not use: answers without it would be wrong."
             )
     return cut
 

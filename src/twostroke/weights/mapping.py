@@ -1,4 +1,4 @@
-"""A model file mapped into memory: read-only views without copies, and pages given back."""
+"""A model file mapped into memory: read-only views without copies, whose pages can be freed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
     from twostroke.quant import Bytes
 
-# Touching a page maps those around it as well, up to what the page cache holds in one piece:
-# they go together.
+# An access maps the pages around it as well, up to this size: they are freed together.
 _FAULT_BYTES = max(1 << 19, mmap.PAGESIZE)
 
 
 class MappedFile:
     """A whole file as memory; views keep it alive.
 
-    A file that another process shortens while it is mapped ends this process (SIGBUS), as with
-    every memory-mapped reader: Twostroke itself only ever replaces model files by renaming.
+    If another process shortens the file while it is mapped, this process ends with SIGBUS, as
+    with every memory-mapped reader. Twostroke itself replaces model files only by renaming.
     """
 
     __slots__ = ("_array", "_mmap", "path")
@@ -33,12 +32,14 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Map the file at `path`.
 
-        ModelNotFoundError if there is none, ModelFormatError if it is empty or unreadable,
-        MemoryLimitError if there is no room for it.
+        Raises:
+            ModelNotFoundError: there is no such file.
+            ModelFormatError: it is empty or cannot be read.
+            MemoryLimitError: the limit of the address space is too low for it.
         """
         self.path = path
-        if path.exists() and not path.is_file():  # to open a pipe would wait for its other end
-            raise ModelFormatError(f"{path.name!r} cannot be read: it is no regular file.")
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise ModelFormatError(f"{path.name!r} cannot be read: it is not a regular file.")
         try:
             with path.open("rb") as file:
                 self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -50,8 +51,8 @@ class MappedFile:
             if error.errno == errno.ENOMEM:
                 size = path.stat().st_size
                 raise MemoryLimitError(
-                    f"There is no address space for the {size / 1e6:,.0f} MB of {path.name!r}: "
-                    "raise its limit (ulimit -v), or take a smaller model."
+                    f"{path.name!r} needs {size / 1e6:,.0f} MB of address space: raise the limit "
+                    "(ulimit -v), or use a smaller model."
                 ) from None
             raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
         self._array = np.frombuffer(self._mmap, dtype=np.uint8)
@@ -71,10 +72,10 @@ class MappedFile:
         return self._array[start : start + num_bytes]
 
     def release(self, views: Iterable[Bytes]) -> None:
-        """Give back the memory pages under `views`; they are read again when next touched.
+        """Free the memory pages under `views`; the next access reads them again.
 
-        Views of other memory are left alone. Neighbours go in one call of the system, of which
-        each interrupts all threads.
+        Views of other memory are ignored. Neighbours share one system call, since each interrupts
+        all threads.
         """
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
@@ -87,7 +88,7 @@ class MappedFile:
         self._drop(begin, end)
 
     def _pages_under(self, view: Bytes) -> tuple[int, int] | None:
-        """Return where the pages under a view begin and end in the file; None if it is not here."""
+        """Return the range in the file of the pages under a view; None for other memory."""
         start = view.ctypes.data - self._array.ctypes.data
         if not view.nbytes or not 0 <= start <= start + view.nbytes <= self.size:
             return None

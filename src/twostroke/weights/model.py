@@ -1,4 +1,4 @@
-"""What loading a model gives upward: its description, its weights, and where its tokenizer is."""
+"""A loaded model: its description, its weights, and the place of its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A tokenizer that lies in a GGUF file's metadata (keys `tokenizer.ggml.*`)."""
+    """A tokenizer in a GGUF file's metadata (keys `tokenizer.ggml.*`)."""
 
     metadata: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonTokenizer:
-    """A tokenizer that lies in a `tokenizer.json`, with the folder's `tokenizer_config.json`."""
+    """A tokenizer in a `tokenizer.json`, with the folder's `tokenizer_config.json`."""
 
     path: Path
     config: Mapping[str, Any]
@@ -35,8 +35,7 @@ class LoadedModel:
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and
     with the shapes it needs; they are views into `mappings`. `eos_token_ids` end an answer.
-    `file_bytes` is the size of the weight files together. `pooling` is how the files say that
-    embeddings are made, None where they say nothing.
+    `pooling` is the way in which embeddings are made, None where the files do not say.
     """
 
     name: str
@@ -57,15 +56,12 @@ class LoadedModel:
         return sum(mapping.size for mapping in self.mappings)
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
-        """Give back the memory of tensors that were repacked; reading them again still works."""
+        """Free the memory of tensors that were repacked; they can still be read again."""
         release_tensors(self.mappings, tensors)
 
 
 def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTensor]) -> None:
-    """Give back the memory of tensors, in whichever of the files they lie.
-
-    For those who would not keep a whole `LoadedModel` alive for this.
-    """
+    """Free the memory of tensors of mapped files; they can still be read again."""
     views = [tensor.data for tensor in tensors]
     for mapping in mappings:
         mapping.release(views)

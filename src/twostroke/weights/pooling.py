@@ -1,4 +1,4 @@
-"""How a model's files say that embeddings are made of its last hidden states."""
+"""Reads from a model's files how its hidden states are pooled into embeddings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PLAIN_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
 
 
 def gguf_pooling(fields: Fields) -> str | None:
-    """Return the word for a file's `*.pooling_type`; None where it has none.
+    """Return the word for a file's `*.pooling_type`; None if it has none.
 
-    A number that is not known is a word, too: whoever wants embeddings can say which.
+    An unknown number is returned as words, for the error message.
     """
     number = fields.within(f"{fields.text('general.architecture')}.").value("pooling_type")
     if number is None or number == 0:
@@ -39,9 +39,9 @@ def gguf_pooling(fields: Fields) -> str | None:
 
 
 def folder_pooling(folder: Path) -> str | None:
-    """Return what the files of sentence-transformers in a folder say; None if there are none.
+    """Return the pooling by the files of sentence-transformers in a folder; None without any.
 
-    Several ways at once are joined by `+`, as are modules that would follow the pooling.
+    Several kinds at once are joined by `+`, as are modules that would follow the pooling.
 
     Raises:
         ModelFormatError: a file is damaged.
@@ -58,7 +58,7 @@ def folder_pooling(folder: Path) -> str | None:
 
 
 def _modules(folder: Path) -> list[str]:
-    """Return the modules of `modules.json` that do more than pool and normalize."""
+    """Return the modules of `modules.json` other than the usual ones."""
     file = folder / "modules.json"
     if not file.is_file():
         return []

@@ -1,4 +1,4 @@
-"""safetensors files, single or sharded, read as hostile input.
+"""Reads safetensors files, single or sharded, as hostile input; writes single ones.
 
 Source: the safetensors format description (safetensors repository, README "Format"): 8 bytes of
 header length, a JSON header of name to dtype, shape and offsets, then the data without holes.
@@ -6,26 +6,35 @@ header length, a JSON header of name to dtype, shape and offsets, then the data 
 
 from __future__ import annotations
 
+import json
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.core.files import parse_json, read_json
+from twostroke.core.files import read_small_file
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.mapping import MappedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from twostroke.quant import Format
+
+    T = TypeVar("T")
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_SHARDS = 1 << 10
+_ALIGNMENT = 8  # bytes of a header that is written
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 _DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")}
 
@@ -42,158 +51,152 @@ class SafetensorsFiles:
     unsupported: Mapping[str, str]
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """An entry of a header; msgspec checks its types and bounds."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The file that tells in which file each tensor of a sharded model is."""
+
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+
+
 def read_safetensors(path: Path) -> SafetensorsFiles:
     """Map one file and read its header.
 
-    Raises ModelNotFoundError if there is no such file, and ModelFormatError, naming the file and
-    the fault, if it is not a whole and sound safetensors file.
+    Raises:
+        ModelNotFoundError: there is no such file.
+        ModelFormatError: it is not a whole and sound safetensors file.
     """
     mapping = MappedFile(path)
-    header, start = _header(mapping)
+    entries, start = _read_header(mapping)
+    _check_cover(mapping, entries, mapping.size - start)
     tensors: dict[str, QuantTensor] = {}
     unsupported: dict[str, str] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        dtype, shape, begin, end = _entry(mapping, name, entry)
-        spans.append((begin, end, name))
-        fmt = _DTYPES.get(dtype)
+    for name, entry in entries.items():
+        fmt = _DTYPES.get(entry.dtype)
         if fmt is None:
-            unsupported[name] = dtype
+            unsupported[name] = entry.dtype
         else:
-            tensors[name] = _tensor(mapping, name, fmt, shape, (start + begin, start + end))
-    _check_spans(mapping, sorted(spans), mapping.size - start)
+            tensors[name] = _tensor(mapping, name, fmt, entry, start)
     return SafetensorsFiles((mapping,), tensors, unsupported)
 
 
 def read_sharded(index: Path) -> SafetensorsFiles:
     """Read all files that a `model.safetensors.index.json` names; errors as `read_safetensors`."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise _fault(index.name, "is damaged: weight_map does not map names to files")
+    weight_map = _decode(read_small_file(index), _Index, index.name).weight_map
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_SHARDS:
-        raise _fault(index.name, f"names {len(names)} files, the limit is {MAX_SHARDS}")
+        raise _damaged(index.name, f"it names {len(names)} files, the limit is {MAX_SHARDS}")
     shards: dict[str, SafetensorsFiles] = {}
     for name in names:
         # An index must not lead out of its folder.
-        if not name.endswith(".safetensors") or "/" in name or "\\" in name or "\0" in name:
-            raise _fault(index.name, f"is damaged: {name[:80]!r} is not a .safetensors file name")
-        path = index.with_name(name)
-        if not path.is_file():
-            raise _fault(index.name, f"names the file {name!r}, which is missing")
-        shards[name] = read_safetensors(path)
-    for tensor, name in weight_map.items():
-        if tensor not in shards[name].tensors and tensor not in shards[name].unsupported:
-            raise _fault(name, f"lacks tensor {tensor[:80]!r}, which {index.name!r} promises")
-    return SafetensorsFiles(
-        tuple(mapping for shard in shards.values() for mapping in shard.mappings),
-        _merged(shard.tensors for shard in shards.values()),
-        _merged(shard.unsupported for shard in shards.values()),
-    )
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise _damaged(index.name, f"{name[:80]!r} is not the name of a .safetensors file")
+        if not index.with_name(name).is_file():
+            raise ModelFormatError(f"{index.name!r} names {name!r}, which does not exist.")
+        shards[name] = read_safetensors(index.with_name(name))
+    tensors: dict[str, QuantTensor] = {}
+    unsupported: dict[str, str] = {}
+    for name, shard in shards.items():
+        for tensor in (*shard.tensors, *shard.unsupported):
+            if tensor in tensors or tensor in unsupported:
+                raise _damaged(name, f"tensor {tensor[:80]!r} is in another file, too")
+        tensors |= shard.tensors
+        unsupported |= shard.unsupported
+    if missing := sorted(weight_map.keys() - tensors.keys() - unsupported.keys()):
+        raise _damaged(weight_map[missing[0]], f"it lacks tensor {missing[0][:80]!r}")
+    mappings = tuple(mapping for shard in shards.values() for mapping in shard.mappings)
+    return SafetensorsFiles(mappings, tensors, unsupported)
 
 
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name in merged:
-                raise ModelFormatError(f"Tensor {name[:80]!r} lies in more than one shard.")
-            merged[name] = value
-    return merged
+def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
+    """Write tensors in float32, float16 or bfloat16; OSError if they cannot be written."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.num_bytes
+        entries[name] = {
+            "dtype": tensor.format.name,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for tensor in tensors.values():
+                file.write(tensor.data.tobytes())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def _fault(name: str, text: str) -> ModelFormatError:
-    return ModelFormatError(f"{name!r} {text}.")
+def _damaged(name: str, fault: str) -> ModelFormatError:
+    return ModelFormatError(f"{name!r} is damaged: {fault}.")
 
 
-def _header(mapping: MappedFile) -> tuple[dict[str, Any], int]:
-    """Return the header without its free-form part, and where the data starts."""
+def _decode(raw: bytes, kind: type[T], name: str) -> T:
+    """Decode JSON of the type `kind`."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise _damaged(name, f"its JSON is wrong ({reason})") from None
+
+
+def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
+    """Return the entries of the header, and where the data starts."""
     name = mapping.path.name
-    if mapping.size < 8:
-        raise _fault(name, f"is truncated: it has {mapping.size} bytes, the header length needs 8")
-    (length,) = struct.unpack_from("<Q", mapping.buffer)
+    length = int.from_bytes(mapping.buffer[:8], "little")
     if length > MAX_HEADER_BYTES:
-        raise _fault(
-            name,
-            f"is not a safetensors file or is damaged: its header would have {length} bytes, "
-            f"the limit is {MAX_HEADER_BYTES}",
+        raise ModelFormatError(
+            f"{name!r} is damaged or not a safetensors file: its header would have {length} bytes, "
+            f"the limit is {MAX_HEADER_BYTES}."
         )
-    if length > mapping.size - 8:
-        raise _fault(
-            name, f"is truncated: its header needs {length} bytes, the file has {mapping.size}"
+    start = 8 + length
+    if start > mapping.size:
+        raise ModelFormatError(
+            f"{name!r} is truncated: its header ends at {start}, the file at {mapping.size}."
         )
-    header = parse_json(mapping.buffer[8 : 8 + length], name)
+    header = _decode(mapping.buffer[8:start], dict[str, msgspec.Raw], name)
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
-        raise _fault(name, f"has {len(header)} tensors, the limit is {MAX_TENSORS}")
-    return header, 8 + length
+        raise _damaged(name, f"it has {len(header)} tensors, the limit is {MAX_TENSORS}")
+    return {key: _decode(bytes(raw), _Entry, name) for key, raw in header.items()}, start
 
 
-def _entry(mapping: MappedFile, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Check an entry's form and return dtype, shape, and begin and end within the data."""
-    file = mapping.path.name
-    if not isinstance(entry, dict):
-        raise _fault(file, f"is damaged: the entry of tensor {name[:80]!r} is not an object")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets)):
-        raise _fault(
-            file, f"is damaged: tensor {name[:80]!r} lacks a proper dtype, shape or data_offsets"
-        )
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _fault(file, f"is damaged: tensor {name[:80]!r} has data_offsets out of order")
-    return dtype[:16], tuple(shape), offsets[0], offsets[1]
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
-
-
-def _tensor(
-    mapping: MappedFile, name: str, fmt: Format, shape: tuple[int, ...], span: tuple[int, int]
-) -> QuantTensor:
-    file, shown = mapping.path.name, name[:80]
-    if not 1 <= len(shape) <= MAX_DIMENSIONS or not 0 < prod(shape) < 1 << 63:
-        raise _fault(file, f"is damaged: tensor {shown!r} has the shape {list(shape[:8])}")
-    begin, end = span
-    needed = fmt.num_bytes(prod(shape))
-    if needed != end - begin:
-        raise _fault(
-            file,
-            f"is damaged: tensor {shown!r} needs {needed} bytes for its shape, "
-            f"its data_offsets hold {end - begin}",
-        )
-    if end > mapping.size:
-        raise _fault(
-            file,
-            f"is truncated: tensor {shown!r} needs {needed} bytes at offset {begin}, "
-            f"the file has {mapping.size}",
-        )
-    data = mapping.view(begin, needed).reshape(prod(shape[:-1]), -1)
-    return QuantTensor(fmt, shape, data)
-
-
-def _check_spans(mapping: MappedFile, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
-    """The data must be covered once: a hole could hide something, an overlap alias two weights."""
-    covered, previous = 0, ""
-    for begin, end, name in spans:
-        if begin < covered:
-            raise _fault(
-                mapping.path.name,
-                f"is damaged: tensors {previous[:80]!r} and {name[:80]!r} overlap",
-            )
-        if begin > covered:
-            raise _fault(
-                mapping.path.name, f"is damaged: bytes {covered} to {begin} belong to no tensor"
-            )
-        covered, previous = end, name
-    if covered > data_bytes:
-        raise _fault(
+def _tensor(mapping: MappedFile, name: str, fmt: Format, entry: _Entry, start: int) -> QuantTensor:
+    """Return a view of the tensor's data; data starts at `start` in the file."""
+    num_values = prod(entry.shape)
+    begin, end = entry.data_offsets
+    if not entry.shape or not num_values or fmt.num_bytes(num_values) != end - begin:
+        raise _damaged(
             mapping.path.name,
-            f"is truncated: its tensors need {covered} bytes, it holds {data_bytes}",
+            f"tensor {name[:80]!r} has the shape {list(entry.shape)} and {end - begin} bytes",
         )
-    if covered < data_bytes:
-        raise _fault(
-            mapping.path.name, f"is damaged: {data_bytes - covered} bytes follow the last tensor"
+    data = mapping.view(start + begin, end - begin).reshape(prod(entry.shape[:-1]), -1)
+    return QuantTensor(fmt, entry.shape, data)
+
+
+def _check_cover(mapping: MappedFile, entries: Mapping[str, _Entry], num_bytes: int) -> None:
+    """Check that tensors cover the data once: a gap could hide data, an overlap share it."""
+    covered = 0
+    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+        if begin != covered or end < begin:
+            raise _damaged(mapping.path.name, f"its tensors overlap or leave a gap at {covered}")
+        covered = end
+    if covered > num_bytes:
+        raise ModelFormatError(
+            f"{mapping.path.name!r} is truncated: its tensors need {covered} bytes, it has "
+            f"{num_bytes}."
         )
+    if covered < num_bytes:
+        raise _damaged(mapping.path.name, f"{num_bytes - covered} bytes follow the last tensor")

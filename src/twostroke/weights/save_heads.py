@@ -1,4 +1,4 @@
-"""Writes heads: each file whole, or as it was before."""
+"""Writes trained heads; each file is replaced in one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import write_json
 from twostroke.weights.heads import HEADS_JSON, HEADS_WEIGHTS, facts_json, stored_shapes
-from twostroke.weights.write_safetensors import write_safetensors
+from twostroke.weights.safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Matrices that a file keeps as one, cut into those that a Program reads: views, not copies."""
+"""Cuts stacked matrices of a file into those that a Program reads, as views."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def cut_stacks(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> dict[str, QuantTensor]:
-    """Return `tensors` with every stack replaced by its parts, as far as it is one.
+    """Return `tensors` with every stack replaced by its parts.
 
-    `shapes` are those that the Program reads, by canonical name; `fused` says which matrices of a
-    layer are rows of several ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}). Stacks of experts,
-    (experts, outputs, inputs), are known by name. What does not fit stays as it is.
+    `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked matrix
+    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}). Stacks of experts,
+    (experts, outputs, inputs), are known by name. A tensor that does not fit stays as it is.
     """
     cut: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
@@ -39,7 +39,7 @@ def cut_stacks(
 
 
 def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of what lies in `tensor`, from its first row to its last."""
+    """Return the names of the parts of `tensor`, from its first row to its last."""
     experts = _EXPERTS.fullmatch(name)
     if experts and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
         kinds = experts[2].split("_")
@@ -56,7 +56,7 @@ def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]])
 
 
 def _height(tensor: QuantTensor) -> int:
-    """Return how many outputs lie one behind the other; a vector's values are outputs, too."""
+    """Return the number of output rows; each value of a vector counts as a row."""
     return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
 
 

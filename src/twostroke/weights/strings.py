@@ -1,4 +1,4 @@
-"""An array of strings in a mapped file: decoded one by one, when they are asked for."""
+"""An array of strings in a mapped file, each decoded when it is read."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Strings(Sequence[str]):
-    """A vocabulary's quarter of a million strings, which would take 15 MB as Python's own.
+    """The strings of a vocabulary: 250,000 Python strings would take 15 MB.
 
-    Bytes that are no UTF-8 become lone surrogates (`surrogateescape`): two strings must not become
-    one.
+    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings
+    stay different.
     """
 
     __slots__ = ("_mapping", "_starts")
 
     def __init__(self, mapping: MappedFile, starts: array[int]) -> None:
-        """`starts` holds where each begins in the file, and, last, where one more would.
+        """Take the offsets of all strings in the file, and of the one that would come next.
 
-        Eight bytes, a string's length, lie before each.
+        Before each string are the eight bytes of its length.
         """
         self._mapping = mapping
         self._starts = starts
@@ -60,7 +60,7 @@ class Strings(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
     def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a piece of the file, and where in it each string begins and ends."""
+        """Return a range of the file, and the begin and end of each string in it."""
         starts = np.frombuffer(self._starts, np.uint64).astype(np.int64)
         first = int(starts[0])
         starts -= first

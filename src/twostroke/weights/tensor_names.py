@@ -1,4 +1,4 @@
-"""One name for each weight, whatever the file's own: GGUF's names are the canonical ones."""
+"""The canonical name of each weight, which is GGUF's, for the names in Hugging Face files."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _EXPERT = {
     "w2": "ffn_down",
 }
 
-# All experts of a layer in one tensor, whose name then has no ending.
+# All experts of a layer in one tensor, whose name has no ending.
 _STACKS = {
     "gate_up_proj": "ffn_gate_up_exps.weight",
     "down_proj": "ffn_down_exps.weight",
 }
 
-# A checkpoint without a head for tokens, such as one that makes embeddings, may lack the prefix.
+# A checkpoint without an output matrix, such as one for embeddings, may lack the prefix.
 _BARE = re.compile(r"(embed_tokens|norm)\.weight|layers\.\d{1,4}\..+")
-# Tables that old checkpoints carry along and that follow from the configuration.
+# Tables in old checkpoints that follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# What a model that also sees has besides its text model, in transformers' old and new order.
+# The parts of a vision model besides its text model, in transformers' old and new naming.
 _BESIDES_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 _TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
@@ -58,8 +58,8 @@ _STACK_NAME = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\w+)")
 def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the canonical name of a Hugging Face tensor, or None for one that is not needed.
 
-    `layer_names` is what a family calls the weights of a layer where it departs from Llama. A name
-    that is not known stays as it is, so that whoever checks the weights can name it.
+    `layer_names` are a family's own names of a layer's weights, where they differ from Llama's. An
+    unknown name is returned as it is, for the error message.
     """
     if _DERIVED.fullmatch(name) or _BESIDES_TEXT.fullmatch(name):
         return None
@@ -77,7 +77,7 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return what a layer's weight is called within its layer."""
+    """Return the name of a weight within its layer, None if it is not known."""
     stem, _, kind = name.rpartition(".")
     if stem in layer_names or stem in _LAYER:
         return f"{layer_names.get(stem) or _LAYER[stem]}.{kind}"
