@@ -26,7 +26,6 @@ from twostroke.engine.build import build, build_speculator
 from twostroke.engine.client import Client
 from twostroke.engine.collector import ease_collector
 from twostroke.engine.loop import EngineLoop
-from twostroke.engine.meter import Meter
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
     config = SchedulerConfig(context_length=card.context_length, max_running=num_streams)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
     speculator = build_speculator(SpeculationOptions(), card.cost.per_step(), None, 1)
-    loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
+    loop = EngineLoop(backend, scheduler, speculator, card.cost.per_step())
     try:
         prompts = [[1 + n % 250, *range(2, _PROMPT + 1)] for n in range(num_streams)]
         before_s = time.process_time()

@@ -229,7 +229,7 @@ def answer(
     hints: Hints,
 ) -> Run:
     """Answer all prompts, `num_streams` at a time."""
-    watch, recent = Watch(), engine.client.loop.speculation.recent
+    watch, recent = Watch(), engine.client.loop.speculator.stats.recent
     recent.clear()
     outputs = asyncio.run(_answer(engine, prompts, num_streams, params, caller, hints))
     steps = [
@@ -289,12 +289,12 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
                 token if rng.random() < share else rng.randrange(token + 1)
                 for token in plain.answers[0]
             )
-            before = engine.client.loop.speculation.passes
+            before = engine.client.loop.snapshot().speculation.passes
             caller = Caller(tenant=f"guessed {share} {number}")
             guessed = answer(engine, [prompt], 1, params, caller, Hints("ngram", expected))
             if guessed.answers != plain.answers:
                 raise SystemExit("guesses changed an answer")
-            passes += engine.client.loop.speculation.passes - before
+            passes += engine.client.loop.snapshot().speculation.passes - before
             right, tried = right + guessed.accepted, tried + guessed.accepted + guessed.rejected
             ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0

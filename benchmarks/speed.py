@@ -24,7 +24,7 @@ from workload import PROMPT_LENGTH, WORKS, Timing, Work
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.engine.build import Engine
-    from twostroke.engine.meter import Strokes
+    from twostroke.engine.counters import Strokes
 
 _PARTS = ("speed", "policies", "start", "memory", "size", "build")
 _ROWS = [name for name, work in WORKS.items() if not work.kept_length]  # those of seconds
@@ -160,11 +160,11 @@ def _measure_rows(
 
 
 def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts) -> None:
-    work, meter = row.work, engine.client.loop.meter
+    work, loop = row.work, engine.client.loop
     job = prompts.job(work)
-    before, watch = meter.strokes, Watch()
+    before, watch = loop.snapshot().strokes, Watch()
     timing = run_job(engine.client, job, work.num_tokens)
-    row.add(timing, meter.strokes - before, limits, watch.others_share())
+    row.add(timing, loop.snapshot().strokes - before, limits, watch.others_share())
 
 
 def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:

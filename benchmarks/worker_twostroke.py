@@ -43,9 +43,9 @@ def main() -> None:
 
         def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
             del kept  # the prefix cache finds by itself what it has seen before
-            before = client.loop.meter.strokes
+            before = client.loop.snapshot().strokes
             timing = run_job(client, prompts, num_tokens)
-            strokes = client.loop.meter.strokes - before
+            strokes = client.loop.snapshot().strokes - before
             stroke = strokes.prefill if num_tokens == 1 else strokes.decode
             return {**timing.as_json(), "bytes": stroke.bytes, "flops": stroke.flops}
 

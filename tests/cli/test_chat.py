@@ -199,7 +199,7 @@ def test_ctrl_c_ends_the_answer_and_nothing_else(
     shown = talk.say("hello")
     assert signal.getsignal(signal.SIGINT) is before
     assert "stopped" in shown
-    wait_for(lambda: engine.client.loop.stats().num_running == 0)
+    wait_for(lambda: engine.client.loop.snapshot().scheduler.num_running == 0)
     assert talk.roles == (["user", "assistant"] if "TTFT" in shown else [])
     assert "TTFT" in Talk(engine).say("hello")
 

@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.cli.figures import Figures, describe
 from twostroke.core.hardware import Hardware
-from twostroke.engine.meter import Stroke, Strokes
+from twostroke.engine.counters import Stroke, Strokes
 from twostroke.engine.output import Timings, Usage
 
 HARDWARE = Hardware("test", 2, 10**9, bandwidth=100.0, peak=1000.0, peak_kind="x", source="x")

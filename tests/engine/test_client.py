@@ -156,8 +156,8 @@ def test_who_leaves_early_cancels_what_still_runs(tmp_path: Path) -> None:
         backend.gate.set()
         for _ in generation:
             break
-        wait_for(lambda: client.loop.stats().num_running == 0)
-        assert client.loop.stats().num_referenced_pages == 0
+        wait_for(lambda: client.loop.snapshot().scheduler.num_running == 0)
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
 def test_first_and_last_output_tell_the_usage(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_request_that_waits_can_be_cancelled(tmp_path: Path) -> None:
         backend.gate.clear()
         running = client.generate([5], GREEDY)
         waiting = client.generate([6], GREEDY)
-        wait_for(lambda: client.loop.stats().num_running == 1)
+        wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
         waiting.cancel()
         [found] = waiting.wait()
         assert (found.finish_reason, found.token_ids) == (FinishReason.CANCEL, ())
@@ -204,10 +204,10 @@ def test_prompts_are_queued_all_or_none(tmp_path: Path) -> None:
     with tiny_client(tmp_path, max_running=1, max_waiting_requests=2) as (client, backend):
         backend.gate.clear()
         running = client.generate([5], GREEDY)
-        wait_for(lambda: client.loop.stats().num_running == 1)
+        wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
         with pytest.raises(OverloadedError):
             client.generate([6], SamplingParams(n=3))
-        assert client.loop.stats().num_waiting == 0
+        assert client.loop.snapshot().scheduler.num_waiting == 0
         waiting = client.generate([6], SamplingParams(n=2, max_tokens=1))
         backend.gate.set()
         assert len(waiting.wait()) == 2

@@ -130,7 +130,7 @@ def test_guesses_change_no_answer(
     with engine_of(path, **given) as llm:
         assert said(answers(llm)) == plain
         assert said(answers(llm, prediction='{"name": "hello", "age": 1, "kind": null')) == plain
-        stats = llm.engine.client.loop.speculation
+        stats = llm.engine.client.loop.snapshot().speculation
         if "count" in speculation:
             assert sum(stats.accepted.values()) > 20
 
@@ -138,7 +138,7 @@ def test_guesses_change_no_answer(
 def test_what_a_grammar_forces_is_guessed(path: Path) -> None:
     with engine_of(path, method="auto", count=8) as llm:
         llm.generate(PROMPTS, ASKED[0])
-        stats = llm.engine.client.loop.speculation
+        stats = llm.engine.client.loop.snapshot().speculation
         assert stats.accepted["grammar"] > 100
 
 
@@ -151,7 +151,7 @@ def test_preemption_and_prefix_hits_change_no_answer(
     with engine_of(path, cache=cache, count=count) as llm:
         assert said(answers(llm)) == plain
         assert said(answers(llm)) == plain
-        stats = llm.engine.client.loop.stats()
+        stats = llm.engine.client.loop.snapshot().scheduler
         assert stats.num_preemptions > 0
         assert stats.num_hit_tokens > 0
         assert stats.num_referenced_pages == 0
@@ -178,7 +178,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
         with pytest.raises(RequestError, match="items"):
             doomed.wait()
         check(json.loads(other.wait()[0].text))
-        assert client.loop.stats().num_referenced_pages == 0
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
 def test_ends_cannot_be_ignored() -> None:
@@ -190,7 +190,7 @@ def test_an_unusable_constraint_is_refused_before_anything_is_queued(path: Path)
     with engine_of(path) as llm:
         with pytest.raises(RequestError, match="regular expression"):
             llm.generate("a", SamplingParams(constraint=Constraint("regex", "(")))
-        assert llm.engine.client.loop.stats().num_waiting == 0
+        assert llm.engine.client.loop.snapshot().scheduler.num_waiting == 0
         assert llm.generate("a", ASKED[2])[0][0].text
 
 

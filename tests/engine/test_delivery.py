@@ -56,7 +56,7 @@ def test_interrupted_submission_leaves_nothing_behind(tmp_path: Path) -> None:
         backend.gate.clear()
         with pytest.raises(KeyboardInterrupt):
             client.loop.submit(choices())
-        stats = client.loop.stats()
+        stats = client.loop.snapshot().scheduler
         assert stats.num_waiting + stats.num_running == 0
 
 
@@ -90,5 +90,5 @@ def _choice(client: Client, name: str, mailbox: Mailbox) -> Choice:
 def _wait_until_idle(client: Client) -> None:
     """Wait for the loop's lock to find no choice left."""
     client.generate([5], SamplingParams(max_tokens=40, ignore_eos=True)).wait()
-    while client.loop.stats().num_running:
+    while client.loop.snapshot().scheduler.num_running:
         pass

@@ -65,7 +65,7 @@ def test_the_draft_that_the_catalogue_knows(
 
     def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
         with engine_of(path, **given) as llm:
-            return llm.engine.draft, llm.engine.client.loop.methods
+            return llm.engine.draft, llm.engine.client.loop.speculator.methods
 
     assert drafts() == (None, ("ngram", "lookahead"))
     assert drafts(draft="auto") == ("other", ("ngram", "draft", "lookahead"))

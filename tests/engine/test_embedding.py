@@ -63,7 +63,7 @@ def test_many_texts_come_in_order_however_few_the_queue_takes(tmp_path: Path) ->
             name = backend._program.last_states
             right = twin(backend.trace(texts[place], [name])[name], "mean")
             np.testing.assert_allclose(found[place].vector, right, atol=1e-4)
-        totals = client.loop.totals().services[DEFAULT_SERVICE]
+        totals = client.loop.snapshot().services[DEFAULT_SERVICE]
         assert totals.embedded_texts == 300
         assert totals.embedded_tokens == sum(map(len, texts))
 
@@ -76,7 +76,7 @@ def test_texts_to_embed_are_not_counted_as_answers(tmp_path: Path) -> None:
         Line(client, texts_of(3), EmbeddingParams(), CALLER, left)
         left.cancel()
         backend.gate.set()
-        totals = client.loop.totals().services[DEFAULT_SERVICE]
+        totals = client.loop.snapshot().services[DEFAULT_SERVICE]
     assert (totals.embedded_texts, totals.embedded_tokens) == (3, 1 + 2 + 3)
     assert (totals.ends, totals.prompt_tokens, totals.completion_tokens) == ({}, 0, 0)
     assert {found.count for found in totals.latencies.values()} == {0}
@@ -88,7 +88,7 @@ def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBa
     scheduler = client.loop._scheduler
     scheduler.config = replace(scheduler.config, max_waiting_requests=1)
     first = client.generate([5, 6], SamplingParams(max_tokens=1))
-    wait_for(lambda: client.loop.stats().num_running == 1)
+    wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
     second = client.generate([5, 6], SamplingParams(max_tokens=1))
     with pytest.raises(OverloadedError):
         next(embed(client, texts_of(2), EmbeddingParams(), CALLER))
@@ -172,9 +172,15 @@ def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBacken
     stream = embed(client, texts_of(600), EmbeddingParams(), CALLER)
     assert next(stream).index == 0
     stream.close()
-    wait_for(lambda: client.loop.stats().num_running + client.loop.stats().num_waiting == 0)
-    assert client.loop.stats().num_referenced_pages == 0
-    assert client.loop.totals().services[DEFAULT_SERVICE].embedded_texts < 600
+    wait_for(
+        lambda: (
+            client.loop.snapshot().scheduler.num_running
+            + client.loop.snapshot().scheduler.num_waiting
+            == 0
+        )
+    )
+    assert client.loop.snapshot().scheduler.num_referenced_pages == 0
+    assert client.loop.snapshot().services[DEFAULT_SERVICE].embedded_texts < 600
 
 
 def test_one_text_that_fails_is_told_and_takes_no_other_request_along(
@@ -319,7 +325,7 @@ def test_cancelled_readings_stop(gated: tuple[Client, GatedBackend]) -> None:
 
     asyncio.run(leave())
     wait_for(lambda: not client.loop._choices)
-    wait_for(lambda: client.loop.stats().num_referenced_pages == 0)
+    wait_for(lambda: client.loop.snapshot().scheduler.num_referenced_pages == 0)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_answers_are_the_same(
     with engine_of(path, method=kind, heads=heads[kind], count=count) as llm:
         assert everything(llm) == plain
         assert said(llm.generate(PROMPTS, GREEDY)) == plain[: len(PROMPTS)]  # with prefix hits
-        stats = llm.engine.client.loop.speculation
+        stats = llm.engine.client.loop.snapshot().speculation
         if count is not None:
             assert stats.proposed[kind] > 300
         assert set(stats.proposed) <= {kind}
@@ -121,7 +121,7 @@ def test_all_backends_run_heads(path: Path, heads: dict[str, str], backend: str,
         plain = said(llm.generate(PROMPTS, params))
     with engine_of(path, backend, method=kind, heads=heads[kind], count=3) as llm:
         assert said(llm.generate(PROMPTS, params)) == plain
-        assert llm.engine.client.loop.speculation.proposed[kind] > 20
+        assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 20
 
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
@@ -180,20 +180,20 @@ def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], ki
         plain = said(llm.generate(prompts, params))
     with engine_of(path, cache=cache, method=kind, heads=heads[kind], count=4) as llm:
         assert said(llm.generate(prompts, params)) == plain
-        assert llm.engine.client.loop.stats().num_preemptions > 0
+        assert llm.engine.client.loop.snapshot().scheduler.num_preemptions > 0
 
 
 def test_heads_and_words_said_before_go_together(
     path: Path, heads: dict[str, str], plain: list[Any]
 ) -> None:
     with engine_of(path, method="auto", heads=heads["eagle"], count=4) as llm:
-        assert llm.engine.client.loop.methods[:2] == ("ngram", "eagle")
+        assert llm.engine.client.loop.speculator.methods[:2] == ("ngram", "eagle")
         assert everything(llm) == plain
         assert everything(llm, speculate="eagle") == plain
         assert everything(llm, speculate="off") == plain
         with pytest.raises(RequestError, match=r"speculate can be auto, off, ngram, eagle"):
             llm.generate("a", GREEDY, speculate="medusa")
-        assert {"eagle"} < set(llm.engine.client.loop.speculation.proposed)
+        assert {"eagle"} < set(llm.engine.client.loop.snapshot().speculation.proposed)
 
 
 def test_nothing_is_left_of_requests_that_ended(path: Path, heads: dict[str, str]) -> None:
@@ -230,7 +230,7 @@ def test_heads_with_a_shorter_context_begin_anew(path: Path, tmp_path: Path) -> 
     with engine_of(path, method="eagle", heads=str(folder), count=4) as llm:
         assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160))) == plain
         assert llm.engine.client.loop._speculator._proposers
-        assert llm.engine.client.loop.speculation.proposed["eagle"] > 4 * 4 * 50
+        assert llm.engine.client.loop.snapshot().speculation.proposed["eagle"] > 4 * 4 * 50
 
 
 def test_heads_of_another_model_are_refused(tmp_path: Path, heads: dict[str, str]) -> None:

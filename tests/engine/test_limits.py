@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import Hardware
 from twostroke.engine import limits as limits_module
+from twostroke.engine.counters import Stroke, Strokes
 from twostroke.engine.limits import Limits
-from twostroke.engine.meter import Stroke, Strokes
 
 if TYPE_CHECKING:
     import pytest

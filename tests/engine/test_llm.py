@@ -169,8 +169,8 @@ def test_keys_and_values_stay_within_the_memory_given_for_them(llm: LLM) -> None
 def test_one_prompt_that_is_refused_stops_the_others(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["a", [5] * 600], SamplingParams(ignore_eos=True))
-    wait_for(lambda: llm.engine.client.loop.stats().num_running == 0)
-    assert llm.engine.client.loop.stats().num_waiting == 0
+    wait_for(lambda: llm.engine.client.loop.snapshot().scheduler.num_running == 0)
+    assert llm.engine.client.loop.snapshot().scheduler.num_waiting == 0
 
 
 def test_async_answers_stream_side_by_side(llm: LLM) -> None:
@@ -193,7 +193,7 @@ def test_leaving_an_async_answer_cancels_it(llm: LLM) -> None:
         await answers.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(leave())
-    wait_for(lambda: llm.engine.client.loop.stats().num_running == 0)
+    wait_for(lambda: llm.engine.client.loop.snapshot().scheduler.num_running == 0)
 
 
 def test_async_loading_and_closing(path: Path) -> None:

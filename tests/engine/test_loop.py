@@ -62,7 +62,7 @@ def test_a_request_that_breaks_a_step_fails_alone(tmp_path: Path) -> None:
         assert found[0] == expected[0]
         assert found[2:] == expected[2:]
         assert str(found[1]).startswith("The engine failed on this request: ValueError")
-        assert client.loop.stats().num_referenced_pages == 0
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
         assert client.loop.health is Health.READY
 
 
@@ -87,7 +87,7 @@ def test_a_request_without_a_token_to_draw_fails_alone(
             *expected,
             "The engine failed on this request: its logits leave no token to draw.",
         ]
-        assert client.loop.stats().num_referenced_pages == 0
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
 def test_a_draft_without_a_token_to_draw_behind_it_fails_no_one(
@@ -117,7 +117,7 @@ def test_a_draft_without_a_token_to_draw_behind_it_fails_no_one(
         right = Hints("ngram", tuple(expected))
         with pytest.raises(TwostrokeError, match="leave no token to draw"):
             client.generate([5], GREEDY, Caller(tenant="other"), right).wait()
-        assert client.loop.stats().num_referenced_pages == 0
+        assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
 def test_a_broken_loop_tells_everyone_and_takes_no_more(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_counts_add_up(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.generate([5] * 40, GREEDY).wait()
         client.generate([5] * 40, SamplingParams(n=2, max_tokens=1, seed=1)).wait()
-        wait_for(lambda: client.loop.totals().services["default"].answers == 3)
-        totals = client.loop.totals().services["default"]
+        wait_for(lambda: client.loop.snapshot().services["default"].answers == 3)
+        totals = client.loop.snapshot().services["default"]
         assert totals.prompt_tokens == 120
         assert totals.cached_tokens == 64
         assert totals.completion_tokens == 8
-        strokes = client.loop.meter.strokes
+        strokes = client.loop.snapshot().strokes
         assert strokes.prefill.rows == 40 + 2 * 8
         assert strokes.decode.rows == strokes.decode.steps == 5
         assert strokes.decode.bytes > 0
@@ -226,7 +226,7 @@ def test_a_static_batch_waits_until_it_is_full(tmp_path: Path) -> None:
         loop = built.client.loop
         first = [built.client.generate([token], GREEDY) for token in (5, 6)]
         time.sleep(0.1)
-        assert loop.stats().num_waiting == 2
+        assert loop.snapshot().scheduler.num_waiting == 2
         first.append(built.client.generate([7], GREEDY))
         assert all(generation.wait() for generation in first)
 

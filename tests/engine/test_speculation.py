@@ -90,7 +90,7 @@ def everything(llm: LLM, **hints: Any) -> list[Any]:
 def plain(path: Path) -> list[Any]:
     with engine_of(path, method="off") as llm:
         found = everything(llm)
-        assert llm.engine.client.loop.speculation.passes == 0
+        assert llm.engine.client.loop.snapshot().speculation.passes == 0
     return found
 
 
@@ -118,11 +118,11 @@ def test_answers_are_the_same(
     with engine_of(path, **given) as llm:
         assert everything(llm) == plain
         assert everything(llm, prediction="hello the world is of the world") == plain
-        stats = llm.engine.client.loop.speculation
+        stats = llm.engine.client.loop.snapshot().speculation
         if "count" in speculation:
             assert sum(stats.proposed.values()) > 100
             assert 0 < sum(stats.accepted.values()) == sum(stats.accepted_at.values())
-        assert llm.engine.client.loop.stats().num_running == 0
+        assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
 
 
 def test_the_reference_backend_guesses_too(path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_reference_backend_guesses_too(path: Path) -> None:
         plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20)))
     with engine_of(path, "reference", method="draft", draft=str(path), count=3) as llm:
         assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20))) == plain
-        assert llm.engine.client.loop.speculation.accepted["draft"] > 20
+        assert llm.engine.client.loop.snapshot().speculation.accepted["draft"] > 20
 
 
 def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_prediction_is_used(path: Path) -> None:
         [[expected]] = llm.generate("the world is", params, prediction=answer.text)
         assert expected.text == answer.text
         assert expected.token_ids == answer.token_ids
-        assert llm.engine.client.loop.speculation.accepted["prediction"] > 0
+        assert llm.engine.client.loop.snapshot().speculation.accepted["prediction"] > 0
 
 
 def test_one_request_can_do_without(path: Path) -> None:
@@ -184,7 +184,7 @@ def test_one_request_can_do_without(path: Path) -> None:
 def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
     seeded = replace(GREEDY, seed=1)  # what it tries first is drawn
     with engine_of(path, count=24) as llm:
-        proposed = llm.engine.client.loop.speculation.proposed
+        proposed = llm.engine.client.loop.snapshot().speculation.proposed
         [[answer]] = llm.generate("hello", seeded)
         assert not proposed["lookahead"]
         [[again]] = llm.generate("hello", seeded, speculate="lookahead")
@@ -258,8 +258,8 @@ def test_a_draft_may_have_another_vocabulary(
         assert everything(llm) == plain
         assert everything(llm, prediction="hello the world is of the world") == plain
         if "count" in given:
-            assert llm.engine.client.loop.speculation.proposed["draft"] > 100
-        assert llm.engine.client.loop.stats().num_running == 0
+            assert llm.engine.client.loop.snapshot().speculation.proposed["draft"] > 100
+        assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
 
 
 def test_a_draft_may_lack_rows_for_control_tokens_of_its_target(path: Path, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_draft_may_lack_rows_for_control_tokens_of_its_target(path: Path, tmp_
         plain = said(llm.generate(prompt, GREEDY))
     with engine_of(target, method="draft", draft=str(path), count=3) as llm:
         assert said(llm.generate(prompt, GREEDY)) == plain
-        assert llm.engine.client.loop.speculation.accepted["draft"] > 40
+        assert llm.engine.client.loop.snapshot().speculation.accepted["draft"] > 40
 
 
 def test_a_draft_without_letters_is_refused(path: Path, tmp_path: Path) -> None:
@@ -344,5 +344,5 @@ def test_a_draft_that_fails_takes_no_answer_along(
         setattr(draft, failing, fail)
         assert everything(llm) == plain
         assert llm.engine.client.loop._speculator._proposers == ()
-        assert llm.engine.client.loop.stats().num_running == 0
+        assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
     assert caplog.text.count("DraftModel failed, and is asked no more.") == 1

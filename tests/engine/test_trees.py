@@ -167,7 +167,7 @@ def test_an_engine_answers_the_same_with_trees(
         monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             found = complete(client, prompts, params)
-            stats, pages = client.loop.speculation, client.loop.stats()
+            stats, pages = client.loop.snapshot().speculation, client.loop.snapshot().scheduler
         for got, right in zip(found, expected, strict=True):
             assert (got.text, got.token_ids, got.stop) == (right.text, right.token_ids, right.stop)
             assert [p and p.top_ids for p in got.logprobs or ()] == [

@@ -79,7 +79,8 @@ def main() -> int:
                 if verdict == "wrong":
                     wrong.append(f"{constraint.text}\n    {answer.text!r}")
         elapsed_s = time.monotonic() - began
-        guesses, meter = client.loop.speculation, client.loop.meter.strokes
+        snapshot = client.loop.snapshot()
+    guesses, meter = snapshot.speculation, snapshot.strokes
     step_s = meter.prefill.time_s + meter.decode.time_s
     print(f"{given.model}: {given.answers} answers in {elapsed_s:.0f} s")
     for what, count in sorted(kept.items()):

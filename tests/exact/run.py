@@ -91,7 +91,10 @@ def _holds(
                 found.append(_all_of(answer))
                 cached += answer[0].usage.cached_tokens
             first = last
-        stats, guesses = llm.engine.client.loop.stats(), llm.engine.client.loop.speculation
+        stats, guesses = (
+            llm.engine.client.loop.snapshot().scheduler,
+            llm.engine.client.loop.snapshot().speculation,
+        )
     wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
     proposed, accepted = guesses.proposed.total(), guesses.accepted.total()
     _say(

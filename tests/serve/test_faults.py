@@ -30,7 +30,7 @@ def test_full_queue_refuses_at_once_with_retry_after(tmp_path: Path, stream: boo
         server.backend.gate.clear()
         with ThreadPoolExecutor(3) as pool:
             running = pool.submit(server.chat, max_tokens=1)
-            wait_for(lambda: server.client.loop.stats().num_running == 1)
+            wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
             waiting = [pool.submit(server.chat, max_tokens=1) for _ in range(2)]
             wait_for(lambda: server.num_busy == 3)
             began = time.monotonic()

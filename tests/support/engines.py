@@ -19,7 +19,6 @@ from twostroke.engine.build import build_speculator
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
-from twostroke.engine.meter import Meter
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
@@ -110,7 +109,7 @@ def tiny_client(
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(batch or BatchOptions()))
     speculation = speculation or SpeculationOptions("off")
     speculator = build_speculator(speculation, card.cost.per_step(), None, 1)
-    loop = EngineLoop(backend, scheduler, speculator, Meter(card.cost.per_step()))
+    loop = EngineLoop(backend, scheduler, speculator, card.cost.per_step())
     try:
         yield Client(card, loop), backend
     finally:

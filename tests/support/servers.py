@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from support.engines import Backend
     from twostroke.engine.client import Client
+    from twostroke.engine.loop import EngineLoop
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,17 @@ class LiveServer:
 
     def wait_idle(self) -> None:
         """Wait until the engine has nothing to do and no page is held."""
-        stats = self.client.loop.stats
+        loop = self.client.loop
         wait_for(lambda: self.num_busy == 0)
-        wait_for(lambda: stats().num_running + stats().num_waiting == 0)
-        assert stats().num_referenced_pages == 0
+        wait_for(lambda: num_unfinished(loop) == 0)
+        assert loop.snapshot().scheduler.num_referenced_pages == 0
         wait_for(lambda: self.api.num_running == 0)
+
+
+def num_unfinished(loop: EngineLoop) -> int:
+    """Return how many requests run or wait."""
+    stats = loop.snapshot().scheduler
+    return stats.num_running + stats.num_waiting
 
 
 @contextmanager

@@ -171,8 +171,8 @@ class Conversation:
         from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
-        meter = self.engine.client.loop.meter
-        before = meter.strokes
+        loop = self.engine.client.loop
+        before = loop.snapshot().strokes
         generation = self.engine.client.generate(tokens, params)
         outputs: list[Output] = []
         try:
@@ -187,7 +187,7 @@ class Conversation:
         finally:
             generation.cancel()
         completion = join(outputs)
-        strokes = meter.strokes - before
+        strokes = loop.snapshot().strokes - before
         hardware = self.engine.limits.beside(strokes)
         figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
         notes = self._notes(completion)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
-    from twostroke.engine.meter import Strokes
+    from twostroke.engine.counters import Strokes
     from twostroke.engine.output import Timings, Usage
 
 

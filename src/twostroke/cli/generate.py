@@ -81,7 +81,7 @@ def command(**given: Any) -> None:
             tokens, params = _encode(engine, text, params, system, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
-        strokes = engine.client.loop.meter.strokes
+        strokes = engine.client.loop.snapshot().strokes
     if quiet and not as_json:
         return
     hardware = engine.limits.beside(strokes)

@@ -19,7 +19,6 @@ from twostroke.engine.heads import Heads
 from twostroke.engine.limits import Limits
 from twostroke.engine.loading import load
 from twostroke.engine.loop import EngineLoop
-from twostroke.engine.meter import Meter
 from twostroke.engine.parts import (
     FLOAT32_BACKENDS,
     auto_kv_format,
@@ -152,7 +151,7 @@ def build(
                 draft = None
         cost, rows_together = card.cost.per_step(), backend.facts.rows_together
         speculator = build_speculator(guessing, cost, limits, rows_together, helpers, watchers)
-        loop = EngineLoop(backend, scheduler, speculator, Meter(cost))
+        loop = EngineLoop(backend, scheduler, speculator, cost)
     except BaseException:
         for helper in helpers:
             helper.close()

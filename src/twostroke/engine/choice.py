@@ -14,8 +14,8 @@ from twostroke.tokenize import StreamDecoder
 if TYPE_CHECKING:
     from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import Request
+    from twostroke.engine.counters import ServiceCounter
     from twostroke.engine.mail import Mailbox
-    from twostroke.engine.tally import Tally
     from twostroke.tokenize import Tokenizer
 
 
@@ -25,7 +25,7 @@ class Listener(Protocol):
     request: Request
     mailbox: Mailbox
     service: str
-    tally: Tally
+    counter: ServiceCounter
     num_output: int
     first_token_s: float
     last_token_s: float
@@ -49,7 +49,7 @@ class Choice:
     decoder: StreamDecoder
     mailbox: Mailbox
     service: str = DEFAULT_SERVICE
-    tally: Tally = field(init=False)  # the loop's, from submission on
+    counter: ServiceCounter = field(init=False)  # the loop's, from submission on
     num_output: int = 0
     num_unwanted: int = 0  # guesses that were right, behind a stop string
     first_token_s: float = 0.0
@@ -85,19 +85,19 @@ class Choice:
         decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
         if not shown and reason is None:
             return Output(self.index, "", (), prompt_logprobs=delta.scores)
-        tally = self.tally
+        counter = self.counter
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
-            tally.begin(self.request, now_s)
+            counter.begin(self.request, now_s)
         else:
-            tally.gaps.append(self.last_token_s)
+            counter.gaps.append(self.last_token_s)
         self.last_token_s = now_s
         if reason is None and len(shown) == 1 and not is_first:
             text = decoder.known.get(shown[0])
             if text is not None:  # as mostly, and it is to be quick
                 self.num_output += 1
-                tally.num_tokens += 1
+                counter.num_tokens += 1
                 return Output(self.index, text, shown, delta.logprobs, delta.scores)
         if reason is FinishReason.STOP:  # the last token says so, and is no text
             shown = shown[:-1]
@@ -111,11 +111,11 @@ class Choice:
             self.num_unwanted = max(0, len(delta.tokens) - 1 - count)  # the last was no guess
             delta = Delta(delta.request, tokens, logprobs, delta.scores)
             self.num_output += count
-            tally.num_tokens += count
+            counter.num_tokens += count
             return self._last(text, delta, FinishReason.STOP, decoder.stop)
         count = len(delta.tokens)
         self.num_output += count
-        tally.num_tokens += count
+        counter.num_tokens += count
         if reason is None:
             output = Output(self.index, text, delta.tokens, delta.logprobs, delta.scores)
             if is_first:
@@ -131,7 +131,7 @@ class Choice:
 
     def count_end(self, reason: FinishReason, timings: Timings | None = None) -> None:
         """Count the end of the answer."""
-        self.tally.end(reason, timings, self.num_output)
+        self.counter.end(reason, timings, self.num_output)
 
     def _last(
         self,

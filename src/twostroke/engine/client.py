@@ -330,7 +330,7 @@ class Client:
             )
 
     def _check_hints(self, hints: Hints) -> None:
-        methods = self.loop.methods
+        methods = self.loop.speculator.methods
         if hints.speculate not in {"auto", "off", *methods}:
             known, word = ("auto", "off", *methods), hints.speculate[:_MOST_SHOWN]
             message = f"speculate can be {', '.join(known)} here, not {word!r}."

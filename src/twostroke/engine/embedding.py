@@ -14,8 +14,8 @@ from twostroke.core.errors import EngineStoppedError, OverloadedError, RequestEr
 from twostroke.core.request import FinishReason
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.client import AsyncGeneration, Caller, Generation
+from twostroke.engine.counters import COMPLETED
 from twostroke.engine.output import Output, Timings, Usage
-from twostroke.engine.tally import WELL_ENDED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Delta
     from twostroke.engine.client import Client, ModelCard
+    from twostroke.engine.counters import ServiceCounter
     from twostroke.engine.mail import Mailbox
-    from twostroke.engine.tally import Tally
 
     Vector = NDArray[np.float32]
 
@@ -56,7 +56,7 @@ class Embedder:
     computed again, the sum is the same.
     """
 
-    tally: Tally  # the loop's, from submission on
+    counter: ServiceCounter  # the loop's, from submission on
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Embedder:
 
     def count_end(self, reason: FinishReason, _timings: Timings | None = None) -> None:
         """Count a text that has its vector; it is no answer."""
-        if reason in WELL_ENDED:
-            self.tally.count_embedded(self.request)
+        if reason in COMPLETED:
+            self.counter.count_embedded(self.request)
 
     def _add(self, states: Vector) -> None:
         end = self.request.num_computed

@@ -17,7 +17,7 @@ from twostroke.core.machine import memory_total, processor_name
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from twostroke.engine.meter import Strokes
+    from twostroke.engine.counters import Strokes
 
 _VERSION = 3  # of the measurement: raise it when what is measured changes
 

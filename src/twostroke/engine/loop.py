@@ -14,7 +14,7 @@ from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeErr
 from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
-from twostroke.engine.ledger import Ledger
+from twostroke.engine.counters import Counters
 from twostroke.engine.mail import post
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice
     from twostroke.engine.choice import Listener
-    from twostroke.engine.ledger import Totals
+    from twostroke.engine.counters import Snapshot
     from twostroke.engine.mail import Mailbox
-    from twostroke.engine.meter import Meter
     from twostroke.engine.output import Output, Timings
     from twostroke.engine.seconds import Span
-    from twostroke.schedule import Scheduler, SchedulerConfig, SchedulerStats
-    from twostroke.spec import SpeculationStats, Speculator
+    from twostroke.program.cost import StepCost
+    from twostroke.schedule import Scheduler, SchedulerConfig
+    from twostroke.spec import Speculator
 
 _STALLED_AFTER_S = 60.0
 
@@ -54,14 +54,13 @@ class EngineLoop:
     """
 
     def __init__(
-        self, backend: Runner, scheduler: Scheduler, speculator: Speculator, meter: Meter
+        self, backend: Runner, scheduler: Scheduler, speculator: Speculator, cost: StepCost
     ) -> None:
-        """Start the thread."""
+        """Start the thread. `cost` counts the work of steps."""
         self._backend = backend
         self._scheduler = scheduler
-        self._speculator = speculator
-        self.meter = meter
-        self._ledger = Ledger(meter, speculator.stats)
+        self.speculator = speculator
+        self._counters = Counters(cost, scheduler.stats, speculator.stats)
         self._choices: dict[str, Listener] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
@@ -85,7 +84,7 @@ class EngineLoop:
             try:
                 for choice in choices:
                     choice.request.arrival_s = time.monotonic()
-                    choice.tally = self._ledger.tallies[choice.service]
+                    choice.counter = self._counters.services[choice.service]
                     self._scheduler.add(choice.request)
                     self._choices[choice.request.id] = choice
                     added.append(choice)
@@ -121,20 +120,15 @@ class EngineLoop:
             self._scheduler.flush()
             self._condition.notify()
 
-    def stats(self) -> SchedulerStats:
-        """Return how many requests run and wait, and what the pages are used for."""
+    def snapshot(self) -> Snapshot:
+        """Return everything that the engine counts, as of now."""
         with self._condition:
-            return self._scheduler.stats()
+            return self._counters.snapshot()
 
-    def totals(self) -> Totals:
-        """Return what has been counted since the engine started."""
+    def span(self, seconds: int) -> Span[Snapshot]:
+        """Return snapshots of both ends of the last whole seconds, at most 60."""
         with self._condition:
-            return self._ledger.read()
-
-    def span(self, seconds: int) -> Span[Totals]:
-        """Return what had been counted at both ends of the last whole seconds, at most 60."""
-        with self._condition:
-            return self._ledger.span(seconds)
+            return self._counters.span(seconds)
 
     def view(self) -> View:
         """Return who runs and what the pages hold, as of now."""
@@ -150,21 +144,6 @@ class EngineLoop:
     def config(self) -> SchedulerConfig:
         """The scheduler's limits."""
         return self._scheduler.config
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the engine started."""
-        return self._ledger.age_s
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Who can guess tokens here."""
-        return self._speculator.methods
-
-    @property
-    def speculation(self) -> SpeculationStats:
-        """What guessing has brought so far."""
-        return self._speculator.stats
 
     @property
     def health(self) -> Health:
@@ -187,7 +166,7 @@ class EngineLoop:
             self._condition.notify()
         self._thread.join(timeout=_STALLED_AFTER_S)
         if not self._thread.is_alive():
-            self._speculator.close()
+            self.speculator.close()
             self._backend.close()
 
     def _check_running(self) -> None:
@@ -235,21 +214,21 @@ class EngineLoop:
             while self._ended:
                 ended = self._ended.pop()
                 self._backend.forget(ended)
-                self._speculator.finish(ended)
+                self.speculator.finish(ended)
             plan = self._scheduler.plan()
             if plan is None or not plan.slices:
                 self._condition.wait(timeout=self._scheduler.wait_s)
                 return True
             began_s = self._step_began_s = time.monotonic()
-        self._speculator.extend(plan, self._add_drafts)
+        self.speculator.extend(plan, self._add_drafts)
         result = self._compute(plan)
         self._fail_undrawn(plan, result)
         with self._condition:
-            self._ledger.turn(time.monotonic())
+            self._counters.turn(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
             batch = BatchShape.of(plan)
-            self.meter.add(plan, batch, result)
-            self._speculator.learn(plan, batch, result, time.monotonic() - began_s)
+            self._counters.add_step(plan, batch, result)
+            self.speculator.learn(plan, batch, result, time.monotonic() - began_s)
             self._step_began_s = None
             post(self._take(deltas))
         return True
@@ -272,7 +251,7 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._end(choice, output.finish_reason, output.timings)
             mail.append((choice.mailbox, output))
-        self._ledger.settle(now_s)
+        self._counters.count_gaps(now_s)
         return mail
 
     def _compute(self, plan: StepPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""The last minute, second by second: what sums were when each second began."""
+"""Sums as they were at the beginning of each of the last 60 seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST_SECONDS: Final = 60
+MAX_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +25,31 @@ class Span(Generic[T]):
 
 
 class Seconds(Generic[T]):
-    """Remembers sums as of the beginnings of the last seconds. Not thread-safe.
-
-    Nothing is kept of seconds in which nothing was counted. Whoever counts calls `turn` before.
-    """
+    """Remembers sums at the beginning of each second in which they changed. Not thread-safe."""
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
-        """Take sums from `read`; what it returns is never changed afterwards."""
+        """Take sums from `read`, which returns immutable values."""
         self._read = read
         self._clock = clock
         self._began_s = clock()
         self._second = 0
-        self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MOST_SECONDS + 2)
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it was made."""
-        return self._clock() - self._began_s
+        self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
 
     def turn(self, now_s: float) -> None:
-        """Note the sums if a second has begun."""
+        """Keep the sums if a new second has begun; call this before each change."""
         second = int(now_s - self._began_s)
         if second != self._second:
             self._second = second
             self._marks.append((second, self._read()))
 
-    def span(self, most: int) -> Span[T]:
-        """Return the last `most` whole seconds, or as many as there were so far."""
-        now = int(self.age_s)
-        first = max(0, now - most)
+    def span(self, seconds: int) -> Span[T]:
+        """Return the last whole `seconds`, or as many as there have been."""
+        now = int(self._clock() - self._began_s)
+        first = max(0, now - seconds)
         return Span(self._at(first), self._at(now), now - first)
 
     def _at(self, second: int) -> T:
-        """Return the sums at the beginning of a second; what was counted first is behind it."""
+        """Return the sums at the beginning of a second: nothing changed until the next mark."""
         for at, sums in self._marks:
             if at >= second:
                 return sums

@@ -155,7 +155,7 @@ class Api:
             context_length=self.client.card.context_length,
             vocab_size=self.client.card.cost.program.vocab_size,
             embedding_width=self.client.card.embedding_width,
-            guessers=("auto", "off", *self.client.loop.methods),
+            guessers=("auto", "off", *self.client.loop.speculator.methods),
             has_keys=self.options.api_keys is not None,
             limits=self.options.limits,
         )

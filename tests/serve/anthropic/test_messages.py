@@ -282,7 +282,7 @@ def test_full_queue_is_529_with_retry_after(tmp_path: Path) -> None:
         server.backend.gate.clear()
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(ask, server)
-            wait_for(lambda: server.client.loop.stats().num_running == 1)
+            wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
             second = pool.submit(ask, server)
             wait_for(lambda: server.num_busy == 2)
             for stream in (False, True):

@@ -33,11 +33,11 @@ def test_client_gone_while_queued_is_cancelled(tmp_path: Path, stream: bool) -> 
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
         first = ask(server, stream=stream)
-        wait_for(lambda: server.client.loop.stats().num_running == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         second = ask(server, stream=stream)
-        wait_for(lambda: server.client.loop.stats().num_waiting == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_waiting == 1)
         second.close()
-        wait_for(lambda: server.client.loop.stats().num_waiting == 0)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_waiting == 0)
         assert server.num_busy == 1
         first.close()
         wait_for(lambda: server.num_busy == 0)
@@ -90,7 +90,9 @@ def test_disconnect_is_heard_through_any_asgi_server(tmp_path: Path) -> None:
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
                 task = asyncio.create_task(http.post(PATH, json=chat_body(stream=True)))
-                await asyncio.to_thread(wait_for, lambda: client.loop.stats().num_running == 1)
+                await asyncio.to_thread(
+                    wait_for, lambda: client.loop.snapshot().scheduler.num_running == 1
+                )
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             assert not client.loop._choices

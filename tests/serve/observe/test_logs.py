@@ -105,7 +105,7 @@ def test_a_client_that_left_is_told_of(tmp_path: Path, log: Log, stream: bool) -
             if stream:
                 connection.recv(1000)
             else:
-                wait_for(lambda: server.client.loop.stats().num_running == 1)
+                wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         (entry,) = log.entries(1)
     assert entry["client_gone"] is True
     assert entry["status"] == (200 if stream else 499)

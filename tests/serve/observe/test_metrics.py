@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.servers import live_server
@@ -89,22 +88,6 @@ def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> 
     body, _ = Metrics(server.client, Limits("portable", 1, 10**6)).expose("")
     assert 'twostroke_mbu{stroke="decode"}' in body.decode()
     assert "twostroke_mbu" not in server.http.get("/metrics").text
-
-
-def test_sources_of_guesses_may_appear_while_metrics_are_read(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stats = server.client.loop.speculation
-    stats.add("context", 1, 2)
-    add_metric = CounterMetricFamily.add_metric
-
-    def add_while_engine_works(*args: Any, **given: Any) -> None:
-        stats.add(f"source {len(stats.proposed)}", len(stats.accepted_at) + 1, 24)
-        add_metric(*args, **given)
-
-    monkeypatch.setattr(CounterMetricFamily, "add_metric", add_while_engine_works)
-    body, _ = Metrics(server.client).expose("")
-    assert 'speculation_proposed_tokens_total{source="context"} 2.0' in body.decode()
 
 
 @pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
@@ -208,7 +191,7 @@ def _ours(server: LiveServer) -> list[Any]:
 def _families(server: LiveServer) -> list[Any]:
     """Return every family that there can be."""
     server.chat(max_tokens=2)
-    server.client.loop.speculation.add("ngram", 1, 2)
+    server.client.loop.speculator.stats.add("ngram", 1, 2)
     metrics = Metrics(server.client, Limits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
     return list(text_string_to_metric_families(metrics.expose("")[0].decode()))

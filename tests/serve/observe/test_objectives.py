@@ -28,12 +28,12 @@ def test_objectives_are_read(text: str, objective: Objective) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no objective"),
+        ("", "is not an objective"),
         ("ttft", "NAME=SECONDS"),
         ("ttft:0.5", "NAME=SECONDS"),
         ("tttf=0.5", "Did you mean 'ttft'?"),
         ("priorty:ttft=1", "Did you mean 'priority'?"),
-        (":ttft=1", "class ''"),
+        (":ttft=1", "unknown class"),
         ("ttft=", "above 0"),
         ("ttft=fast", "above 0"),
         ("ttft=0", "above 0"),
@@ -42,10 +42,10 @@ def test_objectives_are_read(text: str, objective: Objective) -> None:
         ("ttft=nan", "above 0"),
         ("ttft=1h", "above 0"),
         ("ttft=1\ntpot=1", "above 0"),
-        ("x" * 1000, "is no objective"),
+        ("x" * 1000, "is not an objective"),
     ],
 )
-def test_what_is_no_objective_is_refused_in_one_sentence(text: str, words: str) -> None:
+def test_a_malformed_objective_is_one_sentence(text: str, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_objective(text)
     assert words in caught.value.message
@@ -66,7 +66,7 @@ def test_a_class_s_own_limit_goes_before_that_of_all() -> None:
 
 @pytest.mark.parametrize("service", [None, "flex"])
 def test_an_objective_may_be_said_once(service: str | None) -> None:
-    with pytest.raises(UsageError, match="two objectives of ttft"):
+    with pytest.raises(UsageError, match="two objectives for ttft"):
         limits_of([Objective("ttft", 1, service), Objective("ttft", 2, service)])
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_judged_where_nothing_is_asked() -> None:
     goodput.judge("default", _usage(5), _timings(first=9, last=9))
     goodput.miss("default", 1)
     goodput.leave("default", 1, 100, has_begun=False)
-    assert goodput.is_asked
+    assert goodput.has_objectives
     assert goodput.read().met == goodput.read().missed == {}
 
 

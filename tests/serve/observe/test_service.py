@@ -63,14 +63,14 @@ def test_an_unknown_class_is_refused_with_the_nearest(server: LiveServer) -> Non
 def test_priority_goes_first_and_flex_last(tmp_path: Path) -> None:
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
-        stats, tokens = server.client.loop.stats, [5] * 4
+        stats, tokens = server.client.loop.snapshot, [5] * 4
         first = server.client.generate(tokens, _PARAMS)
-        wait_for(lambda: stats().num_running == 1)
+        wait_for(lambda: stats().scheduler.num_running == 1)
         order: list[str] = []
         threads = []
         for place, tier in enumerate(("flex", "default", "priority")):
             threads.append(_in_thread(server, tier, order))
-            wait_for(lambda expected=place + 1: stats().num_waiting == expected)
+            wait_for(lambda expected=place + 1: stats().scheduler.num_waiting == expected)
         server.backend.gate.set()
         first.wait()
         for thread in threads:
@@ -81,13 +81,13 @@ def test_priority_goes_first_and_flex_last(tmp_path: Path) -> None:
 def test_a_priority_of_its_own_goes_before_the_class(tmp_path: Path) -> None:
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
-        stats, order = server.client.loop.stats, list[str]()
+        stats, order = server.client.loop.snapshot, list[str]()
         first = server.client.generate([5] * 4, _PARAMS)
-        wait_for(lambda: stats().num_running == 1)
+        wait_for(lambda: stats().scheduler.num_running == 1)
         threads = [_in_thread(server, "priority", order)]
-        wait_for(lambda: stats().num_waiting == 1)
+        wait_for(lambda: stats().scheduler.num_waiting == 1)
         threads.append(_in_thread(server, "flex", order, priority=-5))
-        wait_for(lambda: stats().num_waiting == 2)
+        wait_for(lambda: stats().scheduler.num_waiting == 2)
         server.backend.gate.set()
         first.wait()
         for thread in threads:

@@ -52,7 +52,7 @@ def test_running_and_waiting_requests_are_shown_without_their_prompts(tmp_path: 
         tokens = server.client.card.tokenizer.encode("hello hello the world")
         caller = Caller(tenant="somebody", service="flex")
         answers = [server.client.generate(tokens, _PARAMS, caller) for _ in range(2)]
-        wait_for(lambda: server.client.loop.stats().num_running == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         text = server.http.get("/api/state").text
         _stop(server, answers)
     requests = json.loads(text)["requests"]
@@ -73,7 +73,7 @@ def test_map_shows_which_pages_are_shared(tmp_path: Path) -> None:
         tokens = [5] * 40  # of two full pages, and another
         server.client.generate(tokens, SamplingParams(max_tokens=1)).wait()
         answers = [server.client.generate(tokens, _PARAMS) for _ in range(2)]
-        wait_for(lambda: server.client.loop.stats().num_running == 2)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 2)
         server.backend.gate.clear()
         state = server.http.get("/api/state").json()
         _stop(server, answers)
@@ -94,7 +94,7 @@ def test_map_shows_which_pages_are_shared(tmp_path: Path) -> None:
 def test_pages_of_cache_groups_are_told_apart(tmp_path: Path) -> None:
     with live_server(tmp_path, tiny=tiny_of("gemma3")) as server:
         answers = [server.client.generate([5] * 40, _PARAMS)]
-        wait_for(lambda: server.client.loop.stats().num_running == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         server.backend.gate.clear()
         pages = server.http.get("/api/state").json()["pages"]
         _stop(server, answers)

@@ -166,9 +166,9 @@ def test_a_full_queue_is_a_429(tmp_path: Path) -> None:
         server.backend.gate.clear()
         threads = [threading.Thread(target=server.complete) for _ in range(2)]
         threads[0].start()
-        wait_for(lambda: server.client.loop.stats().num_running == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
         threads[1].start()
-        wait_for(lambda: server.client.loop.stats().num_waiting == 1)
+        wait_for(lambda: server.client.loop.snapshot().scheduler.num_waiting == 1)
         response = embed(server)
         assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
         assert response.headers["retry-after"]

@@ -1,29 +1,87 @@
-"""What Prometheus may know: how requests fared, and what the engine is doing now."""
+"""GET /metrics: the engine's counts, HTTP responses and goodput, for Prometheus."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from twostroke.serve.observe.collector import EngineCollector
+from twostroke.core.request import FinishReason
+from twostroke.engine.loop import Health
 from twostroke.serve.observe.objectives import ALL, Goodput
+from twostroke.serve.observe.state import WINDOWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
     from twostroke.engine.client import Client
+    from twostroke.engine.counters import ServiceTotals, Snapshot, SpeculationTotals
+    from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
     from twostroke.serve.observe.objectives import Objective
 
+    Family = CounterMetricFamily | GaugeMetricFamily
+    Samples = Iterable[tuple[tuple[str, ...], float]]
+
+_TOKEN_S: Final = (
+    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+)
+_REQUEST_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
+)
+_LATENCIES: Final = (
+    ("queue", "queue", "From arrival to the first computed row.", _REQUEST_S),
+    ("ttft", "time_to_first_token", "From arrival to the first token.", _REQUEST_S),
+    ("e2e", "request", "From arrival to the last token.", _REQUEST_S),
+    ("tpot", "time_per_output_token", "Mean time between the tokens of one answer.", _TOKEN_S),
+    ("itl", "inter_token_latency", "Time between two steps of an answer.", _TOKEN_S),
+)
+_SERVICES: Final = (
+    ("prompt_tokens", "Prompt tokens of answers that have begun."),
+    ("cached_tokens", "Prompt tokens found in the prefix cache, of answers that have begun."),
+    ("completion_tokens", "Generated tokens."),
+    ("embedded_texts", "Texts that were embedded."),
+    ("embedded_tokens", "Tokens of the texts that were embedded."),
+)
+_STROKES: Final = (
+    ("steps", "steps", "Steps, by what most of their rows were."),
+    ("rows", "rows", "Tokens computed."),
+    ("flops", "flops", "Floating-point operations."),
+    ("bytes", "bytes", "Bytes of memory traffic that the steps require."),
+    ("time_s", "time_seconds", "Seconds in steps."),
+    ("kernel_s", "kernel_seconds", "Seconds inside kernels."),
+)
+_STATES: Final = (
+    ("num_running", "requests_running", "Answers that hold pages."),
+    ("num_waiting", "requests_waiting", "Answers in the queue."),
+    ("num_waiting_tokens", "waiting_tokens", "Tokens of the answers in the queue."),
+    ("num_free_pages", "free_pages", "Empty pages."),
+    ("num_cached_pages", "cached_pages", "Pages that only the prefix cache refers to."),
+    ("num_referenced_pages", "referenced_pages", "Pages that running requests hold."),
+)
+_SCHEDULER: Final = (
+    ("num_preemptions", "preemptions", "Times that a request lost its pages."),
+    (
+        "num_prompt_tokens",
+        "prefix_cache_asked_tokens",
+        "Prompt tokens looked up in the prefix cache.",
+    ),
+    ("num_hit_tokens", "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."),
+)
+
 
 class Metrics:
-    """Counts responses; asks the engine for everything else when it is scraped."""
+    """Counts HTTP responses; reads everything else when Prometheus asks."""
 
     def __init__(
         self,
@@ -50,7 +108,7 @@ class Metrics:
             "Requests that the engine began and could not finish.",
             registry=self._registry,
         )
-        self._registry.register(EngineCollector(client, limits, version))
+        self._registry.register(_EngineCollector(client, limits, version))
         self._registry.register(_GoodputCollector(self.goodput))
         ProcessCollector(registry=self._registry)
 
@@ -60,45 +118,171 @@ class Metrics:
         return encode(self._registry), content_type
 
 
-class _GoodputCollector(Collector):
-    """Tells how objectives are kept; nothing where there are none."""
+class _EngineCollector(Collector):
+    def __init__(self, client: Client, limits: Limits | None, version: str) -> None:
+        self._client = client
+        self._limits = limits
+        self._version = version
 
+    def collect(self) -> Iterator[Metric]:
+        """Yield the engine's metrics as of now."""
+        loop = self._client.loop
+        snapshot, facts = loop.snapshot(), loop.facts
+        is_ready = loop.health is Health.READY
+        yield GaugeMetricFamily("twostroke_ready", "Whether the engine can answer.", is_ready)
+        yield self._model()
+        yield from _services(snapshot.services)
+        for key, name, text in _STATES:
+            value = getattr(snapshot.scheduler, key)
+            yield GaugeMetricFamily(f"twostroke_{name}", text, value)
+        text = "Pages of keys and values, whatever they hold."
+        yield GaugeMetricFamily("twostroke_pages", text, facts.num_pages)
+        yield GaugeMetricFamily("twostroke_page_tokens", "Tokens in a page.", facts.page_size)
+        for key, name, text in _SCHEDULER:
+            value = getattr(snapshot.scheduler, key)
+            yield CounterMetricFamily(f"twostroke_{name}", text, value)
+        yield from _strokes(snapshot)
+        yield from self._utilization()
+        yield from _speculation(snapshot.speculation)
+
+    def _model(self) -> Metric:
+        card = self._client.card
+        facts = {
+            "version": self._version,
+            "name": card.name,
+            "architecture": card.architecture,
+            "format": card.format,
+            "backend": self._client.loop.facts.detail,
+        }
+        return InfoMetricFamily("twostroke_model", "The model that is served.", facts)
+
+    def _utilization(self) -> Iterator[Metric]:
+        """Yield the shares of the machine that the last seconds used."""
+        seconds = WINDOWS[0]
+        span = self._client.loop.span(seconds)
+        strokes = span.last.strokes - span.first.strokes
+        both = {("prefill",): strokes.prefill, ("decode",): strokes.decode}
+        busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
+        text = f"Share of the last {seconds} seconds spent in steps."
+        yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
+        hardware = self._limits.seen(strokes) if self._limits else None
+        if hardware is None:
+            return
+        for name, text, value in (
+            ("peak_flops_per_second", "The machine's peak arithmetic.", hardware.peak),
+            ("peak_bytes_per_second", "The machine's peak bandwidth.", hardware.bandwidth),
+        ):
+            yield GaugeMetricFamily(f"twostroke_{name}", text, value)
+        when = f"while steps ran in the last {seconds} seconds."
+        mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
+        yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
+        mbu = {label: stroke.mbu(hardware) for label, stroke in both.items()}
+        yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
+
+
+class _GoodputCollector(Collector):
     def __init__(self, goodput: Goodput) -> None:
         self._goodput = goodput
 
     def collect(self) -> Iterator[Metric]:
-        """Yield limits, counts since the start, and goodput in the last minute."""
+        """Yield limits, counts since the start, and goodput in the last minute, if any."""
         goodput = self._goodput
-        if not goodput.is_asked:
+        if not goodput.has_objectives:
             return
-        labels, limits = ("class", "objective"), goodput.limits
-        text = "What answers are held against."
-        family = GaugeMetricFamily("twostroke_objective_limit_seconds", text, labels=labels)
-        for service, measures in limits.items():
-            for measure, limit_s in measures.items():
-                family.add_metric((service, measure), limit_s)
-        yield family
-        kept, (recent, seconds) = goodput.read(), goodput.recent()
-        text = "Answers by whether they met an objective, or all of them."
-        answers = CounterMetricFamily(
-            "twostroke_objective_answers", text, labels=(*labels, "result")
-        )
+        limits = {
+            (service, measure): limit_s
+            for service, measures in goodput.limits.items()
+            for measure, limit_s in measures.items()
+        }
+        text = "The limit of an objective."
+        yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
+        totals, (recent, seconds) = goodput.read(), goodput.recent()
+        services = [service for service, measures in goodput.limits.items() if measures]
+        keys = [*limits, *((service, ALL) for service in services)]
+        answers = [
+            ((*key, result), counts.get(key, 0))
+            for key in keys
+            for result, counts in (("met", totals.met), ("missed", totals.missed))
+        ]
+        text = "Answers that met or missed an objective, or all of them."
+        yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
+        tokens = [((one,), totals.good_tokens.get(one, 0)) for one in services]
         text = "Tokens of answers that met all objectives."
-        tokens = CounterMetricFamily("twostroke_good_tokens", text, labels=("class",))
+        yield _counter("good_tokens", text, "class", samples=tokens)
+        elapsed = max(1, seconds)
+        rates = [((one,), recent.met.get((one, ALL), 0) / elapsed) for one in services]
         text = "Answers that met all objectives, over the last minute."
-        rate = GaugeMetricFamily("twostroke_goodput_requests_per_second", text, labels=("class",))
+        yield _gauge("goodput_requests_per_second", text, "class", samples=rates)
+        rates = [((one,), recent.good_tokens.get(one, 0) / elapsed) for one in services]
         text = "Tokens of answers that met all objectives, over the last minute."
-        token_rate = GaugeMetricFamily(
-            "twostroke_goodput_tokens_per_second", text, labels=("class",)
-        )
-        for service, measures in limits.items():
-            if not measures:
-                continue
-            for measure in (*measures, ALL):
-                for result, counts in (("met", kept.met), ("missed", kept.missed)):
-                    count = counts.get((service, measure), 0)
-                    answers.add_metric((service, measure, result), count)
-            tokens.add_metric((service,), kept.good_tokens.get(service, 0))
-            rate.add_metric((service,), recent.met.get((service, ALL), 0) / max(1, seconds))
-            token_rate.add_metric((service,), recent.good_tokens.get(service, 0) / max(1, seconds))
-        yield from (answers, tokens, rate, token_rate)
+        yield _gauge("goodput_tokens_per_second", text, "class", samples=rates)
+
+
+def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
+    ends = [
+        ((service, reason.value), totals.ends.get(reason, 0))
+        for service, totals in services.items()
+        for reason in FinishReason
+    ]
+    text = "Answers that have ended, by finish reason."
+    yield _counter("answers", text, "class", "finish_reason", samples=ends)
+    for name, text in _SERVICES:
+        counts = [((service,), getattr(totals, name)) for service, totals in services.items()]
+        yield _counter(name, text, "class", samples=counts)
+    for key, name, text, bounds in _LATENCIES:
+        family = HistogramMetricFamily(f"twostroke_{name}_seconds", text, labels=("class",))
+        for service, totals in services.items():
+            _add(family, service, totals.latencies[key], bounds)
+        yield family
+
+
+def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
+    both = (("prefill", snapshot.strokes.prefill), ("decode", snapshot.strokes.decode))
+    for key, name, text in _STROKES:
+        counts = [((label,), getattr(stroke, key)) for label, stroke in both]
+        yield _counter(f"step_{name}", text, "stroke", samples=counts)
+    text = "Rows of a step: prompt tokens, newest tokens and guesses."
+    family = HistogramMetricFamily("twostroke_rows_per_step", text, labels=("stroke",))
+    _add(family, "prefill", snapshot.prefill_rows, snapshot.prefill_rows.bounds)
+    _add(family, "decode", snapshot.decode_rows, snapshot.decode_rows.bounds)
+    yield family
+
+
+def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:
+    for name, text, counts in (
+        ("proposed", "Guessed tokens that were computed, by source.", guesses.proposed),
+        ("accepted", "Guessed tokens that were right, by source.", guesses.accepted),
+    ):
+        samples = [((source,), count) for source, count in counts.items()]
+        yield _counter(f"speculation_{name}_tokens", text, "source", samples=samples)
+    text = "Times that the guess at a place after the newest token was right."
+    places = [((str(place + 1),), count) for place, count in sorted(guesses.accepted_at.items())]
+    yield _counter("speculation_accepted_at", text, "place", samples=places)
+    text = "Steps of an answer with guesses; each brought one token besides the accepted ones."
+    yield CounterMetricFamily("twostroke_speculation_passes", text, guesses.passes)
+    text = "Time that guesses have saved; negative where they cost more than they brought."
+    yield GaugeMetricFamily("twostroke_speculation_saved_seconds", text, guesses.saved_s)
+
+
+def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"twostroke_{name}", text, labels=labels), samples)
+
+
+def _gauge(name: str, text: str, *labels: str, samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(f"twostroke_{name}", text, labels=labels), samples)
+
+
+def _filled(family: Family, samples: Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def _add(
+    family: HistogramMetricFamily,
+    label: str,
+    distribution: Distribution,
+    bounds: tuple[float, ...],
+) -> None:
+    below = [(repr(bound), count) for bound, count in distribution.cumulative(bounds)]
+    family.add_metric((label,), [*below, ("+Inf", distribution.count)], distribution.sum)

@@ -1,4 +1,4 @@
-"""What operators promise, and how often it is kept: goodput."""
+"""Latency objectives, and goodput: how many answers meet them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.service import SERVICES
-from twostroke.engine.seconds import MOST_SECONDS, Seconds
+from twostroke.engine.seconds import MAX_SECONDS, Seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from twostroke.engine.output import Timings, Usage
 
 MEASURES: Final = ("queue", "ttft", "tpot", "e2e")
-ALL: Final = "all"  # of the objectives that hold for a class, together
+ALL: Final = "all"  # the objectives of a class together
 
 _FORM = re.compile(r"(?:([^:=]*):)?([^:=]*)=\s*(.*?)\s*(ms|s)?\s*", re.DOTALL)
-_MOST_SHOWN: Final = 60
+_MAX_SHOWN: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A limit in seconds on one of `MEASURES`, for one class of service or, None, for all."""
+    """A limit in seconds on one of `MEASURES`, for one class of service or, if None, for all."""
 
     measure: str
     limit_s: float
@@ -38,18 +38,17 @@ def parse_objective(text: str) -> Objective:
     """Read `ttft=0.5`, `tpot=50ms` or `priority:ttft=0.2`.
 
     Raises:
-        UsageError: it is no objective.
+        UsageError: it has another form.
     """
-    shown = ascii(text[:_MOST_SHOWN])
+    shown = ascii(text[:_MAX_SHOWN])
     found = _FORM.fullmatch(text)
     if found is None:
-        message = f"{shown} is no objective: write NAME=SECONDS or CLASS:NAME=SECONDS, as ttft=0.5."
+        message = f"{shown} is not an objective: write NAME=SECONDS or CLASS:NAME=SECONDS."
         raise UsageError(message, param="objective")
     service, measure, number, unit = (part and part.strip() for part in found.groups())
     for kind, word, known in (("class", service, [*SERVICES]), ("measure", measure, [*MEASURES])):
         if word is not None and word not in known:
-            named = f"{kind} {word[:_MOST_SHOWN]!a}"
-            message = f"{shown} names the {named}, which is none of {', '.join(known)}."
+            message = f"{shown} has an unknown {kind}: use one of {', '.join(known)}."
             raise UsageError(message + nearest(word, known), param="objective")
     try:
         limit_s = float(number or "") * (1e-3 if unit == "ms" else 1)
@@ -62,16 +61,16 @@ def parse_objective(text: str) -> Objective:
 
 
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
-    """Return each class's limits by measure; what is said for one class goes before all.
+    """Return each class's limits by measure; an objective of one class overrides that of all.
 
     Raises:
-        UsageError: one is said twice.
+        UsageError: two objectives limit the same measure of the same class.
     """
     found: dict[tuple[str | None, str], float] = {}
     for one in objectives:
         if (one.service, one.measure) in found:
-            whose = f" for {one.service}" if one.service else ""
-            message = f"There are two objectives of {one.measure}{whose}: leave one of them out."
+            of = f" for {one.service}" if one.service else ""
+            message = f"There are two objectives for {one.measure}{of}: remove one of them."
             raise UsageError(message, param="objective")
         found[one.service, one.measure] = one.limit_s
     return {
@@ -85,34 +84,36 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class GoodputTotals:
     """How often objectives were met and missed, by class and measure (or `ALL`).
 
-    `good_tokens` are those of answers that met all of their class's, by class.
+    `good_tokens` are the tokens of answers that met all objectives, by class.
     """
 
-    met: Mapping[tuple[str, str], int]
-    missed: Mapping[tuple[str, str], int]
-    good_tokens: Mapping[str, int]
+    met: Counter[tuple[str, str]]
+    missed: Counter[tuple[str, str]]
+    good_tokens: Counter[str]
 
-    def __sub__(self, earlier: Kept) -> Kept:
+    def __sub__(self, earlier: GoodputTotals) -> GoodputTotals:
         """Return what was added since `earlier`."""
-        pairs = (self.met, earlier.met), (self.missed, earlier.missed)
-        met, missed = (_minus(late, early) for late, early in pairs)
-        return Kept(met, missed, _minus(self.good_tokens, earlier.good_tokens))
+        return GoodputTotals(
+            self.met - earlier.met,
+            self.missed - earlier.missed,
+            self.good_tokens - earlier.good_tokens,
+        )
 
 
 class Goodput:
     """Judges answers as they end. It belongs to the event loop.
 
-    An answer that failed, or was refused because the queue was full, misses everything: whoever
-    waits for it has not been served. One whose client left is judged by what it had missed by then.
+    An answer that failed, or was refused because the queue was full, misses all objectives. One
+    whose client disconnected misses those whose limit had passed by then.
     """
 
     def __init__(
         self, objectives: Iterable[Objective], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Hold answers against `objectives`.
+        """Judge answers by `objectives`.
 
         Raises:
             UsageError: they contradict each other.
@@ -125,60 +126,57 @@ class Goodput:
         self._seconds = Seconds(self.read, clock)
 
     @property
-    def is_asked(self) -> bool:
+    def has_objectives(self) -> bool:
         """Whether there are any objectives."""
         return any(self.limits.values())
 
     def judge(self, service: str, usage: Usage, timings: Timings) -> None:
-        """Count an answer that has ended well."""
-        limits = self.limits[service]
-        if not limits:
-            return
-        self._seconds.turn(self._clock())
-        taken = {
+        """Count a completed answer."""
+        taken_s = {
             "queue": timings.queue_s,
             "ttft": timings.ttft_s,
-            "tpot": timings.tpot_s(usage.completion_tokens) or 0.0,  # of one token: no gap at all
+            "tpot": timings.tpot_s(usage.completion_tokens) or 0.0,  # None: a single token
             "e2e": timings.e2e_s,
         }
-        is_good = True
-        for measure, limit_s in limits.items():
-            is_met = taken[measure] <= limit_s
-            (self._met if is_met else self._missed)[service, measure] += 1
-            is_good &= is_met
-        (self._met if is_good else self._missed)[service, ALL] += 1
-        if is_good:
+        limits = self.limits[service]
+        missed = {measure for measure, limit_s in limits.items() if taken_s[measure] > limit_s}
+        self._count(service, met=limits.keys() - missed, missed=missed)
+        if limits and not missed:
             self._good_tokens[service] += usage.completion_tokens
 
     def miss(self, service: str, count: int) -> None:
-        """Count answers that never came."""
-        if self.limits[service]:
-            self._seconds.turn(self._clock())
-            for measure in (*self.limits[service], ALL):
-                self._missed[service, measure] += count
+        """Count answers that failed or were refused."""
+        self._count(service, missed=self.limits[service], count=count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count answers whose client left after `waited_s`, if they had missed something by then.
+        """Count answers whose client disconnected after `waited_s`, if an objective was missed.
 
         `has_begun` says whether their first token had come.
         """
-        limits = self.limits[service]
         late = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
+        limits = self.limits[service]
         missed = [name for name in late if waited_s > limits.get(name, math.inf)]
         if missed:
-            self._seconds.turn(self._clock())
-            for measure in (*missed, ALL):
-                self._missed[service, measure] += count
+            self._count(service, missed=missed, count=count)
 
-    def read(self) -> Kept:
+    def read(self) -> GoodputTotals:
         """Return the counts so far."""
-        return Kept(dict(self._met), dict(self._missed), dict(self._good_tokens))
+        return GoodputTotals(Counter(self._met), Counter(self._missed), Counter(self._good_tokens))
 
-    def recent(self, seconds: int = MOST_SECONDS) -> tuple[Kept, int]:
-        """Return the counts of the last whole seconds, and how many these were."""
+    def recent(self, seconds: int = MAX_SECONDS) -> tuple[GoodputTotals, int]:
+        """Return the counts of the last whole seconds, and the number of seconds."""
         span = self._seconds.span(seconds)
         return span.last - span.first, span.seconds
 
-
-def _minus(late: Mapping[Any, int], early: Mapping[Any, int]) -> dict[Any, int]:
-    return {key: count - early.get(key, 0) for key, count in late.items()}
+    def _count(
+        self, service: str, *, met: Iterable[str] = (), missed: Iterable[str] = (), count: int = 1
+    ) -> None:
+        met, missed = list(met), list(missed)
+        if not met and not missed:
+            return
+        self._seconds.turn(self._clock())
+        (missed or met).append(ALL)
+        for measure in met:
+            self._met[service, measure] += count
+        for measure in missed:
+            self._missed[service, measure] += count

@@ -1,11 +1,12 @@
-"""GET /api/state: everything that the dashboard shows, in one piece of JSON.
+"""GET /api/state: the JSON that the dashboard shows.
 
-It tells counts, sizes and times; no prompt, no tenant, nothing that a client has named.
+It has counts, sizes and times, and nothing that a client sent: no text, no tenant.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,27 +16,25 @@ from twostroke.serve.observe.objectives import ALL
 from twostroke.serve.observe.pages import Pages, page_map
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client, ModelCard
+    from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
     from twostroke.engine.histogram import Distribution
-    from twostroke.engine.ledger import Totals
     from twostroke.engine.limits import Limits
-    from twostroke.engine.meter import Stroke
     from twostroke.engine.seconds import Span
-    from twostroke.engine.tally import ServiceTotals
     from twostroke.engine.view import RequestView, View
     from twostroke.serve.observe.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
 
-_FRESH_S = 0.5
-_ENOUGH: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # and samples for it
+_MAX_AGE_S: Final = 0.5
+_PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
 
 
 class State:
-    """Describes a server. A description stands for half a second, however many ask."""
+    """Describes a server. A description is kept for half a second."""
 
     def __init__(
         self,
@@ -45,87 +44,59 @@ class State:
         names: Sequence[str],
         version: str,
     ) -> None:
-        """Describe `client`'s engine, which clients call by `names`."""
+        """Describe `client`'s engine, which serves its model under `names`."""
         self._client = client
         self._goodput = goodput
         self._limits = limits
         self._model = _model(client.card, names)
         self._version = version
-        self._groups = client.card.cost.program.cache_groups
         self._body = b""
         self._made_s = 0.0
 
     def body(self, health: str) -> bytes:
         """Return the JSON."""
         now_s = time.monotonic()
-        if now_s - self._made_s > _FRESH_S:
+        if now_s - self._made_s > _MAX_AGE_S:
             self._body = encode_json(self._describe(health, now_s))
             self._made_s = now_s
         return self._body
 
     def _describe(self, health: str, now_s: float) -> dict[str, Any]:
         loop = self._client.loop
-        view, totals = loop.view(), loop.totals()
+        view, snapshot = loop.view(), loop.snapshot()
         pages = Pages.of(view)
-        hardware = self._limits.seen(totals.strokes) if self._limits else None
-        windows = {
-            str(seconds): _window(loop.span(seconds), hardware) | self._kept(seconds)
-            for seconds in WINDOWS
-        }
+        hardware = self._limits.seen(snapshot.strokes) if self._limits else None
         return {
             "version": self._version,
-            "uptime_s": loop.age_s,
+            "uptime_s": snapshot.age_s,
             "health": health,
             "model": self._model,
             "hardware": None if hardware is None else _hardware(hardware),
-            "engine": self._engine(),
+            "engine": {
+                "backend": loop.facts.detail,
+                "speculation": loop.speculator.methods,
+                "max_running": loop.config.max_running,
+                "token_budget": loop.config.token_budget,
+            },
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
                 for service, limits in self._goodput.limits.items()
                 for measure, limit_s in limits.items()
             ],
             "requests": _requests(view, pages, now_s),
-            "steps": list(loop.meter.recent),
+            "steps": snapshot.recent_steps,
             "pages": self._pages(view, pages),
-            "window": windows,
-            "totals": _totals(totals, view),
-        }
-
-    def _engine(self) -> dict[str, Any]:
-        loop = self._client.loop
-        return {
-            "backend": loop.facts.detail,
-            "speculation": loop.methods,
-            "max_running": loop.config.max_running,
-            "token_budget": loop.config.token_budget,
-        }
-
-    def _kept(self, seconds: int) -> dict[str, Any]:
-        """Return how objectives were kept in the last seconds."""
-        goodput = self._goodput
-        if not goodput.is_asked:
-            return {"objectives": {}, "goodput": None}
-        kept, elapsed = goodput.recent(seconds)
-        objectives: dict[str, dict[str, Any]] = {}
-        for service, limits in goodput.limits.items():
-            for measure in (*limits, ALL):
-                met, missed = (c.get((service, measure), 0) for c in (kept.met, kept.missed))
-                if met + missed:
-                    counts = {"met": met, "missed": missed}
-                    objectives.setdefault(service, {})[measure] = counts
-        good = sum(of[ALL]["met"] for of in objectives.values())
-        bad = sum(of[ALL]["missed"] for of in objectives.values())
-        return {
-            "objectives": objectives,
-            "goodput": {
-                "requests_per_s": good / max(1, elapsed),
-                "tokens_per_s": sum(kept.good_tokens.values()) / max(1, elapsed),
-                "share": good / (good + bad) if good + bad else None,
+            "window": {
+                str(seconds): _window(loop.span(seconds), hardware)
+                | _objectives(self._goodput, seconds)
+                for seconds in WINDOWS
             },
+            "totals": _totals(snapshot),
         }
 
     def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
         facts, stats = self._client.loop.facts, view.stats
+        groups = self._client.card.cost.program.cache_groups
         return {
             "total": facts.num_pages,
             "tokens_per_page": facts.page_size,
@@ -134,9 +105,32 @@ class State:
             "cached": stats.num_cached_pages,
             "held": stats.num_referenced_pages,
             "shared": pages.num_shared,
-            "groups": [{"window": g.window, "layers": len(g.layers)} for g in self._groups],
-            **page_map(pages, view.cached, len(self._groups)),
+            "groups": [{"window": g.window, "layers": len(g.layers)} for g in groups],
+            **page_map(pages, view.cached, len(groups)),
         }
+
+
+def _objectives(goodput: Goodput, seconds: int) -> dict[str, Any]:
+    """Return how objectives were met in the last seconds."""
+    if not goodput.has_objectives:
+        return {"objectives": {}, "goodput": None}
+    recent, elapsed = goodput.recent(seconds)
+    objectives: dict[str, dict[str, Any]] = {}
+    for service, limits in goodput.limits.items():
+        for measure in (*limits, ALL):
+            met, missed = recent.met[service, measure], recent.missed[service, measure]
+            if met + missed:
+                objectives.setdefault(service, {})[measure] = {"met": met, "missed": missed}
+    good = sum(of[ALL]["met"] for of in objectives.values())
+    bad = sum(of[ALL]["missed"] for of in objectives.values())
+    return {
+        "objectives": objectives,
+        "goodput": {
+            "requests_per_s": good / max(1, elapsed),
+            "tokens_per_s": recent.good_tokens.total() / max(1, elapsed),
+            "share": good / (good + bad) if good + bad else None,
+        },
+    }
 
 
 def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
@@ -164,15 +158,8 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _hardware(hardware: Hardware) -> dict[str, Any]:
-    return {
-        "name": hardware.name,
-        "cores": hardware.num_threads,
-        "memory_bytes": hardware.memory_bytes,
-        "bandwidth": hardware.bandwidth,
-        "peak": hardware.peak,
-        "peak_kind": hardware.peak_kind,
-        "source": hardware.source,
-    }
+    fields = asdict(hardware)
+    return fields | {"cores": fields.pop("num_threads")}
 
 
 def _requests(view: View, pages: Pages, now_s: float) -> dict[str, Any]:
@@ -210,49 +197,49 @@ def _request(request: RequestView, num_pages: int, num_shared: int, now_s: float
     }
 
 
-def _totals(totals: Totals, view: View) -> dict[str, Any]:
-    services = totals.services.values()
+def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
     return {
-        "prompt_tokens": sum(service.prompt_tokens for service in services),
-        "cached_tokens": sum(service.cached_tokens for service in services),
-        "completion_tokens": sum(service.completion_tokens for service in services),
-        "answers": sum(service.answers for service in services),
-        "preemptions": view.stats.num_preemptions,
+        name: sum(getattr(service, name) for service in services)
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "answers")
     }
 
 
-def _window(span: Span[Totals], hardware: Hardware | None) -> dict[str, Any]:
-    first, last = span.first, span.last
-    pairs = {name: (first.services[name], service) for name, service in last.services.items()}
+def _totals(snapshot: Snapshot) -> dict[str, Any]:
+    preemptions = snapshot.scheduler.num_preemptions
+    return _sums(snapshot.services.values()) | {"preemptions": preemptions}
+
+
+def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
+    first, last, seconds = span.first, span.last, max(1, span.seconds)
+    early, late = _sums(first.services.values()), _sums(last.services.values())
+    added = {name: late[name] - early[name] for name in late}
     strokes = last.strokes - first.strokes
-    both = {"prefill": strokes.prefill, "decode": strokes.decode}
-    prompt = sum(late.prompt_tokens - early.prompt_tokens for early, late in pairs.values())
-    cached = sum(late.cached_tokens - early.cached_tokens for early, late in pairs.values())
-    made = sum(late.completion_tokens - early.completion_tokens for early, late in pairs.values())
-    answers = sum(late.answers - early.answers for early, late in pairs.values())
-    seconds = max(1, span.seconds)
-    latencies = {name: _latencies(*pair) for name, pair in pairs.items()}
+    latencies = {
+        name: _latencies(first.services[name], service) for name, service in last.services.items()
+    }
     return {
         "seconds": span.seconds,
-        "prompt_tokens_per_s": prompt / seconds,
-        "cached_tokens_per_s": cached / seconds,
-        "completion_tokens_per_s": made / seconds,
-        "answers_per_s": answers / seconds,
+        **{f"{name}_per_s": count / seconds for name, count in added.items()},
         "latency": {name: found for name, found in latencies.items() if found},
-        "cache_hit_rate": cached / prompt if prompt else None,
+        "cache_hit_rate": (
+            added["cached_tokens"] / added["prompt_tokens"] if added["prompt_tokens"] else None
+        ),
         "speculation": {
             source: {
-                "proposed": count - first.proposed.get(source, 0),
-                "accepted": last.accepted.get(source, 0) - first.accepted.get(source, 0),
+                "proposed": count - first.speculation.proposed[source],
+                "accepted": last.speculation.accepted[source] - first.speculation.accepted[source],
             }
-            for source, count in last.proposed.items()
+            for source, count in last.speculation.proposed.items()
         },
-        "strokes": {name: _stroke(stroke, seconds, hardware) for name, stroke in both.items()},
+        "strokes": {
+            "prefill": _stroke(strokes.prefill, seconds, hardware),
+            "decode": _stroke(strokes.decode, seconds, hardware),
+        },
     }
 
 
 def _latencies(early: ServiceTotals, late: ServiceTotals) -> dict[str, Any]:
-    """Return the latencies of one class; nothing if nothing was measured."""
+    """Return the latencies of one class; empty if there are none."""
     found = {name: late.latencies[name] - early.latencies[name] for name in late.latencies}
     if not any(distribution.count for distribution in found.values()):
         return {}
@@ -260,14 +247,14 @@ def _latencies(early: ServiceTotals, late: ServiceTotals) -> dict[str, Any]:
 
 
 def _summary(distribution: Distribution) -> dict[str, Any]:
-    """Return percentiles; those of too few samples would be their largest, and are left out."""
+    """Return percentiles; None where there are too few samples."""
     count = distribution.count
     return {
         "count": count,
         "mean": distribution.mean,
         **{
-            name: distribution.percentile(share) if count >= enough else None
-            for name, (share, enough) in _ENOUGH.items()
+            name: distribution.percentile(share) if count >= least else None
+            for name, (share, least) in _PERCENTILES.items()
         },
     }
 

@@ -13,9 +13,9 @@ from support.servers import wait_for
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
+from twostroke.engine.counters import ServiceCounter
 from twostroke.engine.histogram import TIME_BOUNDS_S, Histogram
 from twostroke.engine.seconds import Seconds
-from twostroke.engine.tally import Tally
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,23 +66,23 @@ def test_what_was_counted_between_two_readings_is_their_difference() -> None:
 
 
 def test_gaps_of_a_step_are_counted_together() -> None:
-    tally = Tally()
-    tally.gaps += [1.0, 1.0, 1.0]
-    tally.settle(1.5)
-    tally.gaps += [1.5, 1.0, 1.5]
-    tally.settle(2.0)
-    found = tally.read().latencies["itl"]
+    counter = ServiceCounter()
+    counter.gaps += [1.0, 1.0, 1.0]
+    counter.count_gaps(1.5)
+    counter.gaps += [1.5, 1.0, 1.5]
+    counter.count_gaps(2.0)
+    found = counter.read().latencies["itl"]
     assert found.count == 6
     assert found.sum == pytest.approx(3 * 0.5 + 2 * 0.5 + 1.0)
-    assert not tally.gaps
+    assert not counter.gaps
 
 
 def test_each_class_of_service_is_counted_for_itself(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.generate([5] * 20, _PARAMS, Caller(service="flex")).wait()
         client.generate([7] * 20, _PARAMS).wait()
-        wait_for(lambda: client.loop.totals().services["default"].answers == 1)
-        services = client.loop.totals().services
+        wait_for(lambda: client.loop.snapshot().services["default"].answers == 1)
+        services = client.loop.snapshot().services
     for service, count in (("default", 1), ("flex", 1), ("priority", 0)):
         totals = services[service]
         assert totals.prompt_tokens == 20 * count
@@ -95,8 +95,8 @@ def test_each_class_of_service_is_counted_for_itself(tmp_path: Path) -> None:
 def test_answers_of_one_token_have_no_time_per_token(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.generate([5], SamplingParams(max_tokens=1)).wait()
-        wait_for(lambda: client.loop.totals().services["default"].answers == 1)
-        latencies = client.loop.totals().services["default"].latencies
+        wait_for(lambda: client.loop.snapshot().services["default"].answers == 1)
+        latencies = client.loop.snapshot().services["default"].latencies
     assert latencies["tpot"].count == latencies["itl"].count == 0
     assert latencies["e2e"].count == latencies["ttft"].count == 1
 
@@ -107,8 +107,14 @@ def test_cancelled_answers_are_counted_as_such(tmp_path: Path) -> None:
         generation = client.generate([5], _PARAMS)
         generation.cancel()
         backend.gate.set()
-        wait_for(lambda: client.loop.stats().num_running + client.loop.stats().num_waiting == 0)
-        totals = client.loop.totals().services["default"]
+        wait_for(
+            lambda: (
+                client.loop.snapshot().scheduler.num_running
+                + client.loop.snapshot().scheduler.num_waiting
+                == 0
+            )
+        )
+        totals = client.loop.snapshot().services["default"]
     assert totals.ends == {FinishReason.CANCEL: 1}
     assert totals.answers == 0
     assert totals.latencies["e2e"].count == 0
