@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from goals import GOALS
 from guessing import all_guessing
-from plots import Bar, bars
+from plots import Bar, draw_bars
 from quality import Quality
 from records import OURS, Record, all_records, is_ours, ours_with
 from report import ROOT, Spread, caption, table
@@ -54,7 +54,7 @@ def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
     drawn = [bar for goal in GOALS if (bar := _bar(goal, usual.get((goal.row, goal.model))))]
     if drawn:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.write_text(bars("times the best peer of the row (the mark is the goal)", drawn))
+        draw_bars(plot, "times the best peer of the row (the mark is the goal)", drawn)
         yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
     others = [bits for bits in ACTIVATION_BITS if any(r.best(ours_with(bits)) for r in records)]
     named = [f"with {bits}-bit activations" for bits in others]

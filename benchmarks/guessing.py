@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from curves import Curve, curves
+from plots import Curve, draw_curves
 from records import ROWS, machine_slug
 from report import ROOT, Spread, caption, machine_facts, table, write
 
@@ -111,11 +111,10 @@ class Guessing:
         }
         if any(len(one) > 1 for one in points.values()):
             drawn = [Curve(task, one) for task, one in points.items()]
-            yield self._plot(
-                machine,
-                "load",
-                curves("Speed-up by streams, in steady steps", "streams", "times faster", drawn),
-            )
+            title = "Speed-up by streams, in steady steps"
+            path = self._plot_path(machine, "load")
+            draw_curves(path, title, "streams", "times faster", drawn)
+            yield f"![speed-up by load]({path.relative_to(ROOT)})\n"
         if self.chosen:
             yield from self._chosen_parts(machine)
         newest = max(lines, key=lambda line: str(line.facts["date"]))
@@ -133,14 +132,13 @@ class Guessing:
             "if free", [(c.share, c.predicted) for c in self.chosen], is_predicted=True
         )
         title = "Speed-up by the share of the prediction that is right, one stream"
-        drawing = curves(title, "share right", "times faster", [measured, predicted])
-        yield self._plot(machine, "acceptance", drawing)
+        path = self._plot_path(machine, "acceptance")
+        draw_curves(path, title, "share right", "times faster", [measured, predicted])
+        yield f"![speed-up by acceptance]({path.relative_to(ROOT)})\n"
 
-    def _plot(self, machine: str, what: str, drawing: str) -> str:
-        path = _PLOTS / f"{machine}-{_slug(self.name)}-{what}.svg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(drawing)
-        return f"![speed-up by {what}]({path.relative_to(ROOT)})\n"
+    def _plot_path(self, machine: str, what: str) -> Path:
+        _PLOTS.mkdir(parents=True, exist_ok=True)
+        return _PLOTS / f"{machine}-{_slug(self.name)}-{what}.svg"
 
 
 def kept(name: str) -> Guessing:

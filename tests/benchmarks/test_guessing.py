@@ -45,7 +45,7 @@ def test_the_page_has_tables_and_plots(tmp_path):
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
     for what in ("load", "acceptance"):
         assert f"plots/here-tiny-auto-{what}.svg" in text
-        assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().startswith("<svg")
+        assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().endswith("</svg>\n")
     assert least(lines).startswith("The least steady one is 0.90 x (chat, 4 streams)")
 
 

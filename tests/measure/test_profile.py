@@ -105,8 +105,8 @@ def test_what_to_mend_is_farthest_above_its_floor(path: Path) -> None:
 def test_shapes_are_the_batches_that_cost_is_counted_from() -> None:
     assert Shape.decode(3, 7).batch == BatchShape.decode((7, 7, 7))
     assert Shape.prefill(9).batch == BatchShape.prefill(9)
-    assert Shape.decode(1, 2000).name == "decode, 1 stream behind 2,000 tokens"
-    assert Shape.decode(2, 8).name == "decode, 2 streams behind 8 tokens"
+    assert Shape.decode(1, 2000).name == "decode, 1 stream after 2,000 tokens"
+    assert Shape.decode(2, 8).name == "decode, 2 streams after 8 tokens"
 
 
 def test_fused_operations_are_called_by_what_they_do(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""`twostroke profile`: where a step's time goes, operation by operation, beside the limits."""
+"""`twostroke profile`: the time of each operation of a step, beside the machine's limits."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,6 @@ import click
 from twostroke.cli.fetch import fetch
 from twostroke.cli.help import OneOf
 from twostroke.cli.options import named_as_options
-from twostroke.cli.roofline import Point, Roof, Series, draw
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
     BACKENDS,
@@ -23,19 +22,18 @@ from twostroke.core.config import (
     ComputeOptions,
 )
 from twostroke.core.errors import UsageError
+from twostroke.measure import plots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.measure.profile import OperationProfile, StepProfile
+    from twostroke.measure.profile import Rates, StepProfile
     from twostroke.measure.single_step import Shape
-    from twostroke.program.cost import Cost
 
 _MOST: Final = 1 << 20
 _STREAMS: Final = (1, 16)
 _PROMPT: Final = (512,)
-_QUIET: Final = 0.03  # of the processors' time that others may take unsaid
-_LEAST_FLOPS: Final = 1e-4  # of a step's, for a place on the roofline
+_QUIET: Final = 0.03  # share of the processors that other programs may take without a note
 _HEADINGS: Final = (
     "OPERATION", "CALLS", "MS", "SHARE", "WAITING", "MB", "GFLOP", "FLOP/B", "GB/S", "GFLOP/S",
     "FLOOR", "×FLOOR",
@@ -53,55 +51,61 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
         """Return the numbers."""
         words = str(value).split(",")
         if not all(word.strip().isdecimal() and 0 < int(word) <= _MOST for word in words):
-            self.fail(f"'{value}' is no list of numbers from 1 to {_MOST}, as 1,16 is.", param, ctx)
+            self.fail(
+                f"'{value}' is not a list of numbers from 1 to {_MOST}, such as 1,16.", param, ctx
+            )
         return tuple(map(int, words))
 
 
 @click.command("profile")
 @click.argument("model")
-@click.option("--streams", type=Counts(), help="Decode steps of so many streams [default: 1,16].")
+@click.option("--streams", type=Counts(), help="Streams of the decode steps [default: 1,16].")
 @click.option(
     "--context",
     type=click.IntRange(1),
     metavar="N",
     default=512,
     show_default=True,
-    help="Tokens behind which each stream writes.",
+    help="Tokens that each stream has when it decodes.",
 )
-@click.option("--prefill", type=Counts(), help="Steps of so many prompt tokens [default: 512].")
+@click.option("--prefill", type=Counts(), help="Tokens of the prefill steps [default: 512].")
 @click.option(
-    "--steps", type=click.IntRange(1), metavar="N", help="Measured [default: some two seconds]."
+    "--steps",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Steps to measure [default: for two seconds].",
 )
-@click.option("--layers", is_flag=True, help="Show each layer by itself.")
+@click.option("--layers", is_flag=True, help="Show each layer separately.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False, writable=True),
     metavar="FILE.svg",
-    help="Draw this machine's roofline with the operations under it.",
+    help="Draw a roofline with the operations (needs twostroke[plots]).",
 )
 @click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Compute threads.")
 @click.option("--level", help="Instruction set [default: the best here].")
 @click.option(
-    "--kv-format", type=OneOf(KV_FORMATS), default="auto", help="How keys and values are stored."
+    "--kv-format", type=OneOf(KV_FORMATS), default="auto", help="Format of keys and values."
 )
 @click.option(
     "--activation-bits",
     type=int,
     default=DEFAULT_ACTIVATION_BITS,
     show_default=True,
-    help="Against quantized weights.",
+    help="Precision of activations in products with quantized weights: 15, 9 or 8.",
 )
 @click.option("--backend", type=OneOf(BACKENDS), default="auto", hidden=True)
 def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
-    """Measure what each operation of a step takes, beside the least that this machine needs.
+    """Time each operation of a step, beside the least time that this machine needs for it.
 
-    A step is computed again and again, alone, with fresh requests behind real contexts. With only
-    one of --streams and --prefill, only that is measured. Close other programs first.
+    The same step is computed repeatedly, with nothing else running. If only --streams or only
+    --prefill is given, only that is measured. Close other programs first.
     """
+    from twostroke.measure.profile import Wanted, profile
+
     if plot is not None:
         _check_plot(plot)
-    from twostroke.measure.profile import Wanted, profile
 
     with named_as_options():
         wanted = Wanted(
@@ -127,7 +131,9 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(_result(model, profiles)))
     if plot is not None:
-        _write(plot, _picture(model, profiles))
+        title = f"{model} on {profiles[0].hardware.name}: {profiles[0].detail}"
+        series = [one.series() for one in profiles]
+        plots.save(plots.roofline(title, profiles[0].hardware, series), plot)
 
 
 def _shapes(given: dict[str, Any]) -> tuple[Shape, ...]:
@@ -141,18 +147,10 @@ def _shapes(given: dict[str, Any]) -> tuple[Shape, ...]:
 
 
 def _check_plot(path: Path) -> None:
-    """Refuse, before anything is measured, what could not be written."""
+    """Raise UsageError, before anything is measured, if the plot could not be written."""
     if path.suffix.lower() != ".svg":
-        raise UsageError(f"--plot draws SVG: give a name that ends in .svg, not '{path.name}'.")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"--plot: there is no folder '{path.parent}'.")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:  # that of a full disk does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise UsageError(f"--plot writes SVG: use a name that ends in .svg, not '{path.name}'.")
+    plots.new_figure(1, 1)
 
 
 def _notice(text: str) -> None:
@@ -167,64 +165,20 @@ def _machine(profile: StepProfile) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What is shown of an operation, or of all together; None where nothing divides."""
-
-    time_s: float
-    share: float
-    waiting_s: float
-    bytes: int
-    flops: int
-    flops_per_byte: float | None
-    bytes_per_s: float | None
-    flops_per_s: float | None
-    floor_s: float
-    times_floor: float | None
-
-    @classmethod
-    def of(cls, operation: OperationProfile, step_s: float) -> Figures:
-        """Work out an operation's figures."""
-        time_s = operation.time_s.median
-        return cls._of(time_s, step_s, operation.waiting_s, operation.cost, operation.floor_s)
-
-    @classmethod
-    def of_all(cls, profile: StepProfile) -> Figures:
-        """Work out the figures of a whole step."""
-        step_s, waiting_s = profile.step_s, sum(one.waiting_s for one in profile.operations)
-        return cls._of(step_s, step_s, waiting_s, profile.cost, profile.floor_s)
-
-    @classmethod
-    def _of(
-        cls, time_s: float, step_s: float, waiting_s: float, cost: Cost, floor_s: float
-    ) -> Figures:
-        return cls(
-            time_s,
-            time_s / step_s,
-            waiting_s,
-            cost.bytes,
-            cost.flops,
-            cost.flops / cost.bytes if cost.bytes else None,
-            cost.bytes / time_s if time_s else None,
-            cost.flops / time_s if time_s else None,
-            floor_s,
-            time_s / floor_s if floor_s else None,
-        )
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the figures in the units of `_HEADINGS`."""
-        return (
-            _number(self.time_s, 1e3),
-            f"{self.share:.1%}",
-            _number(self.waiting_s, 1e3),
-            _number(self.bytes, 1e-6),
-            _number(self.flops, 1e-9),
-            _number(self.flops_per_byte),
-            _number(self.bytes_per_s, 1e-9),
-            _number(self.flops_per_s, 1e-9),
-            _number(self.floor_s, 1e3),
-            _number(self.times_floor) if (self.times_floor or 0) < 1000 else ">999",
-        )
+def _cells(rates: Rates) -> tuple[str, ...]:
+    """Return the figures in the units of `_HEADINGS`."""
+    return (
+        _number(rates.time_s, 1e3),
+        f"{rates.share:.1%}",
+        _number(rates.waiting_s, 1e3),
+        _number(rates.bytes, 1e-6),
+        _number(rates.flops, 1e-9),
+        _number(rates.flops_per_byte),
+        _number(rates.bytes_per_s, 1e-9),
+        _number(rates.flops_per_s, 1e-9),
+        _number(rates.floor_s, 1e3),
+        _number(rates.times_floor) if (rates.times_floor or 0) < 1000 else ">999",
+    )
 
 
 def _show(profile: StepProfile) -> None:
@@ -247,14 +201,14 @@ def _table(profile: StepProfile) -> list[tuple[str, ...]]:
     return [
         _HEADINGS,
         *(
-            (str(one.label), str(one.calls), *Figures.of(one, step_s).cells())
+            (str(one.label), str(one.calls), *_cells(profile.rates_of(one)))
             for one in profile.operations
         ),
         *(
             (name, "", _number(time_s, 1e3), f"{time_s / step_s:.1%}", *blank)
             for name, time_s in around.items()
         ),
-        ("whole step", "", *Figures.of_all(profile).cells()),
+        ("whole step", "", *_cells(profile.rates)),
     ]
 
 
@@ -263,12 +217,12 @@ def _advice(profile: StepProfile) -> str:
     around_s = profile.set_up_s + profile.scheduler_s
     if around_s > worst.above_s:
         return (
-            f"Mend next: what lies around the kernels takes {_ms(around_s)}, "
+            f"Improve next: set-up, results and scheduler, {_ms(around_s)} or "
             f"{around_s / step_s:.0%} of the step."
         )
     return (
-        f"Mend next: {worst.label} takes {_ms(worst.above_s)} more than its floor of "
-        f"{_ms(worst.floor_s)}, {worst.above_s / step_s:.0%} of the step."
+        f"Improve next: {worst.label}, {_ms(worst.above_s)} above its floor of "
+        f"{_ms(worst.floor_s)}; that is {worst.above_s / step_s:.0%} of the step."
     )
 
 
@@ -305,13 +259,13 @@ def _step_result(profile: StepProfile) -> dict[str, Any]:
         "scheduler_s": profile.scheduler_s,
         "tokens_per_s": profile.tokens_per_s,
         "others_share": profile.others_share,
-        "whole": asdict(Figures.of_all(profile)),
+        "whole": asdict(profile.rates),
         "operations": [
             {
                 "name": one.label.name,
                 "layer": one.label.layer,
                 "calls": one.calls,
-                **asdict(Figures.of(one, profile.step_s)),
+                **asdict(profile.rates_of(one)),
                 "lowest_s": one.time_s.low,
                 "highest_s": one.time_s.high,
             }
@@ -319,28 +273,3 @@ def _step_result(profile: StepProfile) -> dict[str, Any]:
         ],
         "mend_next": _advice(profile),
     }
-
-
-def _picture(model: str, profiles: Sequence[StepProfile]) -> str:
-    """Return the roofline; operations that hardly compute have no place on it."""
-    hardware = profiles[0].hardware
-    roof = Roof(
-        hardware.bandwidth,
-        hardware.peak,
-        f"{hardware.bandwidth / 1e9:.1f} GB/s, measured",
-        f"{hardware.peak / 1e12:.2f} T operations/s, measured: {hardware.peak_kind}",
-    )
-    title = f"{model} on {hardware.name}: {profiles[0].detail}"
-    return draw(title, roof, [_series(profile) for profile in profiles])
-
-
-def _series(profile: StepProfile) -> Series:
-    points = []
-    for one in profile.operations:
-        figures = Figures.of(one, profile.step_s)
-        is_drawn = one.cost.flops > _LEAST_FLOPS * profile.cost.flops
-        if is_drawn and figures.flops_per_byte and figures.flops_per_s:
-            label = str(one.label)
-            rates = figures.flops_per_byte, figures.flops_per_s
-            points.append(Point(label, *rates, figures.share))
-    return Series(f"{profile.shape.name}: {_ms(profile.step_s)}", points)

@@ -1,4 +1,4 @@
-"""Compares readers, formats and models on a text: the proof that a change did no harm."""
+"""Measures on a text how far readers, formats and models differ from the right answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PIECE = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and who reads it."""
+    """A model, and how it is read."""
 
     model: str
     compute: ComputeOptions
@@ -159,8 +159,8 @@ def _finite(logits: Array, subject: Subject) -> Array:
     if np.isfinite(logits).all():
         return logits
     raise TwostrokeError(
-        f"{subject.model}: there are logits that are no finite numbers, read with "
-        f"{subject.compute.backend}: there is nothing to compare. Its weights may be damaged."
+        f"{subject.model}: the {subject.compute.backend} reader computes logits that are not "
+        "finite. The weights may be damaged."
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: each fused operation beside the least that it could take here."""
+"""Times each fused operation of a step, beside the least that it could take on this machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
 from twostroke.engine.parts import auto_kv_format
 from twostroke.measure.labels import Label, labels
+from twostroke.measure.plots import Point, Series
 from twostroke.measure.single_step import SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from twostroke.program import Program
 
 _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step
-_MEASURED_S: Final = 2.0  # unless that is fewer or more steps than these
+_MEASURED_S: Final = 2.0  # within these numbers of steps
 _FEWEST_STEPS: Final = 5
 _MOST_STEPS: Final = 200
+_LEAST_FLOPS: Final = 1e-4  # of a step's, for a place on the roofline
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to measure: shapes, how many steps of each (None: some two seconds), rows by layer."""
+    """The shapes to measure, steps of each (None: about two seconds), and whether by layer."""
 
     shapes: tuple[Shape, ...]
     num_steps: int | None = None
@@ -45,7 +47,7 @@ class Wanted:
     cache: CacheOptions = field(default_factory=CacheOptions)
 
     def __post_init__(self) -> None:
-        """Refuse a backend without kernels of its own."""
+        """Refuse a backend without native kernels."""
         if self.compute.backend not in {"auto", "cpu"}:
             message = f"Only the cpu backend has kernels to profile, not {self.compute.backend}"
             raise UsageError(f"{message}: leave --backend out.")
@@ -61,16 +63,16 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Sum up."""
+        """Return the spread of `values`."""
         every = sorted(values)
         return cls(statistics.median(every), every[0], every[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class OperationProfile:
-    """Fused operations of one label in a step: how often, how long, and what they had to do.
+    """Fused operations of one label in a step: how often they ran, how long, and their cost.
 
-    `waiting_s` is the part of the time that threads waited for each other (mean of the threads).
+    `waiting_s` is the time in which threads waited for each other (mean of the threads).
     `floor_s` is the least that this machine needs: for each call the longer of moving its bytes
     at the measured bandwidth and doing its arithmetic at the measured peak.
     """
@@ -84,17 +86,49 @@ class OperationProfile:
 
     @property
     def above_s(self) -> float:
-        """Seconds above the floor; 0 for what is below it, which caches can bring about."""
+        """Seconds above the floor; 0 where caches made it faster than the floor."""
         return max(0.0, self.time_s.median - self.floor_s)
 
 
 @dataclass(frozen=True, slots=True)
-class StepProfile:
-    """One shape's step. `run_s` is the backend's whole call, `scheduler_s` comes on top of it.
+class Rates:
+    """Figures of an operation or of a whole step; None where a divisor is 0."""
 
-    `detail` is what the backend says of itself: its level, its threads, its keys and values.
-    `set_up_s` is what the call takes beside operations: arrays, threads, results. Other programs
-    took `others_share` of all processors meanwhile (None if unknown).
+    time_s: float
+    share: float
+    waiting_s: float
+    bytes: int
+    flops: int
+    flops_per_byte: float | None
+    bytes_per_s: float | None
+    flops_per_s: float | None
+    floor_s: float
+    times_floor: float | None
+
+    @classmethod
+    def of(cls, time_s: float, step_s: float, waiting_s: float, cost: Cost, floor_s: float) -> Self:
+        """Derive the figures of something that took `time_s` of a step's `step_s`."""
+        return cls(
+            time_s=time_s,
+            share=time_s / step_s,
+            waiting_s=waiting_s,
+            bytes=cost.bytes,
+            flops=cost.flops,
+            flops_per_byte=cost.flops / cost.bytes if cost.bytes else None,
+            bytes_per_s=cost.bytes / time_s if time_s else None,
+            flops_per_s=cost.flops / time_s if time_s else None,
+            floor_s=floor_s,
+            times_floor=time_s / floor_s if floor_s else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One shape's step. `run_s` is the backend's whole call, to which `scheduler_s` is added.
+
+    `detail` has the backend's level, threads and cache format. `set_up_s` is the part of the call
+    outside operations: arrays, threads, results. Other programs took `others_share` of all
+    processors meanwhile (None if unknown).
     """
 
     shape: Shape
@@ -114,23 +148,44 @@ class StepProfile:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens computed a second."""
+        """Tokens computed per second."""
         return self.shape.batch.num_rows / self.step_s
 
     @property
     def cost(self) -> Cost:
-        """What all operations had to do."""
+        """The cost of all operations."""
         return sum((operation.cost for operation in self.operations), Cost(0, 0, 0))
 
     @property
     def floor_s(self) -> float:
-        """The least that the operations need, one after another."""
+        """The least time that the operations need, one after another."""
         return sum(operation.floor_s for operation in self.operations)
 
     @property
     def worst(self) -> OperationProfile:
-        """The operation with the most time above its floor: what to mend next."""
+        """The operation with the most time above its floor."""
         return max(self.operations, key=lambda operation: operation.above_s)
+
+    @property
+    def rates(self) -> Rates:
+        """The figures of the whole step."""
+        waiting_s = sum(operation.waiting_s for operation in self.operations)
+        return Rates.of(self.step_s, self.step_s, waiting_s, self.cost, self.floor_s)
+
+    def rates_of(self, one: OperationProfile) -> Rates:
+        """Return the figures of one of the operations."""
+        return Rates.of(one.time_s.median, self.step_s, one.waiting_s, one.cost, one.floor_s)
+
+    def series(self) -> Series:
+        """Return the operations for a roofline, without those that hardly compute."""
+        points = []
+        for one in self.operations:
+            rates = self.rates_of(one)
+            is_drawn = one.cost.flops > _LEAST_FLOPS * self.cost.flops
+            if is_drawn and rates.flops_per_byte and rates.flops_per_s:
+                point = Point(str(one.label), rates.flops_per_byte, rates.flops_per_s, rates.share)
+                points.append(point)
+        return Series(f"{self.shape.name}: {self.step_s * 1e3:,.2f} ms", points)
 
 
 def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterator[StepProfile]:

@@ -1,4 +1,4 @@
-"""Single steps of chosen shapes: planned by the real scheduler, computed as often as one likes."""
+"""A single step of a chosen shape: planned by the real scheduler, computed repeatedly."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FILL_ROWS = 256  # computed at once while contexts are filled
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step: `num_streams` requests with one generated row each behind `context` tokens.
+    """A step: `num_streams` requests with one generated row each after `context` tokens.
 
-    Or, with `num_prompt` above 0, one request's first so many prompt tokens.
+    Or, with `num_prompt` above 0, the first `num_prompt` tokens of one request.
     """
 
     num_streams: int = 1
@@ -38,28 +38,28 @@ class Shape:
 
     @classmethod
     def decode(cls, num_streams: int, context: int) -> Shape:
-        """Each of the streams writes a token."""
+        """Each stream generates a token."""
         return cls(num_streams, context)
 
     @classmethod
     def prefill(cls, num_tokens: int) -> Shape:
-        """One prompt is read at once."""
+        """One prompt is computed at once."""
         return cls(num_prompt=num_tokens)
 
     @property
     def batch(self) -> BatchShape:
-        """What the step costs is counted from this."""
+        """The shape from which the cost of the step is counted."""
         if self.num_prompt:
             return BatchShape.prefill(self.num_prompt)
         return BatchShape.decode((self.context,) * self.num_streams)
 
     @property
     def name(self) -> str:
-        """What a person calls it, such as "decode, 16 streams behind 512 tokens"."""
+        """A readable name, such as "decode, 16 streams after 512 tokens"."""
         if self.num_prompt:
             return f"prefill, {self.num_prompt:,} tokens"
         streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
-        return f"decode, {streams} behind {self.context:,} tokens"
+        return f"decode, {streams} after {self.context:,} tokens"
 
     def check(self, program: Program) -> None:
         """Raise UsageError where a request would be longer than the model's context."""
@@ -67,23 +67,25 @@ class Shape:
             asked, knob = (
                 (f"a prompt of {self.num_prompt:,}", "--prefill")
                 if self.num_prompt
-                else (f"steps behind {self.context:,} tokens", "--context")
+                else (f"steps after {self.context:,} tokens", "--context")
             )
             most = max(0, program.context_length - self.num_written)
-            message = f"{program.name} was made for at most {program.context_length:,} tokens of"
-            raise UsageError(f"{message} context, too few for {asked}: {knob} may be up to {most}.")
+            raise UsageError(
+                f"The context of {program.name} has {program.context_length:,} tokens, too few for "
+                f"{asked}: {knob} may be up to {most}."
+            )
 
     def num_pages(self, groups: PageGroups) -> int:
-        """Return how many pages its requests hold, and the scheduler keeps for them to grow into.
+        """Return how many pages its requests need, with those that the scheduler reserves.
 
-        No page is behind a window before the step that fills the contexts ends.
+        A window frees no page before the step that fills the contexts ends.
         """
         places = -(-self._num_tokens // groups.page_size) + 1
         return self.num_streams * len(groups.windows) * places
 
     @property
     def num_written(self) -> int:
-        """How many tokens each request writes: the first, and one a step."""
+        """How many tokens each request generates: the first, and one a step."""
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
     @property
@@ -92,14 +94,14 @@ class Shape:
 
 
 class SingleStep:
-    """A shape's step on a backend, which it has to itself until `close`.
+    """A step of a shape on a backend, which serves nothing else until `close`.
 
-    Where there is a context, it is computed for one stream and copied for the others: their new
-    tokens differ, so that experts do as well.
+    The context is computed for one stream and copied for the others. Their new tokens differ, and
+    so do the experts that are used.
     """
 
     def __init__(self, backend: CpuBackend, program: Program, shape: Shape) -> None:
-        """Fill the contexts and plan the step. The backend has the pages that the shape needs."""
+        """Fill the contexts and plan the step; the backend must have enough pages."""
         facts = backend.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         num_tokens = shape.num_prompt or shape.context
@@ -127,13 +129,13 @@ class SingleStep:
         assert BatchShape.of(plan) == shape.batch
 
     def run(self) -> StepResult:
-        """Compute the step, which changes nothing that the next time would meet."""
+        """Compute the step; it can be computed again with the same result."""
         return self._backend.run(self.plan)
 
     def scheduler_times(self) -> list[float]:
-        """Commit the step, and return what the scheduler takes for further ones, in seconds.
+        """Commit the step, and return the scheduler's seconds for each of a few further steps.
 
-        They are computed too, so that the scheduler meets caches as kernels leave them.
+        The steps are computed too, so that the scheduler finds caches as kernels leave them.
         """
         self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
         times_s = []
@@ -169,7 +171,7 @@ class SingleStep:
         return plan
 
     def _fill(self, plan: StepPlan) -> None:
-        """Do what the plan says, for the first request by computing, for others by copying."""
+        """Fill the contexts: compute the first request, copy its pages for the others."""
         first, *others = plan.slices
         for start in range(first.start, first.count, _FILL_ROWS):
             count = min(_FILL_ROWS, first.count - start)
@@ -181,7 +183,7 @@ class SingleStep:
                     self._backend.copy_page(source, target)
 
     def _result(self, num_tokens: int) -> StepResult:
-        """Return tokens as if drawn: any, for a greedy answer goes in circles."""
+        """Return random tokens as if drawn: greedy answers would repeat themselves."""
         return StepResult(self._tokens(num_tokens), [None] * num_tokens)
 
     def _tokens(self, count: int) -> list[int]:
