@@ -236,7 +236,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
         assert time.monotonic() - began < 5
     assert ran.code == 7
     assert ran.err == (
-        f"twostroke: Port {port} on 127.0.0.1 is already in use: stop what uses it, "
+        f"twostroke: Port {port} on 127.0.0.1 is already in use: stop its program, "
         "or choose --port.\n"
     )
 
@@ -245,7 +245,7 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded(
     ("arguments", "code", "said"),
     [
         (("--host", "no.such.host.invalid"), 7, "check --host"),
-        (("--port", "99999"), 2, "choose --port from 0 to 65535"),
+        (("--port", "99999"), 2, "--port must be from 0 to 65535"),
         (("--port", "http"), 2, "'http' is not a valid integer"),
         (("--port", "0", "--drain", "-1"), 2, "--drain must be from 0 to 86400 seconds, not -1.0"),
         (("--port", "0", "--drain", "nan"), 2, "--drain must be from 0 to 86400 seconds, not nan"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
-from twostroke.serve.job import Answers
+from twostroke.serve.running import Answers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What the server says of itself: GET / and /health."""
+"""The responses of GET /, /health and /v1/models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class AboutBody(msgspec.Struct, frozen=True):
-    """What answers here, and where more can be found."""
+    """The server, its model, and its paths."""
 
     name: str
     version: str
@@ -16,7 +16,35 @@ class AboutBody(msgspec.Struct, frozen=True):
 
 
 class HealthBody(msgspec.Struct, frozen=True):
-    """Whether a request would be answered now: `ok`, or why not."""
+    """Whether the server would answer a request now: `ok`, or the reason why not."""
 
     status: str
     model: str
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """A model's abilities besides text completion, by the names of Mistral's API.
+
+    Chat needs a chat template; filling in the middle (`suffix`) needs tokens for it.
+    """
+
+    completion_chat: bool
+    completion_fim: bool
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """One model; `created` is its time of loading, `max_model_len` its context in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    capabilities: Capabilities
+    object: str = "model"
+    owned_by: str = "twostroke"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All models."""
+
+    data: list[ModelBody]
+    object: str = "list"

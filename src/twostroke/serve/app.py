@@ -1,4 +1,4 @@
-"""The routes: what the server answers to which request."""
+"""The application: its routes, and the layers around them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from starlette.routing import Route
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve.about import AboutBody, HealthBody
+from twostroke.serve.about import AboutBody, Capabilities, HealthBody, ModelBody, ModelList
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import document
 from twostroke.serve.describe.facts import Facts
 from twostroke.serve.dialect import Reply, encode_json
-from twostroke.serve.embed import Vectors, check_texts
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
-from twostroke.serve.job import Answers, check_choices
+from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.observe.exchange import Embedded, exchange_of
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.watchers import build_watchers
-from twostroke.serve.openai.models import Capabilities, ModelBody, ModelList
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.serve.running import Answers, Vectors
 from twostroke.serve.store import Store, Tenant
 
 if TYPE_CHECKING:
@@ -49,18 +48,18 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import Client
     from twostroke.engine.limits import Limits
-    from twostroke.serve.dialect import Dialect, Inquiry
-    from twostroke.serve.embed import EmbeddingDialect, EmbeddingJob
-    from twostroke.serve.job import Encoded, Job, Running
+    from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
+    from twostroke.serve.job import EmbeddingJob, Encoded, Job
+    from twostroke.serve.running import Running
 
 T = TypeVar("T")
 
 STATE_PATH: Final = "/api/state"
 
-# A body longer than this is decoded, rendered and tokenized beside the event loop, which would
-# otherwise keep other streams waiting; a shorter one is done sooner than handed over.
+# Longer bodies are decoded, rendered and tokenized in a thread, so that other streams do not wait;
+# for shorter ones the hand-over would take longer than the work.
 _LARGE_BODY_BYTES = 16 * 1024
-# Python runs one thread at a time: more of them would only take the event loop's turns from it.
+# Python runs one thread at a time: more would only delay the event loop.
 _NUM_READERS = 2
 
 
@@ -68,7 +67,7 @@ class Api:
     """Answers requests with one engine's model."""
 
     def __init__(self, client: Client, options: ServeOptions, limits: Limits | None) -> None:
-        """Serve `client`'s model; `limits` are what utilization is measured against."""
+        """Serve `client`'s model; `limits` are the machine's, for the metrics of utilization."""
         self.client = client
         self.options = options
         self.metrics = Metrics(client, limits, options.objectives, _version())
@@ -85,7 +84,7 @@ class Api:
         self._store = Store(options.max_stored, options.max_stored_bytes)
 
     def routes(self) -> list[Route]:
-        """Return what is answered where."""
+        """Return all routes."""
         gets = {
             "/": self.root,
             "/health": self.health,
@@ -107,23 +106,23 @@ class Api:
 
     @property
     def num_running(self) -> int:
-        """How many requests wait for the rest of their answers."""
+        """The number of requests whose answers are not complete."""
         return len(self._open)
 
     def abort(self) -> None:
-        """Cut off every answer that still runs; its client gets an error."""
+        """Cut off all running answers; their clients get an error."""
         for answers in list(self._open):
             answers.cancel()
 
     def close(self) -> None:
-        """Give back what answering took; to be called when no request comes any more."""
+        """Free threads and exporters, after the last request."""
         self._compiler.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
         for watcher in self.watchers:
             watcher.close()
 
     async def root(self, request: Request) -> Response:
-        """Say what this is: to a browser with the page, to a program as JSON."""
+        """Answer a browser with the page, and a program with a description as JSON."""
         if wants_page(request):
             return self.site.respond(request)
         about = AboutBody(
@@ -136,8 +135,8 @@ class Api:
         return _json(about, headers={"vary": "accept"})
 
     async def openapi(self, _request: Request) -> Response:
-        """Describe every route, as OpenAPI has it."""
-        if self._description is None:  # which takes a while
+        """Return the OpenAPI document."""
+        if self._description is None:  # made at the first request, since it takes a while
             self._description = encode_json(await asyncio.to_thread(self.description))
         return Response(self._description, media_type="application/json")
 
@@ -148,7 +147,7 @@ class Api:
         return document(self.routes(), bodies, self.facts())
 
     def facts(self) -> Facts:
-        """Return what its description says of this server alone."""
+        """Return the facts of this server for its description."""
         return Facts(
             version=_version(),
             names=self.names,
@@ -161,7 +160,7 @@ class Api:
         )
 
     async def health(self, _request: Request) -> Response:
-        """Say whether a request would be answered now."""
+        """Return whether the server would answer a request now."""
         status = self._health
         if status == Health.READY.value:
             return _json(HealthBody("ok", self.names[0]))
@@ -174,13 +173,13 @@ class Api:
         return Response(body, headers={"content-type": content_type})
 
     async def state(self, _request: Request) -> Response:
-        """Return what the dashboard shows.
+        """Return the state that the dashboard shows.
 
         Raises:
-            UnknownPathError: there is no dashboard here.
+            UnknownPathError: the dashboard is off.
         """
         if not self.options.shows_dashboard:
-            message = "The dashboard is off: start the server with --dashboard to have it."
+            message = "The dashboard is off: start the server with --dashboard."
             raise errors.UnknownPathError(message)
         headers = {"content-type": "application/json", "cache-control": "no-store"}
         return Response(self._state.body(self._health), headers=headers)
@@ -195,7 +194,7 @@ class Api:
 
     @property
     def _health(self) -> str:
-        """The engine's, or "draining"."""
+        """The engine's health, or "draining"."""
         health = self.client.loop.health
         return "draining" if self.is_draining and health is Health.READY else health.value
 
@@ -281,10 +280,7 @@ class Api:
     async def _read(
         self, request: Request, work: Callable[[bytes], T], *, is_long: bool = False
     ) -> T:
-        """Return what `work` makes of the body, without keeping other streams waiting.
-
-        It may take long if the body says so by its size, or the caller by `is_long`.
-        """
+        """Return `work` of the body, in a thread if the body or the work (`is_long`) is long."""
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:
             return work(body)
@@ -295,14 +291,14 @@ class Api:
         return await while_connected(request.receive, in_turn())
 
     def _tenant(self, request: Request) -> Tenant:
-        """Return who sends a request: whom the layers before this one have noted, else anybody."""
+        """Return the sender of a request, which the key check has noted."""
         return Tenant(request.scope.get("state", {}).get("tenant", ""), self._store)
 
     def _name(self, asked: str | None) -> str:
-        """Return the name that the response carries.
+        """Return the model's name for the response.
 
         Raises:
-            ModelNotFoundError: the client wants another model.
+            ModelNotFoundError: the client asks for another model.
         """
         if asked is None:
             return self.names[0]
@@ -324,7 +320,7 @@ class Api:
 def create_app(
     client: Client, options: ServeOptions | None = None, limits: Limits | None = None
 ) -> ASGIApp:
-    """Return the ASGI application that serves `client`'s model; it never starts or stops it."""
+    """Return the ASGI application that serves `client`'s model; the caller closes the client."""
     return build_app(Api(client, options or ServeOptions(), limits))
 
 
@@ -340,7 +336,7 @@ def build_app(api: Api) -> ASGIApp:
         return errors.to_response(error, request.scope)
 
     async def unforeseen(request: Request, _error: Exception) -> Response:
-        """Say so in the protocol's form; the outermost layer logs what it was."""
+        """Answer in the protocol's form; the outermost layer logs the error."""
         return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
@@ -348,12 +344,14 @@ def build_app(api: Api) -> ASGIApp:
         method, path = request.method, request.url.path
         if error.status_code == 405:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-            fault = errors.MethodError(f"{path} does not take {method}; it takes {allowed}.")
+            fault = errors.MethodError(f"{path} does not accept {method}, only {allowed}.")
             response = await known(request, fault)
             response.headers["allow"] = allowed
             return response
         hint = nearest(path[:MAX_NAME_LENGTH], paths)
-        return await known(request, errors.UnknownPathError(f"There is no {path}.{hint}"))
+        return await known(
+            request, errors.UnknownPathError(f"The path {path} does not exist.{hint}")
+        )
 
     handlers: dict[Any, Any] = {
         TwostrokeError: known,

@@ -1,4 +1,4 @@
-"""Compiles the constraints of requests, beside the event loop and the engine."""
+"""Compiles the constraints of requests, outside the event loop and the engine."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MAX_WAITING = 64
 
 
 class Compiler:
-    """Compiles one constraint at a time; what is known already waits for nobody."""
+    """Compiles one constraint at a time; a constraint in the cache is returned at once."""
 
     def __init__(self, grammars: Grammars, limit_s: float) -> None:
-        """Compile with `grammars`; each constraint has `limit_s` seconds from its own turn on."""
+        """Compile with `grammars`; each constraint has `limit_s` seconds, without its queueing."""
         self._grammars = grammars
         self._limit_s = limit_s
         self._thread = ThreadPoolExecutor(1, "twostroke-compile")
         self._num_waiting = 0
 
     async def grammar(self, asked: Constraint | ToolForm) -> GrammarMatcher:
-        """Return a constraint compiled: its copies are the matchers of requests.
+        """Return the compiled constraint; requests use copies of it as their matchers.
 
-        That of tools asks less of the arguments of those whose schema cannot be kept to.
+        Tools whose schema cannot be compiled may have any JSON object as arguments.
 
         Raises:
-            RequestError: it cannot be used, or takes too long.
-            OverloadedError: too many others wait for their turn.
+            RequestError: the constraint cannot be compiled, or takes too long.
+            OverloadedError: too many other constraints are waiting.
         """
         if isinstance(asked, ToolForm):
             asked = asked.without_refused(partial(self._grammars.refusal, only_known=True))
@@ -51,7 +51,7 @@ class Compiler:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Begin no more of them, and end the thread once it is done with the one it has."""
+        """Drop the queue, and end the thread after the constraint at hand."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_turn(
@@ -72,7 +72,7 @@ class Compiler:
             message = f"{param} took longer than {self._limit_s:g} s to compile: simplify it."
             raise RequestError(message, param=param) from None
         finally:
-            work.cancel()  # where the client left before its turn
+            work.cancel()  # if the client left before its turn
 
     def _compile(self, constraint: Constraint, asked: Constraint | ToolForm) -> GrammarMatcher:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from twostroke.engine.client import ModelCard
     from twostroke.serve.events import Event
-    from twostroke.serve.job import Job
+    from twostroke.serve.job import EmbeddingJob, Job
     from twostroke.serve.store import Tenant
     from twostroke.tokenize import Tokenizer
 
@@ -56,7 +56,7 @@ class Encoder(Protocol):
     def write(self, event: Event) -> bytes:
         """Return the server-sent events for an event; empty where the protocol has none."""
 
-    def whole(self, events: Iterable[Event]) -> msgspec.Struct:
+    def whole(self, stream: Iterable[Event]) -> msgspec.Struct:
         """Return the response that is not streamed, from all events of the job."""
 
 
@@ -79,6 +79,22 @@ class Dialect(Generic[T]):
     read: Callable[[T, Tenant], Job]
     encoder: Callable[[Reply], Encoder]
     recalls: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDialect(Generic[T]):
+    """One protocol for embeddings.
+
+    Attributes:
+        request: the struct of its bodies; it has a field `model`.
+        read: translates a checked request of a tenant to a job; raises RequestError.
+        whole: makes the response, from the model's name, a part for each text, and the number of
+            tokens in all texts.
+    """
+
+    request: type[T]
+    read: Callable[[T, Tenant], EmbeddingJob]
+    whole: Callable[[str, list[msgspec.Raw], int], Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,17 @@
-"""The internal request: what every protocol becomes, and the answers that it gets."""
+"""The internal requests that all protocols are translated to."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
 from twostroke.chat.tools import ToolForm
 from twostroke.core.errors import (
-    EngineStoppedError,
-    OverloadedError,
     RequestError,
-    TwostrokeError,
 )
-from twostroke.core.request import FinishReason
 from twostroke.engine.client import Caller
-from twostroke.engine.loop import Health
-from twostroke.engine.output import Usage, join
 from twostroke.engine.prompts import (
     behind_preface,
     chat_of,
@@ -30,17 +23,19 @@ from twostroke.engine.prompts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Callable
+
+    import msgspec
 
     from twostroke.chat.reasoning import Thinking
     from twostroke.chat.tools import Tools
+    from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.preface import Preface
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import Client, ModelCard
-    from twostroke.engine.output import Completion, Output, Timings
+    from twostroke.engine.client import ModelCard
+    from twostroke.engine.embedding import Embedding
     from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.serve.observe.metrics import Metrics
     from twostroke.tokenize import Prompt as Rendered
 
 
@@ -51,9 +46,12 @@ MAX_MESSAGES: Final = 10_000
 class Conversation:
     """Messages for the model's chat template; each has `role` and `content`.
 
-    `tools` may be called in the answer; they are OpenAI's objects. `continues` lets the answer go
-    on from the last message's text; `has_turn` begins the assistant's turn behind the messages
-    otherwise. `thinking` is what is asked of the model's reasoning.
+    Attributes:
+        messages: OpenAI's objects.
+        tools: the tools that the answer may call, as OpenAI's objects.
+        continues: whether the answer continues the last message's text.
+        has_turn: whether to open the assistant's turn after the messages otherwise.
+        thinking: the request's options for the model's reasoning.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -63,7 +61,7 @@ class Conversation:
     thinking: Thinking = AS_IT_IS
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return its token ids.
+        """Return the token ids.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
@@ -71,7 +69,7 @@ class Conversation:
         return card.tokenizer.encode_prompt(self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Return what the chat template makes of it; raises as `encode` does."""
+        """Render the chat template; raises as `encode` does."""
         return chat_of(card).render(
             self.messages,
             self.tools,
@@ -81,7 +79,7 @@ class Conversation:
         )
 
     def preface(self, card: ModelCard, rendered: Rendered) -> Preface | None:
-        """Return the reasoning that may come first in the answer."""
+        """Return the marks of the reasoning that may begin the answer; None without any."""
         continued = self.messages[-1].get("content") or "" if self.continues else ""
         return chat_of(card).preface(rendered, continued)
 
@@ -91,11 +89,15 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(slots=True)
 class Encoded:
-    """A job as it is for one model.
+    """A job encoded for one model.
 
-    `prompts` are its texts as token ids, a list a prompt. `params` have what the model adds to
-    them; their constraint is that of `calls`, if there are any, and `grammar` is the same once it
-    is compiled. `reading` says how the answers are to be read.
+    Attributes:
+        prompts: token ids, a list for each prompt.
+        params: the job's, completed by the model's own.
+        hints: for speculation.
+        reading: how to find reasoning and calls in the answers.
+        calls: the form of calls that constrains the answers, if tools may be called.
+        grammar: the compiled constraint of `params`.
     """
 
     prompts: list[list[int]]
@@ -108,14 +110,21 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts, and how each is to be continued; protocols translate into this and nothing else.
+    """Prompts and how to answer them.
 
-    `model` is the name that the client used, None for whichever there is. `echo` repeats each
-    prompt before its answer. With a `suffix`, for texts and ids alone, answers stand between each
-    prompt and that. `timings` wants to be told how long things took, and `tier` is what
-    the response says of its class of service. `tools` may be called in the answers to a
-    conversation, and hold them to their form. `speculate` and the text of `prediction`
-    are the engine's `Hints`.
+    Attributes:
+        model: the name that the client used; None for the default.
+        prompts: one conversation, or any number of texts and lists of token ids.
+        params: how to choose tokens.
+        caller: who asks, and how urgently.
+        speculate, prediction: become the engine's `Hints`.
+        stream: whether to send the answers while they come.
+        include_usage: whether a stream ends with the usage.
+        echo: whether to repeat each prompt before its answer.
+        suffix: the text after the answer, for a model that can fill in the middle.
+        timings: whether to report durations.
+        tools: the tools that answers to a conversation may call.
+        tier: the class of service to report; None reports nothing.
     """
 
     model: str | None
@@ -134,16 +143,16 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """How many answers there will be."""
+        """The number of answers."""
         return len(self.prompts) * self.params.n
 
     def encode(self, card: ModelCard, *, splits_reasoning: bool = True) -> Encoded:
-        """Return it as it is for a model, whose reasoning may be told from the answers.
+        """Encode the job for a model; `splits_reasoning` separates reasoning from answers.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model cannot
                 fill in the middle.
-            ContextLengthError: a prompt surely has more tokens than the context.
+            ContextLengthError: a prompt has more tokens than the context.
         """
         hints = to_hints(card, self.speculate, self.prediction)
         first = self.prompts[0]
@@ -182,148 +191,31 @@ class Job:
         return Encoded(tokens, params, hints, reading, calls)
 
 
-class Running(Protocol):
-    """What still runs for a client."""
+@dataclass(frozen=True, slots=True)
+class EmbeddingJob:
+    """Texts, or lists of token ids, to embed.
 
-    def cancel(self) -> None:
-        """Stop it, at once; harmless when it has ended."""
-
-
-class Answers:
-    """The outputs of a running job; leaving them unread does not stop it, `cancel` does.
-
-    Attributes:
-        ended: of the choices that have ended, by index, why, what they took, and when.
-        error: the code of what cut them off, where something did.
-        num_prompt: how many tokens the prompts have.
-        num_tokens: how many tokens have come.
-        cached_tokens: how many of a prompt's the prefix cache had, by its first choice's index.
-        ttft_s: from here to the first token and back; None before it has come.
+    `model` is the name that the client used, None for the default; `write` encodes an embedding
+    for the response.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        job: Job,
-        encoded: Encoded,
-        metrics: Metrics,
-        running: set[Running],
-    ) -> None:
-        """Queue the job in the engine, and stand in `running` until the last output.
+    model: str | None
+    texts: tuple[str | list[int], ...]
+    params: EmbeddingParams
+    caller: Caller
+    write: Callable[[Embedding], msgspec.Raw]
+
+    def encode(self, card: ModelCard) -> list[list[int]]:
+        """Return the token ids of each text.
 
         Raises:
-            RequestError: a prompt is empty, has unknown ids, or can never fit.
-            OverloadedError: the queue is full.
-            EngineStoppedError: the engine no longer runs.
+            ContextLengthError: a text has more tokens than the context.
         """
-        self.ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}
-        self.error: str | None = None
-        self.num_prompt = sum(map(len, encoded.prompts))
-        self.num_tokens = 0
-        self.cached_tokens: dict[int, int] = {}
-        self.ttft_s: float | None = None
-        self._client = client
-        self._metrics = metrics
-        self._num_choices = job.num_choices
-        self._n = job.params.n
-        self._service = job.caller.service
-        self._began_s = time.monotonic()
-        self._is_left = False
-        try:
-            self._generation = client.generate_many_async(
-                encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
-            )
-        except (OverloadedError, EngineStoppedError):
-            metrics.goodput.miss(self._service, self._num_choices)
-            raise
-        self._running = running
-        running.add(self)
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield outputs as they come, until every choice has had its last.
-
-        Raises:
-            EngineStoppedError: the engine or the server stopped under the job.
-            RequestError: the job's constraint could not be followed further.
-            TwostrokeError: the engine failed on the job.
-        """
-        try:
-            async for output in self._generation:
-                self.num_tokens += len(output.token_ids)
-                if output.usage is not None:  # the first output of a choice, or its last
-                    self._note(output, output.usage)
-                yield output
-        except EngineStoppedError as error:
-            self._fail(error)
-            raise
-        except RequestError as error:  # the constraint's fault, not the engine's
-            self.error = error.code
-            raise
-        except TwostrokeError as error:
-            self._fail(error)
-            if self._client.loop.health is Health.STOPPED:
-                raise EngineStoppedError(error.message) from error
-            raise
-
-    async def whole(self) -> list[Completion]:
-        """Return every answer, in the order of their index; raises as iterating does."""
-        outputs: list[list[Output]] = [[] for _ in range(self._num_choices)]
-        async for output in self:
-            outputs[output.index].append(output)
-        return [join(one) for one in outputs]
-
-    def cancel(self) -> None:
-        """Stop what still runs, at once; harmless when nothing does."""
-        self._running.discard(self)
-        num_left = self._num_choices - len(self.ended)
-        if num_left:
-            self._generation.cancel()
-        if num_left and self.error is None and not self._is_left:
-            self._is_left = True
-            waited_s, has_begun = time.monotonic() - self._began_s, self.num_tokens > 0
-            self._metrics.goodput.leave(self._service, num_left, waited_s, has_begun=has_begun)
-
-    @property
-    def num_unread(self) -> int:
-        """How many outputs the engine is ahead of the reader."""
-        return self._generation.num_unread
-
-    @property
-    def usage(self) -> Usage:
-        """What the ended choices took; a prompt counts once, however many answers it has."""
-        usages = [usage for _, usage, _ in self.ended.values()]
-        firsts = [usage for index, (_, usage, _) in self.ended.items() if index % self._n == 0]
-        return Usage(
-            sum(usage.prompt_tokens for usage in firsts),
-            sum(usage.cached_tokens for usage in firsts),
-            sum(usage.completion_tokens for usage in usages),
-            sum(usage.accepted_tokens for usage in usages),
-            sum(usage.rejected_tokens for usage in usages),
-        )
-
-    def _fail(self, error: TwostrokeError) -> None:
-        self.error = error.code or "server_error"
-        self._metrics.failures.inc()
-        self._metrics.goodput.miss(self._service, self._num_choices - len(self.ended))
-
-    def _note(self, output: Output, usage: Usage) -> None:
-        if output.index % self._n == 0:
-            self.cached_tokens[output.index] = usage.cached_tokens
-        if output.finish_reason is not None:
-            self._end(output, output.finish_reason, usage)
-        elif self.ttft_s is None:
-            self.ttft_s = time.monotonic() - self._began_s
-
-    def _end(self, output: Output, reason: FinishReason, usage: Usage) -> None:
-        assert output.timings is not None
-        if reason is FinishReason.CANCEL:  # by nobody who still reads
-            raise EngineStoppedError("The server is shutting down.")
-        self.ended[output.index] = (reason, usage, output.timings)
-        self._metrics.goodput.judge(self._service, usage, output.timings)
+        return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
 
 
 def check_messages(count: int, field: str) -> None:
-    """Refuse a conversation of more messages, or items, than one may have.
+    """Check that a conversation does not have too many messages or items.
 
     Raises:
         RequestError: too many.
@@ -334,7 +226,7 @@ def check_messages(count: int, field: str) -> None:
 
 
 def check_choices(job: Job, limit: int) -> None:
-    """Refuse a job of more answers than one request may ask for.
+    """Check that a job does not ask for too many answers.
 
     Raises:
         RequestError: too many.
@@ -342,3 +234,14 @@ def check_choices(job: Job, limit: int) -> None:
     if job.num_choices > limit:
         message = f"A request may ask for {limit} answers (prompts times n), not {job.num_choices}."
         raise RequestError(message, param="prompt" if len(job.prompts) > 1 else "n")
+
+
+def check_texts(job: EmbeddingJob, limit: int) -> None:
+    """Check that a job does not have too many texts.
+
+    Raises:
+        RequestError: too many.
+    """
+    if len(job.texts) > limit:
+        message = f"A request may have {limit} inputs, not {len(job.texts)}."
+        raise RequestError(message, param="input")

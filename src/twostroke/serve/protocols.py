@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic.reply import MessageEncoder
-from twostroke.serve.dialect import Dialect, Inquiry
-from twostroke.serve.embed import EmbeddingDialect
+from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
 from twostroke.serve.openai import chat, completions, embeddings, tokens
 from twostroke.serve.openai.chat_reply import ChatEncoder
 from twostroke.serve.openai.completions_reply import CompletionEncoder

@@ -1,4 +1,4 @@
-"""Runs the server: binds, serves, drains, stops."""
+"""Runs the server: bind, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
 
 _BACKLOG = 2048
-_GRACE_S = 5  # beyond the drain, for whatever hangs
-_FLUSH_S = 1  # for the errors of what was cut off to be written
+_GRACE_S = 5  # after the drain, for what hangs
+_FLUSH_S = 1  # to write the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that a taken address is known before anything else is done.
+    """Return a listening socket, so that a taken address is reported before the model loads.
 
     Clients that connect before `run_server` wait for it. Port 0 takes a free one.
 
     Raises:
-        UsageError: no port has this number.
-        PortInUseError: the address is taken, not this machine's, or not allowed.
+        UsageError: the port is out of range.
+        PortInUseError: the address is in use, not of this machine, or not allowed.
     """
     if not 0 <= port <= 65535:
-        raise UsageError(f"{port} is no port: choose --port from 0 to 65535.")
+        raise UsageError(f"--port must be from 0 to 65535, got {port}.")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError):
-        raise PortInUseError(f"'{host}' is no address of this machine: check --host.") from None
+        raise PortInUseError(f"'{host}' is not an address of this machine: check --host.") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -71,32 +71,32 @@ def run_server(
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
-    The first signal stops accepting and lets running requests finish for `options.drain_s`
-    seconds; then, or at a second signal, the rest is cut off with an error. 0 means that every
-    request was finished, 1 that some were cut off. The engine itself is left running: whoever
-    built it closes it.
+    After the first signal the server accepts no requests, and running ones have
+    `options.drain_s` seconds to finish. Then, or at a second signal, the rest is cut off with an
+    error. The exit code is 0 if all requests finished, 1 if some were cut off. The caller closes
+    the engine.
 
     Args:
         client: the engine to serve.
-        options: address and manners.
-        listener: from `bind`, where that was done earlier; else it is done now.
-        limits: what `/metrics` measures utilization against.
+        options: the address, and how to serve.
+        listener: from `bind`; without it, the server binds now.
+        limits: the machine's limits, against which `/metrics` measures utilization.
         on_ready: called with the server's URL once it answers.
-        on_stop: called with the number of running requests when a signal came.
+        on_stop: called with the number of running requests at the first signal.
 
     Raises:
-        UsageError: no port has this number.
+        UsageError: the port is out of range.
         PortInUseError: the address cannot be bound.
     """
     options = options or ServeOptions()
     listener = listener or bind(options.host, options.port)
-    client.grammars.prepare()  # now, as no stream has to wait for it
+    client.grammars.prepare()  # now, before a stream would have to wait for it
     api = Api(client, options, limits)
     return asyncio.run(_serve(api, listener, on_ready, on_stop))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which leaves signals to us and says when it is up."""
+    """uvicorn's server, which leaves signals to us and reports when it is up."""
 
     def __init__(self, config: uvicorn.Config, on_up: Callable[[], None]) -> None:
         super().__init__(config)
@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
 
 
 class _Shutdown:
-    """What happens between the first signal and the end."""
+    """Stops the server: drains at the first signal, cuts off at the second or at the time limit."""
 
     def __init__(
         self, server: uvicorn.Server, api: Api, on_stop: Callable[[int], None] | None
@@ -130,27 +130,27 @@ class _Shutdown:
             return
         self._server.should_exit = True
         self._api.is_draining = True
-        self._api.client.loop.flush()  # no more come to fill a batch that waits to be full
+        self._api.client.loop.flush()  # so that batching does not wait for more requests
         drain_s = self._api.options.drain_s
         self._timer = asyncio.get_running_loop().call_later(drain_s, self._cut)
         if self._on_stop is not None:
             self._on_stop(self._api.num_running)
 
     def close(self) -> None:
-        """Forget the limit: it is over."""
+        """Cancel the time limit."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _cut(self) -> None:
         num_running = self._api.num_running
         if num_running:
-            _logger.warning("Cut off %d running requests.", num_running)
+            _logger.warning("Shutdown: cut off %d running requests.", num_running)
         self.num_cut += num_running
         self._api.abort()
         asyncio.get_running_loop().call_later(_FLUSH_S, self._leave)
 
     def _leave(self) -> None:
-        """Wait no longer for connections that neither send nor read."""
+        """Stop waiting for connections that neither send nor read."""
         self._server.force_exit = True
 
 
@@ -164,7 +164,7 @@ async def _serve(
     server = _Server(_config(api), lambda: on_ready(url) if on_ready is not None else None)
     shutdown = _Shutdown(server, api, on_stop)
     loop = asyncio.get_running_loop()
-    is_main = threading.current_thread() is threading.main_thread()  # only it hears of signals
+    is_main = threading.current_thread() is threading.main_thread()  # only it gets signals
     signals = [signal.SIGINT, signal.SIGTERM] if is_main else []
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
@@ -207,9 +207,9 @@ def _url(listener: socket.socket) -> str:
 def _why(error: OSError, host: str, port: int) -> str:
     code = error.errno
     if code == errno.EADDRINUSE:
-        return f"Port {port} on {host} is already in use: stop what uses it, or choose --port."
+        return f"Port {port} on {host} is already in use: stop its program, or choose --port."
     if code == errno.EACCES:
-        return f"Port {port} on {host} is not allowed for this user: choose --port above 1023."
+        return f"This user may not bind port {port} on {host}: choose --port above 1023."
     if code == errno.EADDRNOTAVAIL:
-        return f"'{host}' is no address of this machine: check --host."
+        return f"'{host}' is not an address of this machine: check --host."
     return f"Port {port} on {host} cannot be bound: {error.strerror}."

@@ -1,9 +1,8 @@
-"""Answers that later requests may build on: in memory, bounded, apart by tenant."""
+"""A store of responses that later requests may continue: in memory, bounded, by tenant."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
@@ -13,27 +12,27 @@ if TYPE_CHECKING:
 MAX_CONVERSATION_BYTES: Final = 8 * 1024 * 1024
 MAX_CONVERSATION_ITEMS: Final = 10_000
 
-_OVERHEAD_BYTES: Final = 1000  # of an answer, beside its JSON
-_ITEM_BYTES: Final = 200  # of an item's entry in the index, beside its id
+_OVERHEAD_BYTES: Final = 1000  # of a response, besides its JSON
+_ITEM_BYTES: Final = 200  # of an item in the index, besides its id
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One answer: the JSON of it and of what it answers, and the answer that these follow.
+    """One stored response, with its request and the response that it continues.
 
-    What follows an answer holds it: it is found no more when it is deleted or among the oldest,
-    but its memory is free when nothing follows it.
+    A response that was removed cannot be found, but its memory is free only when no later response
+    continues it.
 
     Attributes:
-        id: by which it is found.
-        asked: JSON, a list of the items that came with its request.
-        answer: JSON, as its client got it.
-        item_ids: by which its items, asked and answered, are found.
-        previous: the answer before it in the conversation.
-        num_holders: how many need it: its entry, and those that follow it.
-        num_bytes: what it takes of the store's memory.
-        total_bytes: what the conversation takes, up to here.
-        total_items: how many items that has.
+        id: the response's id.
+        asked: JSON, a list of the request's own items.
+        answer: JSON, as the client got it.
+        item_ids: ids of all items, of the request and of the answer.
+        previous: the response before this one in the conversation.
+        num_holders: references to it: its entry in the store, and the responses that continue it.
+        num_bytes: its share of the store's memory.
+        total_bytes: memory of the conversation up to here.
+        total_items: items of the conversation up to here.
     """
 
     id: str
@@ -47,7 +46,7 @@ class Kept:
     total_items: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Count."""
+        """Compute sizes."""
         index = len(self.item_ids) * _ITEM_BYTES + sum(map(len, self.item_ids))
         self.num_bytes = len(self.asked) + len(self.answer) + index + _OVERHEAD_BYTES
         before = self.previous
@@ -55,7 +54,7 @@ class Kept:
         self.total_items = len(self.item_ids) + (before.total_items if before else 0)
 
     def conversation(self) -> Iterator[Kept]:
-        """Yield the answers up to this one, the first of the conversation first."""
+        """Iterate over the conversation up to here, from its first response on."""
         found: list[Kept] = []
         step: Kept | None = self
         while step is not None:
@@ -66,14 +65,14 @@ class Kept:
 
 @dataclass(slots=True)
 class _Shelf:
-    """What is kept of one tenant: answers, the oldest first, and answers by the ids of items."""
+    """One tenant's responses by id, the oldest first, and by the ids of their items."""
 
     answers: dict[str, Kept] = field(default_factory=dict)
     items: dict[str, Kept] = field(default_factory=dict)
     num_bytes: int = 0
 
     def hold(self, kept: Kept | None) -> None:
-        """Count a holder, and from the first one on the memory of the answer and those before."""
+        """Add a reference; the first one counts the memory of the response and those before it."""
         while kept is not None:
             kept.num_holders += 1
             if kept.num_holders > 1:
@@ -82,7 +81,7 @@ class _Shelf:
             kept = kept.previous
 
     def release(self, kept: Kept | None) -> None:
-        """Count a holder less, and after the last one no memory."""
+        """Drop a reference; free the memory with the last one."""
         while kept is not None:
             kept.num_holders -= 1
             if kept.num_holders:
@@ -92,15 +91,14 @@ class _Shelf:
 
 
 class Store:
-    """Keeps the newest answers of all tenants, within bounds.
+    """Keeps the newest responses of all tenants, within bounds.
 
-    When they are too many or too much, the oldest leave, of the tenant that has most. A
-    conversation that is too large is not kept, and nothing leaves for it. Safe to use from several
-    threads.
+    Over a bound, the tenant with the most loses its oldest. A conversation that is too large is
+    not stored. Safe to use from several threads.
     """
 
     def __init__(self, max_answers: int, max_bytes: int) -> None:
-        """Keep so many answers at most, of so many bytes together; 0 answers keeps none."""
+        """Store at most `max_answers` responses of `max_bytes` together; 0 stores none."""
         self.max_answers = max_answers
         self.max_bytes = max_bytes
         self._num_answers = 0
@@ -109,16 +107,16 @@ class Store:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """How many answers can be found."""
+        """The number of responses that can be found."""
         return self._num_answers
 
     @property
     def num_bytes(self) -> int:
-        """What all of them take, and what they follow."""
+        """The memory of all responses, and of those that they continue."""
         return self._num_bytes
 
     def fits(self, kept: Kept) -> bool:
-        """Whether an answer may be kept, with the conversation that it follows."""
+        """Whether a response, with its conversation, is within the bounds."""
         return (
             self.max_answers > 0
             and kept.total_bytes <= min(self.max_bytes, MAX_CONVERSATION_BYTES)
@@ -126,7 +124,7 @@ class Store:
         )
 
     def put(self, tenant: str, kept: Kept) -> bool:
-        """Keep an answer, as the newest, and return whether it fits."""
+        """Store a response as the newest; return whether it fits."""
         if not self.fits(kept):
             return False
         with self._lock:
@@ -148,19 +146,19 @@ class Store:
         return True
 
     def find(self, tenant: str, id_: str) -> Kept | None:
-        """Return a tenant's answer, or None if there is none by that id."""
+        """Return a tenant's response; None if it is not stored."""
         with self._lock:
             shelf = self._shelves.get(tenant)
             return shelf.answers.get(id_) if shelf else None
 
     def find_item(self, tenant: str, id_: str) -> Kept | None:
-        """Return the answer that an item belongs to, or None if there is none."""
+        """Return the response that an item belongs to; None if it is not stored."""
         with self._lock:
             shelf = self._shelves.get(tenant)
             return shelf.items.get(id_) if shelf else None
 
     def remove(self, tenant: str, id_: str) -> bool:
-        """Forget an answer, and return whether it was there."""
+        """Remove a response; return whether it was stored."""
         with self._lock:
             shelf = self._shelves.get(tenant)
             is_there = shelf is not None and id_ in shelf.answers
@@ -171,21 +169,15 @@ class Store:
     def _evict(
         self, newest: Kept, is_over: Callable[[], bool], size: Callable[[_Shelf], int]
     ) -> None:
-        """Remove the oldest answer of the tenant that has most, and again; the newest stays."""
-        if not is_over():
-            return
-        shelves = enumerate(self._shelves.items())
-        heap = [(-size(shelf), place, tenant) for place, (tenant, shelf) in shelves]
-        heapify(heap)
+        """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
         while is_over():
-            _, place, tenant = heappop(heap)
-            shelf = self._shelves[tenant]
-            oldest = next(iter(shelf.answers.values()))
-            if oldest is newest:
-                continue
-            self._remove(tenant, oldest.id)
-            if shelf.answers:
-                heappush(heap, (-size(shelf), place, tenant))
+            evictable = [
+                tenant
+                for tenant, shelf in self._shelves.items()
+                if next(iter(shelf.answers.values())) is not newest
+            ]
+            tenant = max(evictable, key=lambda tenant: size(self._shelves[tenant]))
+            self._remove(tenant, next(iter(self._shelves[tenant].answers)))
 
     def _remove(self, tenant: str, id_: str) -> None:
         shelf = self._shelves[tenant]
@@ -203,27 +195,27 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who sends a request, and where what they are to find again is kept."""
+    """The sender of a request, with a view of the store."""
 
     name: str
     store: Store
 
     def fits(self, kept: Kept) -> bool:
-        """Whether an answer may be kept."""
+        """Whether a response is within the bounds."""
         return self.store.fits(kept)
 
     def put(self, kept: Kept) -> bool:
-        """Keep an answer, and return whether it fits."""
+        """Store a response; return whether it fits."""
         return self.store.put(self.name, kept)
 
     def find(self, id_: str) -> Kept | None:
-        """Return an answer of this tenant's, or None."""
+        """Return a response of this tenant; None if it is not stored."""
         return self.store.find(self.name, id_)
 
     def find_item(self, id_: str) -> Kept | None:
-        """Return the answer of this tenant's that an item belongs to, or None."""
+        """Return the response of this tenant that an item belongs to; None if not stored."""
         return self.store.find_item(self.name, id_)
 
     def remove(self, id_: str) -> bool:
-        """Forget an answer of this tenant's, and return whether it was there."""
+        """Remove a response of this tenant; return whether it was stored."""
         return self.store.remove(self.name, id_)

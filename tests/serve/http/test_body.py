@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
-from twostroke.serve.http.body import BodyReader
+from twostroke.serve.http.connection import BodyReader
 from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.options import Limits, ServeOptions
 

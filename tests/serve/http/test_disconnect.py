@@ -17,10 +17,11 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.serve.app import create_app
 from twostroke.serve.dialect import Reply
 from twostroke.serve.http.stream import EventStream
-from twostroke.serve.job import Answers, Encoded, Job
+from twostroke.serve.job import Encoded, Job
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.options import Limits, ServeOptions
+from twostroke.serve.running import Answers
 
 if TYPE_CHECKING:
     from pathlib import Path

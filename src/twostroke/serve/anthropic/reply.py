@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
+from twostroke.serve import events
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.dialect import named_sse
-from twostroke.serve.events import Added, Began, BlockKind, Closed, Ended, Failed, Finished, Opened
 from twostroke.serve.openai.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Usage
     from twostroke.serve.dialect import Reply
-    from twostroke.serve.events import ContentBlock, Event
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -147,10 +146,10 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 _PING: Final = named_sse(Ping())
-_DELTAS: Final[dict[BlockKind, type[TextDelta | ThinkingDelta | InputDelta]]] = {
-    BlockKind.TEXT: TextDelta,
-    BlockKind.REASONING: ThinkingDelta,
-    BlockKind.CALL: InputDelta,
+_DELTAS: Final[dict[events.BlockKind, type[TextDelta | ThinkingDelta | InputDelta]]] = {
+    events.BlockKind.TEXT: TextDelta,
+    events.BlockKind.REASONING: ThinkingDelta,
+    events.BlockKind.CALL: InputDelta,
 }
 
 
@@ -163,43 +162,43 @@ class MessageEncoder:
         self._stop = StopBody("", None)
         self._timings: TimingsBody | UnsetType = UNSET
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: events.Event) -> bytes:
         """Return the named events of an event."""
         match event:
-            case Added():
+            case events.Added():
                 block = event.block
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
-            case Opened():
+            case events.Opened():
                 block = event.block
                 start = named_sse(BlockStart(block.index, _begun(block)))
                 return start if block.index else start + _PING
-            case Closed():
+            case events.Closed():
                 return _close(event.block)
-            case Began():
+            case events.Began():
                 assert event.usage is not None
                 return named_sse(MessageStart(self._message([], event.usage)))
-            case Ended():
+            case events.Ended():
                 self._end(event, has_calls=event.has_calls)
-            case Finished():
+            case events.Finished():
                 last = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
                 return named_sse(last) + named_sse(MessageStop())
-            case Failed():
+            case events.Failed():
                 error = ANTHROPIC.body(event.error, event.request_id)
                 return b"event: error\ndata: %b\n\n" % error
         return b""
 
-    def whole(self, events: Iterable[Event]) -> MessageBody:
+    def whole(self, stream: Iterable[events.Event]) -> MessageBody:
         """Return the response that is not streamed."""
         content: list[BlockBody] = []
         usage: Usage | None = None
-        for event in events:
+        for event in stream:
             match event:
-                case Closed():
+                case events.Closed():
                     content.append(_complete(event.block))
-                case Ended():
+                case events.Ended():
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
                     self._end(event, has_calls=event.has_calls and is_called)
-                case Finished():
+                case events.Finished():
                     usage = event.usage
         assert usage is not None
         message = self._message(content, usage)
@@ -215,7 +214,7 @@ class MessageEncoder:
             reply.id, "assistant", reply.model, content, None, None, _usage_body(usage)
         )
 
-    def _end(self, event: Ended, *, has_calls: bool) -> None:
+    def _end(self, event: events.Ended, *, has_calls: bool) -> None:
         """Note why the answer ended."""
         if event.reason is FinishReason.LENGTH:
             self._stop = StopBody("max_tokens", None)
@@ -229,25 +228,25 @@ class MessageEncoder:
             self._timings = timings_body(event.usage, event.timings)
 
 
-def _begun(block: ContentBlock) -> BlockBody:
+def _begun(block: events.ContentBlock) -> BlockBody:
     """Return a block without content."""
     match block.kind:
-        case BlockKind.TEXT:
+        case events.BlockKind.TEXT:
             return TextBody("")
-        case BlockKind.REASONING:
+        case events.BlockKind.REASONING:
             return ThinkingBody("", "")
-        case BlockKind.CALL:
+        case events.BlockKind.CALL:
             return ToolUseBody(f"toolu_{secrets.token_hex(12)}", block.name, {})
 
 
-def _close(block: ContentBlock) -> bytes:
+def _close(block: events.ContentBlock) -> bytes:
     last = b""
-    if block.kind is BlockKind.REASONING:
+    if block.kind is events.BlockKind.REASONING:
         last = named_sse(BlockDelta(block.index, SignatureDelta(_signature(block.text))))
     return last + named_sse(BlockStop(block.index))
 
 
-def _complete(block: ContentBlock) -> BlockBody:
+def _complete(block: events.ContentBlock) -> BlockBody:
     """Return a block with its content; a call that was cut, or is not JSON, becomes text."""
     body, text = _begun(block), block.text
     match body:

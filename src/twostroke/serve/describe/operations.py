@@ -15,13 +15,12 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
-from twostroke.serve.about import AboutBody, HealthBody
+from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
 from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
-from twostroke.serve.openai.models import ModelBody, ModelList
-from twostroke.serve.openai.responses import events as response_events
+from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
@@ -288,7 +287,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "OpenAI's Responses API. With `stream` events have names, which are their `type`; the "
         "last one has the whole answer.",
         answer=ResponseBody,
-        events=response_events.EVENTS,
+        events=stream_events.EVENTS,
         errors=_GENERATION,
         examples={
             "answer": {"input": "Why is the sky blue?", "max_output_tokens": 64},

@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, the count of responses, and what nobody else caught."""
+"""The outermost layer: request ids, counts of responses, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _logger = logging.getLogger("twostroke.serve")
 class Boundary:
     """Wraps the application.
 
-    A request's id is the client's own where it is harmless, else a fresh one. It is only for
-    people and logs; nothing is looked up by it, so two requests may carry the same.
+    A request keeps the client's id if that is harmless, and gets a new one otherwise. Ids are for
+    people and logs only, so two requests may share one.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Boundary:
         limits: Limits,
         watchers: Sequence[Watcher] = (),
     ) -> None:
-        """Wrap `app`, count its responses, and show each exchange to the watchers at its end."""
+        """Wrap `app`, count its responses, and report each exchange to the watchers at its end."""
         self._app = app
         self._watchers = watchers
         self._limits = limits
@@ -103,6 +103,6 @@ def _header(scope: Scope, wanted: bytes) -> str:
 
 
 def _endpoint(scope: Scope) -> str:
-    """Return the route's path; requests that met no route share one word."""
+    """Return the route's path, or "unknown" without a route."""
     route = scope.get("route")
     return getattr(route, "path", "unknown")

@@ -1,26 +1,36 @@
-"""One HTTP connection: uvicorn's, with a time limit on headers, a way to drop it and a good end."""
+"""One HTTP connection: uvicorn's, with limits on time and size, and a clean end.
+
+A closed connection with unread bytes in it is reset, and a client that still sends then sees the
+reset and never its answer. So the server reads on, within limits, before it closes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.serve.http.body import BodyReader
+from twostroke.core.errors import EngineStoppedError
 from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
-    import asyncio
+    from collections.abc import Callable, Iterable
 
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
     from twostroke.serve.options import Limits
 
+_MOMENT_S: Final = 0.5  # for bytes that were sent already
+_CLOSE: Final = (b"connection", b"close")
+_END: Final[Message] = {"type": "http.response.body", "body": b""}
+
 
 class Connection(H11Protocol):
-    """Drops clients that begin a request and do not finish its headers in time."""
+    """Drops clients that do not finish the headers of a request in time."""
 
     def __init__(
         self,
@@ -55,17 +65,14 @@ class Connection(H11Protocol):
         self._time_headers()
 
     def data_received(self, data: bytes) -> None:
-        """Take in bytes; those of a next request's headers are timed again."""
+        """Take in bytes, and time the headers of the next request."""
         super().data_received(data)
         self._time_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, and whatever request they came with.
-
-        Nothing can be said any more where an answer is on its way.
-        """
+        """Refuse bytes that are not HTTP; only close if an answer has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # its application is not to answer, too
+            self.cycle.disconnected = True  # so that its application does not answer as well
             self.cycle.message_event.set()
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
@@ -73,7 +80,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Let an answer end, but wait for no body, and for nothing that comes behind an answer."""
+        """Let an answer end, without waiting for the rest of a body or for the next request."""
         self._is_stopping = True
         super().shutdown()
         if self._body is not None:
@@ -97,3 +104,107 @@ class Connection(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+class BodyReader:
+    """Reads a request's body for the application, and drops the rest of it after the answer.
+
+    A client that was told not to send its body still gets a moment, since some send it anyway.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        limits: Limits,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Stand between the application and the connection.
+
+        `is_asked` tells whether the client waits for `100 Continue` before it sends its body.
+        """
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._is_asked = is_asked
+        self._is_read = False
+        self._is_answered = False  # in part, at least
+        self._is_refused = False  # the client asked whether to send its body; the answer says no
+        self._owes_end = False
+        self._stops_at: float | None = None  # in the loop's time; set when the server stops
+        self._limit: asyncio.Timeout | None = None  # while waiting for the body or its rest
+
+    async def answer(self, app: ASGIApp, scope: Scope) -> bool:
+        """Let `app` answer; return whether the connection can be used again.
+
+        The end of the answer would close the connection, so it waits for the end of the request:
+        for as long as the body had, and up to `max_dropped_bytes`.
+        """
+        ends_at = asyncio.get_running_loop().time() + self._limits.body_timeout_s
+        await app(scope, self._take, self._give)
+        if self._owes_end:
+            await self._drop(ends_at)
+            await self._send(_END)
+        return self._is_read or not self._owes_end
+
+    def hurry(self) -> None:
+        """From now on wait only a moment for a body, and not at all for the rest of one."""
+        self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0.0 if self._is_answered else self._stops_at)
+
+    async def _take(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            EngineStoppedError: the server stops before the whole body has come.
+        """
+        if self._is_read or self._is_answered:
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(self._stops_at) as self._limit:
+                return await self._next()
+        except TimeoutError:
+            message = "The server is shutting down, and the request's body is incomplete."
+            raise EngineStoppedError(message) from None
+        finally:
+            self._limit = None
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body", False):  # the end, or the client has left
+            self._is_read = True
+        return message
+
+    async def _give(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if self._is_asked():  # this answer tells it not to
+                self._is_refused = True
+                message = {**message, "headers": _closing(message.get("headers", []))}
+            self._is_answered = True
+        elif not message.get("more_body", False) and not self._is_read:
+            self._owes_end = True
+            message = {**message, "more_body": True}
+        await self._send(message)
+
+    async def _drop(self, ends_at: float) -> None:
+        now = asyncio.get_running_loop().time()
+        num_left = self._limits.max_dropped_bytes
+        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else 0.0
+        try:
+            begins_by = min(until, now + _MOMENT_S) if self._is_refused else until
+            async with asyncio.timeout_at(begins_by) as self._limit:
+                while not self._is_read and num_left > 0:
+                    num_left -= len((await self._next()).get("body", b""))
+                    if self._is_refused and self._stops_at is None:
+                        self._is_refused = False
+                        self._limit.reschedule(until)
+        except TimeoutError:
+            pass
+        finally:
+            self._limit = None
+
+
+def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an answer that closes the connection."""
+    return [*(one for one in headers if one[0] != _CLOSE[0]), _CLOSE]

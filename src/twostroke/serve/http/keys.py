@@ -1,4 +1,4 @@
-"""Who may ask: keys, the tenants that they belong to, and the layer that looks at them."""
+"""API keys, their tenants, and the layer that checks them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ _MAX_FILE_BYTES: Final = 1 << 20
 _WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 _FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
-OPEN_PATH: Final = "/health"  # load balancers have no keys
+OPEN_PATH: Final = "/health"  # for load balancers
 _FILES: Final = "/page/"
 _PARAM: Final = "api_keys"
 
 
 class KeyMissingError(TwostrokeError):
-    """No key came, or none that is known here."""
+    """The request has no key, or an unknown one."""
 
     http_status = 401
     code = "invalid_api_key"
 
 
 class ApiKeys:
-    """Keys and their tenants; only the digests of keys are kept.
+    """Keys and their tenants, as digests.
 
-    Keys are looked up by their digests: what the clock could tell is how a digest begins, and
-    nobody can choose a key by that, so that no key can be guessed piece by piece.
+    The time of a lookup can only reveal how a digest begins, which does not help to guess a key.
     """
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Know the tenants of some keys.
+        """Take a table from keys to tenants.
 
         Raises:
-            UsageError: there are none, or one is no word of printable ASCII characters.
+            UsageError: there are none, or one has other than printable ASCII characters.
         """
         if not tenants:
             raise UsageError("There are no keys: give at least one.", param=_PARAM)
@@ -57,13 +56,13 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path | None, key: str | None) -> Self | None:
-        """Return the keys of a file, and the environment's; None where there is neither.
+        """Return the keys of a file and of the environment; None without either.
 
-        A line of the file is `KEY` or `TENANT KEY`; empty ones and those that begin with # are
-        passed over. A key without a tenant is of the tenant without a name.
+        A line of the file is `KEY` or `TENANT KEY`, or a comment that begins with #. A key without
+        a tenant belongs to the tenant with the empty name.
 
         Raises:
-            UsageError: the file cannot be read, or a line is neither; no message has a key in it.
+            UsageError: the file cannot be read, or a line has another form. Messages have no keys.
         """
         if path is None and key is None:
             return None
@@ -76,18 +75,18 @@ class ApiKeys:
         return cls(found)
 
     def tenant_of(self, key: bytes) -> str | None:
-        """Return whose key this is, None if nobody's."""
+        """Return the tenant of a key; None if the key is unknown."""
         return self._tenants.get(_digest(key))
 
 
 class KeyCheck:
-    """Lets requests pass that have a key, and notes their tenant.
+    """Lets requests with a known key pass, and notes their tenant.
 
-    `GET /health` needs none, nor do the page's files, which a browser asks for without one.
+    `GET /health` and the page's files need no key: load balancers and browsers send none.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        """Stand before `app`."""
+        """Wrap `app`."""
         self._app = app
         self._keys = keys
 
@@ -99,7 +98,7 @@ class KeyCheck:
             if tenant is None:
                 response = to_response(_refusal(key), scope)
                 response.headers["www-authenticate"] = "Bearer"
-                response.headers["connection"] = "close"  # a body may still come
+                response.headers["connection"] = "close"  # without waiting for the body
                 await response(scope, receive, send)
                 return
             scope.setdefault("state", {})["tenant"] = tenant
@@ -119,7 +118,7 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key of the header of OpenAI's clients or, without it, of Anthropic's."""
+    """Return the key in the header of OpenAI's clients, or else of Anthropic's."""
     found: bytes | None = None
     for name, value in scope["headers"]:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
@@ -131,8 +130,10 @@ def _key(scope: Scope) -> bytes | None:
 
 def _refusal(key: bytes | None) -> KeyMissingError:
     if key is None:
-        return KeyMissingError("A key is needed: send the header 'Authorization: Bearer KEY'.")
-    return KeyMissingError("This key is not known here.")
+        return KeyMissingError(
+            "The API key is missing: send the header 'Authorization: Bearer KEY'."
+        )
+    return KeyMissingError("The API key is not valid.")
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -157,7 +158,7 @@ def _read(path: Path) -> dict[str, str]:
             raise UsageError(message, param=_PARAM)
         *tenant, key = words
         if key in found:
-            message = f"Line {number} of {path} has a key that stands above."
+            message = f"Line {number} of {path} repeats a key of an earlier line."
             raise UsageError(message, param=_PARAM)
         found[key] = tenant[0] if tenant else ""
     if not found:

@@ -1,4 +1,4 @@
-"""Reads request bodies within limits of size, time and kind."""
+"""Checks headers, and reads request bodies, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def check_headers(scope: Scope, limits: Limits) -> None:
-    """Refuse a request whose path and headers are too long.
+    """Check the size of the path and the headers.
 
-    The HTTP parser refuses them only where they do not come in one piece.
+    The HTTP parser only checks headers that come in several pieces.
 
     Raises:
         HeaderSizeError: over the limit.
@@ -38,25 +38,25 @@ def check_headers(scope: Scope, limits: Limits) -> None:
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:
-    """Return the request's body, which says that it is JSON.
+    """Return the request's body, whose Content-Type must be JSON.
 
-    The media type is asked for because a browser sends any page's form or plain text to any
-    server, this machine's included, but asks first before it sends JSON.
+    Any web page can make a browser send a form or plain text to a server on this machine; JSON
+    needs the server's permission first.
 
     Raises:
-        ContentTypeError: the body is something else, or compressed.
-        BodySizeError: it is too long; known at once where the length was announced.
-        BodyTimeoutError: it came too slowly.
-        ClientGoneError: the client left in the middle.
+        ContentTypeError: the body is not JSON, or is compressed.
+        BodySizeError: the body is too long, or announces to be.
+        BodyTimeoutError: the body came too slowly.
+        ClientGoneError: the client left before the end.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        said = f"not '{media_type}'" if media_type else "but there is none"
-        raise ContentTypeError(f"The Content-Type must be application/json, {said}.")
+        got = f"'{media_type}'" if media_type else "none"
+        raise ContentTypeError(f"The Content-Type must be application/json, got {got}.")
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in {"", "identity"}:
-        said = f"not with the Content-Encoding '{encoding}'"
-        raise ContentTypeError(f"The body must come as it is, {said}.")
+        message = f"The body must not be compressed, got the Content-Encoding '{encoding}'."
+        raise ContentTypeError(message)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
         raise _too_large(limits)

@@ -1,4 +1,4 @@
-"""Sends answers while they come, and notices at once when nobody listens any more."""
+"""Streams answers as server-sent events, and notices at once when the client leaves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from twostroke.serve.dialect import Encoder
     from twostroke.serve.events import EventReader
-    from twostroke.serve.job import Answers
     from twostroke.serve.options import ServeOptions
+    from twostroke.serve.running import Answers
 
 T = TypeVar("T")
 
@@ -38,10 +38,9 @@ _logger = logging.getLogger("twostroke.serve")
 class EventStream:
     """A response of server-sent events.
 
-    The headers wait for the first event, so that a request which fails before it has an ordinary
-    status; they go out with a comment when that takes long. A failure behind it, foreseen or not,
-    is told by an event. Whatever ends the stream early (the client left, or does not read, or the
-    server fails) cancels the job in the engine.
+    The headers wait for the first event, so that an early failure has an ordinary status; if that
+    takes long, they are sent with a comment. A later failure is an event. If the stream ends early
+    (the client left or does not read, or the server failed), the job is cancelled.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond. Raises what happened, if it happened before the first byte or in sending."""
+        """Respond. Raises errors that happen before the first byte, or while sending."""
         pump = asyncio.create_task(self._pump(scope, send))
         gone = asyncio.create_task(_until_gone(receive))
         tasks = [pump, gone]
@@ -71,7 +70,7 @@ class EventStream:
                 if self._is_stuck():
                     await _drop(scope)
                     break
-                if self._is_silent():  # a task: a client that does not read holds up this too
+                if self._is_silent():  # a task, since sending may block
                     tasks[2:] = [asyncio.create_task(self._send(send, _COMMENT))]
                     await asyncio.sleep(0)
             if pump.done():
@@ -83,14 +82,14 @@ class EventStream:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        """Pass on every event, then the end."""
+        """Send all events, then the end."""
         async with aclosing(self._events(scope)) as events:
             async for data in events:
                 await self._send(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
-        """Yield what is to be sent; the last of it may tell of a failure."""
+        """Yield the bytes of all events; the last one may be an error."""
         read, write = self._reader.read, self._encoder.write
         try:
             async for output in self._answers:
@@ -118,7 +117,7 @@ class EventStream:
         self._last_sent_s = time.monotonic()
 
     def _is_stuck(self) -> bool:
-        """Whether the client reads too slowly to be waited for."""
+        """Whether the client reads too slowly."""
         since, limits = self._sending_since_s, self._options.limits
         if since is None:
             return False
@@ -156,8 +155,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _drop(scope: Scope) -> None:
-    """Cut the connection; what was written and not read goes with it."""
+    """Cut the connection, and drop what was not read."""
     abort = scope.get("extensions", {}).get(ABORT)
     if abort is not None:
         abort()
-        await asyncio.sleep(0)  # the server hears of it in the loop's next round
+        await asyncio.sleep(0)  # the server notices in the loop's next round

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from twostroke.core.request import FinishReason
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Usage
-    from twostroke.serve.embed import Vectors
-    from twostroke.serve.job import Answers, Job
+    from twostroke.serve.job import Job
+    from twostroke.serve.running import Answers, Vectors
 
 _KEY: Final = "exchange"
 CLIENT_GONE: Final = 499  # as nginx has it: nobody was left to be answered

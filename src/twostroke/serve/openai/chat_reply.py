@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
-from twostroke.serve.events import (
-    Added,
-    Began,
-    BlockKind,
-    Closed,
-    ContentBlock,
-    Ended,
-    Failed,
-    Finished,
-    Opened,
-    Scored,
-)
 from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.openai.logprobs import ChatLogprobs, TokenLogprob, chat_logprobs
 from twostroke.serve.openai.usage import (
@@ -35,8 +24,6 @@ from twostroke.serve.openai.usage import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from twostroke.serve.events import Event
 
 
 class FunctionCallBody(msgspec.Struct):
@@ -138,47 +125,47 @@ class ChatEncoder:
         )
         self._scored: dict[int, list[TokenLogprob]] = {}  # by choice; until its next chunk
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
         match event:
-            case Added():
+            case events.Added():
                 return self._write(event.block.choice, _delta(event.block, event.text))
-            case Began():
+            case events.Began():
                 return self._write(event.choice, Delta("assistant", ""))
-            case Opened(block=ContentBlock(kind=BlockKind.CALL)):
+            case events.Opened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
-            case Scored():
+            case events.Scored():
                 told = self._scored.setdefault(event.choice, [])
                 told += chat_logprobs(self._reply.tokenizer, event.tokens)
-            case Ended():
+            case events.Ended():
                 return self._end(event)
-            case Finished():
+            case events.Finished():
                 return self._finish(event)
-            case Failed():
+            case events.Failed():
                 return sse(OPENAI.body(event.error, event.request_id)) + DONE
         return b""
 
-    def whole(self, events: Iterable[Event]) -> ChatCompletion:
+    def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed."""
         reply = self._reply
         usage: UsageBody | None = None
         choices: list[ChatChoice] = []
-        for event in events:
+        for event in stream:
             match event:
-                case Began():
+                case events.Began():
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     choices.append(
                         ChatChoice(event.choice, AnswerMessage("assistant", ""), logprobs, "")
                     )
-                case Scored():
+                case events.Scored():
                     told = choices[-1].logprobs
                     assert told is not None
                     told.content.extend(chat_logprobs(reply.tokenizer, event.tokens))
-                case Closed():
+                case events.Closed():
                     _add(choices[-1].message, event.block)
-                case Ended():
+                case events.Ended():
                     self._end_whole(choices[-1], event)
-                case Finished():
+                case events.Finished():
                     usage = usage_body(event.usage, event.num_reasoning)
         assert usage is not None
         return ChatCompletion(
@@ -198,7 +185,7 @@ class ChatEncoder:
             choice.logprobs = ChatLogprobs(told)
         return sse(encode_json(self._chunk))
 
-    def _end(self, event: Ended) -> bytes:
+    def _end(self, event: events.Ended) -> bytes:
         rest = b""
         if event.choice in self._scored:  # of tokens that have no text
             rest = self._write(event.choice, Delta(content=""))
@@ -210,14 +197,14 @@ class ChatEncoder:
         choice.finish_reason, choice.timings = None, UNSET
         return rest + last
 
-    def _finish(self, event: Finished) -> bytes:
+    def _finish(self, event: events.Finished) -> bytes:
         if not self._reply.job.include_usage:
             return DONE
         self._chunk.choices = []
         self._chunk.usage = usage_body(event.usage, event.num_reasoning)
         return sse(encode_json(self._chunk)) + DONE
 
-    def _end_whole(self, choice: ChatChoice, event: Ended) -> None:
+    def _end_whole(self, choice: ChatChoice, event: events.Ended) -> None:
         message = choice.message
         if message.tool_calls is not UNSET or self._reply.reading.is_forced:
             message.content = message.content or None
@@ -226,31 +213,31 @@ class ChatEncoder:
             choice.timings = timings_body(event.usage, event.timings)
 
 
-def _delta(block: ContentBlock, text: str) -> Delta:
+def _delta(block: events.ContentBlock, text: str) -> Delta:
     match block.kind:
-        case BlockKind.TEXT:
+        case events.BlockKind.TEXT:
             return Delta(content=text)
-        case BlockKind.REASONING:
+        case events.BlockKind.REASONING:
             return Delta(reasoning_content=text, reasoning=text)
-        case BlockKind.CALL:
+        case events.BlockKind.CALL:
             return Delta(tool_calls=[CallBody(FunctionCallBody(text), index=block.call_index)])
 
 
-def _call(block: ContentBlock) -> CallBody:
+def _call(block: events.ContentBlock) -> CallBody:
     """Return the first piece of a call."""
     call_id = f"call_{secrets.token_hex(12)}"
     return CallBody(FunctionCallBody("", block.name), call_id, "function", block.call_index)
 
 
-def _add(message: AnswerMessage, block: ContentBlock) -> None:
+def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
     """Add a complete block to its message."""
     match block.kind:
-        case BlockKind.TEXT:
+        case events.BlockKind.TEXT:
             message.content = (message.content or "") + block.text
-        case BlockKind.REASONING:
+        case events.BlockKind.REASONING:
             message.reasoning = (message.reasoning or "") + block.text
             message.reasoning_content = message.reasoning
-        case BlockKind.CALL:
+        case events.BlockKind.CALL:
             call = _call(block)
             call.function.arguments, call.index = block.text, UNSET
             message.tool_calls = [*(message.tool_calls or ()), call]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
-from twostroke.serve.events import Added, Began, Ended, Failed, Finished, PromptScored, Scored
 from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.job import Conversation
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
@@ -24,8 +24,6 @@ from twostroke.serve.openai.usage import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from twostroke.serve.events import Event
 
 
 class CompletionChoice(msgspec.Struct):
@@ -68,43 +66,43 @@ class CompletionEncoder:
         )
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: events.Event) -> bytes:
         """Return the server-sent events of an event."""
         match event:
-            case Added():
+            case events.Added():
                 return self._write(event.block.choice, event.text)
-            case Began():
+            case events.Began():
                 text = self._begin(event.choice)
                 return self._write(event.choice, text) if text else b""
-            case Scored() | PromptScored():
+            case events.Scored() | events.PromptScored():
                 self._score(event)
-            case Ended():
+            case events.Ended():
                 return self._end(event)
-            case Finished():
+            case events.Finished():
                 if not self._reply.job.include_usage:
                     return DONE
                 self._body.choices, self._body.usage = [], usage_body(event.usage)
                 return sse(encode_json(self._body)) + DONE
-            case Failed():
+            case events.Failed():
                 return sse(OPENAI.body(event.error, event.request_id)) + DONE
         return b""
 
-    def whole(self, events: Iterable[Event]) -> CompletionBody:
+    def whole(self, stream: Iterable[events.Event]) -> CompletionBody:
         """Return the response that is not streamed."""
         choices: list[CompletionChoice] = []
-        for event in events:
+        for event in stream:
             match event:
-                case Began():
+                case events.Began():
                     choices.append(CompletionChoice(event.choice, self._begin(event.choice)))
-                case Added():
+                case events.Added():
                     choices[-1].text += event.text
-                case Scored() | PromptScored():
+                case events.Scored() | events.PromptScored():
                     self._score(event)
-                case Ended():
+                case events.Ended():
                     if scorer := self._scorers.get(event.choice):
                         choices[-1].logprobs = scorer.take()
                     self._finish(choices[-1], event)
-                case Finished():
+                case events.Finished():
                     self._body.usage = usage_body(event.usage)
         self._body.choices = choices
         return self._body
@@ -121,9 +119,9 @@ class CompletionEncoder:
             self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text)
         return text
 
-    def _score(self, event: Scored | PromptScored) -> None:
+    def _score(self, event: events.Scored | events.PromptScored) -> None:
         scorer = self._scorers[event.choice]
-        if isinstance(event, Scored):
+        if isinstance(event, events.Scored):
             scorer.add(event.tokens)
         else:
             scorer.add_prompt(event.logprobs)
@@ -135,7 +133,7 @@ class CompletionEncoder:
             choice.logprobs = scorer.take()
         return sse(encode_json(self._body))
 
-    def _end(self, event: Ended) -> bytes:
+    def _end(self, event: events.Ended) -> bytes:
         scorer, choice = self._scorers.get(event.choice), self._choice
         rest = self._write(event.choice, "") if scorer is not None and scorer.has_news else b""
         choice.index, choice.text, choice.logprobs = event.choice, "", None
@@ -144,7 +142,7 @@ class CompletionEncoder:
         choice.finish_reason, choice.timings = None, UNSET
         return rest + last
 
-    def _finish(self, choice: CompletionChoice, event: Ended) -> None:
+    def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

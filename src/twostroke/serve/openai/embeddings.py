@@ -11,8 +11,8 @@ import msgspec
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.embed import EmbeddingJob
 from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.job import EmbeddingJob
 from twostroke.serve.openai.fields import refuse_all_but, to_caller
 
 if TYPE_CHECKING:

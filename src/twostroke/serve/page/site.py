@@ -1,4 +1,4 @@
-"""Serves the page's files out of the package: read once, looked up by name, never by path."""
+"""Serves the page's files from memory; names are looked up in a table, never in a file system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "index.html"
 
-# What is not in this table is not served; a file of another kind would be a mistake.
+# Files of other kinds are not served.
 MEDIA_TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -26,8 +26,8 @@ MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 
-# Nothing from elsewhere, nothing inline, and no text that becomes markup: what a model writes
-# reaches the page as text nodes only, and the browser holds the page to that.
+# Nothing from elsewhere, nothing inline, and no text that becomes markup: the browser enforces
+# that a model's text reaches the page as text nodes only.
 _POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -43,7 +43,7 @@ _POLICY: Final = "; ".join(
     )
 )
 _HEADERS: Final = {
-    "cache-control": "no-cache",  # kept, but asked about each time: the answer is a short 304
+    "cache-control": "no-cache",  # stored, but revalidated each time by a short 304
     "content-security-policy": _POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -61,11 +61,7 @@ class _File:
 
 
 class Site:
-    """Answers with the page's files.
-
-    All of them are in memory, some hundred kilobytes, under the names by which they are asked for:
-    a name that is not among them does not exist, whatever a file system would make of it.
-    """
+    """Answers with the page's files, some hundred kilobytes."""
 
     def __init__(self) -> None:
         """Read the files."""
@@ -79,15 +75,15 @@ class Site:
         """Answer with one file.
 
         Raises:
-            HTTPException: there is none of that name.
+            HTTPException: no file has that name.
         """
         return self.respond(request, request.path_params["name"])
 
     def respond(self, request: Request, name: str = INDEX) -> Response:
-        """Return the response with a file, or a 304 where the client has it already.
+        """Return the response with a file, or a 304 if the client has it already.
 
         Raises:
-            HTTPException: there is none of that name.
+            HTTPException: no file has that name.
         """
         found = self._files.get(name)
         if found is None:
@@ -101,7 +97,7 @@ class Site:
 
 
 def wants_page(request: Request) -> bool:
-    """Whether a browser asks, rather than a program."""
+    """Whether the request comes from a browser rather than a program."""
     return "text/html" in request.headers.get("accept", "").lower()
 
 

@@ -6,21 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from twostroke.core.request import FinishReason
+from twostroke.serve import events
 from twostroke.serve.dialect import encode_json, named_sse
-from twostroke.serve.events import (
-    Added,
-    Began,
-    BlockKind,
-    Closed,
-    Ended,
-    Failed,
-    Finished,
-    Opened,
-    Scored,
-)
 from twostroke.serve.http.errors import to_message
 from twostroke.serve.openai.logprobs import chat_logprobs
-from twostroke.serve.openai.responses import events as sent
+from twostroke.serve.openai.responses import stream_events as sent
 from twostroke.serve.openai.responses.body import (
     IncompleteDetails,
     OutputCall,
@@ -41,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from twostroke.serve.dialect import Reply
-    from twostroke.serve.events import ContentBlock, Event
     from twostroke.serve.openai.logprobs import TokenLogprob
     from twostroke.serve.openai.responses.body import OutputItem, OutputPart
 
@@ -54,12 +43,12 @@ class ResponsesEncoder:
         self._reply = reply
         self._body = begun(reply)
         self._body.output = []
-        self._block: ContentBlock | None = None  # the open one
+        self._block: events.ContentBlock | None = None  # the open one
         self._scored: list[TokenLogprob] = []  # of tokens whose text is still to come
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: events.Event) -> bytes:
         """Return the named events of an event."""
         data = b""
         for one in self._take(event):  # each is written before the body changes further
@@ -68,31 +57,31 @@ class ResponsesEncoder:
             data += named_sse(one)
         return data
 
-    def whole(self, events: Iterable[Event]) -> ResponseBody:
+    def whole(self, stream: Iterable[events.Event]) -> ResponseBody:
         """Return the response that is not streamed."""
-        for event in events:
+        for event in stream:
             for _ in self._take(event):
                 pass  # only the body is wanted
         return self._body
 
-    def _take(self, event: Event) -> Iterator[sent.StreamEvent]:
+    def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
         """Note an event in the response, and yield what a stream tells of it."""
         match event:
-            case Added():
+            case events.Added():
                 yield from self._add(event.block, event.text)
-            case Began():
+            case events.Began():
                 yield from self._begin()
-            case Scored(of_reasoning=False):
+            case events.Scored(of_reasoning=False):
                 self._scored += chat_logprobs(self._reply.tokenizer, event.tokens)
-            case Opened():
+            case events.Opened():
                 yield from self._open(event.block)
-            case Closed():
+            case events.Closed():
                 yield from self._close(event.block)
-            case Ended():
+            case events.Ended():
                 self._end(event)
-            case Finished():
+            case events.Finished():
                 yield self._finish(event)
-            case Failed():
+            case events.Failed():
                 if not self._num_events:
                     yield from self._begin()
                 yield self._fail(event)
@@ -101,7 +90,7 @@ class ResponsesEncoder:
         yield sent.ResponseCreated(self._body)
         yield sent.ResponseInProgress(self._body)
 
-    def _open(self, block: ContentBlock) -> Iterator[sent.StreamEvent]:
+    def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
         """Begin the item of a block."""
         self._block = block
         item = _begun_item(block)
@@ -110,22 +99,22 @@ class ResponsesEncoder:
         if part := _begun_part(item):
             yield sent.ContentPartAdded(item.id, block.index, 0, part)
 
-    def _add(self, block: ContentBlock, text: str) -> Iterator[sent.StreamEvent]:
+    def _add(self, block: events.ContentBlock, text: str) -> Iterator[sent.StreamEvent]:
         place = block.index
         id_ = self._body.output[place].id
         match block.kind:
-            case BlockKind.TEXT:
+            case events.BlockKind.TEXT:
                 told, self._scored = self._scored, []
                 self._logprobs += told
                 yield sent.OutputTextDelta(id_, place, 0, text, told)
-            case BlockKind.REASONING:
+            case events.BlockKind.REASONING:
                 yield sent.ReasoningTextDelta(id_, place, 0, text)
-            case BlockKind.CALL:
+            case events.BlockKind.CALL:
                 yield sent.CallArgumentsDelta(id_, place, text)
 
-    def _close(self, block: ContentBlock) -> Iterator[sent.StreamEvent]:
+    def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
         """End the item of a block."""
-        if block.kind is BlockKind.TEXT and self._scored:  # of tokens that have no text
+        if block.kind is events.BlockKind.TEXT and self._scored:  # of tokens that have no text
             yield from self._add(block, "")
         item, place = self._complete(block, is_cut=block.is_cut), block.index
         match item:
@@ -139,7 +128,7 @@ class ResponsesEncoder:
                 yield sent.ContentPartDone(item.id, place, 0, part)
         yield sent.OutputItemDone(place, item)
 
-    def _complete(self, block: ContentBlock, *, is_cut: bool) -> OutputItem:
+    def _complete(self, block: events.ContentBlock, *, is_cut: bool) -> OutputItem:
         """Fill in the item of a block, and return it."""
         item = self._body.output[block.index]
         item.status = "incomplete" if is_cut else "completed"
@@ -154,13 +143,13 @@ class ResponsesEncoder:
         self._block = None
         return item
 
-    def _end(self, event: Ended) -> None:
+    def _end(self, event: events.Ended) -> None:
         if event.reason is FinishReason.LENGTH:
             self._body.incomplete_details = IncompleteDetails("max_output_tokens")
         if self._reply.job.timings:
             self._body.timings = timings_body(event.usage, event.timings)
 
-    def _finish(self, event: Finished) -> sent.StreamEvent:
+    def _finish(self, event: events.Finished) -> sent.StreamEvent:
         """Complete the response, and store it for later requests."""
         body = self._body
         body.usage = usage_body(event.usage, event.num_reasoning)
@@ -173,7 +162,7 @@ class ResponsesEncoder:
             return sent.ResponseCompleted(body)
         return sent.ResponseIncomplete(body)
 
-    def _fail(self, event: Failed) -> sent.StreamEvent:
+    def _fail(self, event: events.Failed) -> sent.StreamEvent:
         """End the response with an error; it is stored, so that it can be looked at."""
         if self._block is not None:
             self._complete(self._block, is_cut=True)
@@ -191,14 +180,14 @@ class ResponsesEncoder:
             self._body.store = exchange.keep(self._body.id, whole, ids)
 
 
-def _begun_item(block: ContentBlock) -> OutputItem:
+def _begun_item(block: events.ContentBlock) -> OutputItem:
     """Return an item without content."""
     match block.kind:
-        case BlockKind.TEXT:
+        case events.BlockKind.TEXT:
             return OutputMessage(new_id("msg_"), "in_progress", [])
-        case BlockKind.REASONING:
+        case events.BlockKind.REASONING:
             return OutputReasoning(new_id("rs_"), "in_progress", [])
-        case BlockKind.CALL:
+        case events.BlockKind.CALL:
             return OutputCall(new_id("fc_"), new_id("call_"), block.name, "in_progress")
 
 
