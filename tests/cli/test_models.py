@@ -214,14 +214,14 @@ def test_models_that_nobody_used_for_long_are_cleaned(cli: Cli, leftover: Path, 
 
 
 @pytest.mark.parametrize("days", ["-1", "nan"])
-def test_models_are_not_unused_for_less_than_no_time(cli: Cli, mini: Path, days: str) -> None:
+def test_unused_days_must_not_be_negative(cli: Cli, mini: Path, days: str) -> None:
     ran = cli("models", "clean", "--unused", days, "--yes")
     assert ran.code == 2
     assert f"0 days or more, not {days}" in ran.err
     assert mini.exists()
 
 
-def test_a_file_of_one_s_own_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
+def test_a_user_s_own_file_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
     ran = cli("models", "remove", tiny)
     assert ran.code == 2
     assert "is your own file" in ran.err
@@ -346,7 +346,7 @@ def test_a_terminal_sees_each_phase_and_keeps_none(monkeypatch: pytest.MonkeyPat
     assert screen.text.endswith("\x1b[2K")  # the line is wiped
 
 
-def test_what_was_chosen_is_said_above_the_bar(
+def test_a_choice_is_shown_above_the_bar(
     cli: Cli, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choosing(name: str, watch: Watcher) -> Path:

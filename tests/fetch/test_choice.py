@@ -51,12 +51,12 @@ def test_the_quantization_is_read_from_the_name(path: str, expected: str | None)
     assert quantization(path) == expected
 
 
-def test_the_only_gguf_is_taken_without_a_word() -> None:
+def test_the_only_gguf_is_taken_without_a_note() -> None:
     choice = chosen(None, "model.gguf", "mmproj-model-f16.gguf", "imatrix.gguf", *NOISE)
     assert (names(choice), choice.entry, choice.note) == (["model.gguf"], "model.gguf", None)
 
 
-def test_of_several_the_preferred_is_taken_and_said() -> None:
+def test_the_preferred_of_several_is_taken_and_reported() -> None:
     choice = chosen(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
     assert choice.entry == "m-Q4_K_M.gguf"
     assert choice.note == "o/r has 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."

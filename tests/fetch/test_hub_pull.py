@@ -87,7 +87,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: Hub, gguf: bytes) -> None:
     assert path.with_name("m-Q8_0-00002-of-00002.gguf").read_bytes() == gguf + b"\2"
 
 
-def test_a_choice_is_said_aloud(hub: Hub, gguf: bytes) -> None:
+def test_a_choice_is_reported(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"m-Q4_0.gguf": gguf, "m-Q8_0.gguf": gguf + b"8"})
     seen: list[Progress] = []
     loading.pull(NAME, seen.append)
@@ -109,9 +109,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(
     assert not partials(hub_cache)
 
 
-def test_a_later_pull_goes_on_where_an_interrupted_one_ended(
-    hub: Hub, hub_cache: Path, gguf: bytes
-) -> None:
+def test_a_later_pull_continues_an_interrupted_one(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     def interrupt(progress: Progress) -> None:
         if progress.done_bytes > 2_000_000:
             raise KeyboardInterrupt
@@ -128,7 +126,7 @@ def test_a_later_pull_goes_on_where_an_interrupted_one_ended(
     assert [asked.range for asked in hub.transfers] == [f"bytes={size}-"]
 
 
-def test_a_server_without_ranges_begins_anew(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
+def test_a_server_without_ranges_starts_again(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.knows_ranges = False
     hub.cuts.append(1_500_000)

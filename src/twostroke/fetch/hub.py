@@ -217,7 +217,7 @@ class Hub:
         with partial.open("ab") as out:
             response = self._ask(lambda: self._open(url, headers))
             try:
-                if response.status_code != 206:  # a server without ranges begins anew
+                if response.status_code != 206:  # a server without ranges starts again
                     out.truncate(0)
                 for chunk in response.iter_bytes(CHUNK_BYTES):
                     out.write(chunk)

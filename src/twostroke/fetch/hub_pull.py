@@ -18,7 +18,7 @@ from twostroke.fetch.choice import (
 from twostroke.fetch.disk import Place, locked, megabytes
 from twostroke.fetch.hub import Hub, Listing, UnreachableError
 from twostroke.fetch.progress import Progress, file_sha256, ignore
-from twostroke.fetch.records import ModelRecord, StoredFile, file_size, hub_records
+from twostroke.fetch.records import ModelRecord, StoredFile, file_size, stored_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +146,7 @@ class _Pull:
     def record(self, choice: Choice) -> ModelRecord:
         """Write down what was fetched."""
         snapshot, path = self.path(None), self.path(choice.entry)
-        old = next((one for one in hub_records() if one.path == path), None)
+        old = next((one for one in stored_records() if one.path == path), None)
         number_format = choice.number_format
         if choice.entry is None:
             config = read_json(self.path(CONFIG))

@@ -15,7 +15,7 @@ from twostroke.fetch.hub import cache_folder
 from twostroke.fetch.names import look_up
 from twostroke.fetch.packages import unfinished
 from twostroke.fetch.progress import file_sha256, ignore
-from twostroke.fetch.records import ModelRecord, file_size, hub_records, packaged_records
+from twostroke.fetch.records import ModelRecord, file_size, stored_records
 from twostroke.fetch.sources import find_record
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def list_models() -> list[ModelRecord]:
     """Return the catalogue, then whatever else is in the cache, whole or in part."""
     known = [record for model in CATALOGUE.values() if (record := find_record(model))]
     paths = {record.path for record in known}
-    others = [record for record in packaged_records() if record.path not in paths]
-    return [*known, *others, *(record for record in hub_records() if record.is_partly_here)]
+    others = [record for record in stored_records() if record.path not in paths]
+    return [*known, *(record for record in others if record.is_partly_here)]
 
 
 def find(name: str) -> ModelRecord:
@@ -83,7 +83,7 @@ def remove(name: str) -> int:
         freed = file_size(record.path) or 0
         record.path.unlink()
         return freed
-    needed = {file.path for other in hub_records() for file in other.files}
+    needed = {file.path for other in stored_records() for file in other.files}
     ours = [file.path for file in record.files if file.ours and file.path not in needed]
     freed = sum(_remove_link(path, record.snapshot) for path in ours)
     _prune(record.snapshot.parents[1])
@@ -105,7 +105,7 @@ def leftovers() -> list[Leftover]:
         for folder, lock in unfinished()
         if not is_locked(lock)
     ]
-    roots = {record.snapshot.parents[2] for record in hub_records() if record.snapshot}
+    roots = {record.snapshot.parents[2] for record in stored_records() if record.snapshot}
     for root in sorted(filter(None, {*roots, cache_folder()})):
         for path in sorted(root.glob("models--*/blobs/*.incomplete")):
             lock = root / ".locks" / path.parents[1].name / f"{path.stem}.lock"
@@ -124,9 +124,9 @@ def drop(leftover: Leftover) -> None:
 
 
 def forget_missing() -> None:
-    """Delete the records of models that have gone from the hub's cache."""
-    for record in hub_records():
-        if not record.path.exists():
+    """Delete the records of models whose files have gone."""
+    for record in stored_records():
+        if not record.is_partly_here:
             record.file.unlink()
 
 

