@@ -31,7 +31,7 @@ REASONS = {
     "texts that are to be a JSON schema, a regular expression or a grammar": (
         r"(JSON schema|regular expression|grammar|list of choices) cannot be used: ",
     ),
-    "a strict function's schema": (r"parameters cannot be kept to: ", r"input_schema cannot be "),
+    "a strict function's schema": (r"parameters cannot be followed: ", r"input_schema cannot be "),
     "the length of a context": (
         r"maximum context length",
         r"prompt is too long",
@@ -39,14 +39,14 @@ REASONS = {
     ),
     "prompts in which nothing stands": (r"The (prompt|input) is empty",),
     "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
-    "ids of no token": (r" is no token of this model", r"has token ids outside"),
+    "ids of no token": (r" is not a token of this model", r"has token ids outside"),
     "tools that are not there": (r"is not among the tools",),
     "items that are not there": (r"there is no item",),
     "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
-    "ways to say how an answer has to look": (r" exclude each other", r" cannot be combined with "),
+    "ways to say how an answer has to look": (r" cannot be combined", r" cannot be combined with "),
     "results of tools without their calls": (
         r"is the id of no (call|function_call) before it",
-        r"is missing, and there is no call before it",
+        r"must be the id of an earlier call",
     ),
     "roles of messages": (r"belongs to a message of (the other )?role",),
     "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),

@@ -66,7 +66,7 @@ def test_where_the_prompt_leaves_off_decides(
 def test_tokens_of_the_vocabulary_are_marks_too() -> None:
     chat = Chat(tokenizer_of(CHATML, "<think>", "</think>"))
     assert chat.preface(chat.render([USER])) == ANEW
-    with pytest.raises(RequestError, match="knows no reasoning"):
+    with pytest.raises(RequestError, match="does not support reasoning"):
         chat.render([USER], thinking=Thinking(True, param="thinking"))
 
 
@@ -109,14 +109,14 @@ def test_reasoning_of_earlier_answers_goes_where_the_template_looks_for_it() -> 
 @pytest.mark.parametrize(
     ("template", "asked", "word"),
     [
-        (CHATML, {"is_on": True}, "knows no reasoning"),
-        (CHATML, {"effort": "low"}, "knows no reasoning"),
-        (CHATML, {"variables": {"enable_thinking": True}}, "no such variable"),
-        (talkers.ALWAYS_THINKS, {"is_on": False}, "cannot do without reasoning"),
-        (talkers.ALWAYS_THINKS, {"effort": "none"}, "cannot do without reasoning"),
-        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": False}}, "no such variable"),
+        (CHATML, {"is_on": True}, "does not support reasoning"),
+        (CHATML, {"effort": "low"}, "does not support reasoning"),
+        (CHATML, {"variables": {"enable_thinking": True}}, "is not a variable"),
+        (talkers.ALWAYS_THINKS, {"is_on": False}, "always reasons"),
+        (talkers.ALWAYS_THINKS, {"effort": "none"}, "always reasons"),
+        (talkers.ALWAYS_THINKS, {"variables": {"enable_thinking": False}}, "is not a variable"),
         (talkers.THINKS, {"variables": {"enable_thinkin": False}}, "Did you mean"),
-        (talkers.THINKS, {"variables": {"messages": []}}, "own name"),
+        (talkers.THINKS, {"variables": {"messages": []}}, "template itself uses"),
         (talkers.THINKS, {"variables": {"enable_thinking": "x" * 20_000}}, "16,384 characters"),
         (talkers.THINKS, {"variables": {f"a{i}": 1 for i in range(17)}}, "at most 16"),
         (talkers.THINKS, {"effort": "much"}, "none, minimal, low"),

@@ -159,7 +159,7 @@ def test_operations_that_no_template_needs_are_refused() -> None:
         with pytest.raises(RequestError) as caught:
             _render(source)
         assert time.thread_time() - start_s < 1.0, name
-        assert len(caught.value.message) < 500, name
+        assert len(str(caught.value)) < 500, name
 
 
 def test_sources_made_to_break_the_compiler_are_format_errors() -> None:
@@ -183,8 +183,8 @@ def test_inner_attributes_lead_nowhere(source: str) -> None:
     try:
         text = _render(source)
     except TwostrokeError as error:
-        text = error.message.removeprefix("The chat template refuses these messages: access to")
-        text = "" if text.endswith("is unsafe.") else error.message
+        text = str(error).removeprefix("The chat template refuses these messages: access to")
+        text = "" if text.endswith("is unsafe.") else str(error)
     assert text == ""
 
 

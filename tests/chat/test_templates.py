@@ -220,10 +220,10 @@ def test_a_model_without_template_says_what_to_do_instead() -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([], "empty"),
+        ([], "at least one"),
         ("hi", "must be a list"),
         (["hi"], r"messages\[0\] must be an object"),
-        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([{"role": "user"}], r"is missing"),
         ([{"content": "x"}], r"messages\[0\].role must be one of"),
         ([{"role": "usr", "content": "x"}], "Did you mean 'user'"),
         ([{"role": ["user"], "content": "x"}], "role must be one of"),
@@ -255,7 +255,7 @@ def test_a_template_can_refuse_and_its_words_arrive() -> None:
 def test_a_template_that_fails_is_a_request_error_without_a_trace() -> None:
     with pytest.raises(RequestError, match="TypeError: can only concatenate") as caught:
         _render("{{ 'a' + messages[0].content + 1 }}{{ 'b' + 2 }}")
-    assert "\n" not in caught.value.message
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception", "range"])
@@ -316,5 +316,5 @@ def test_what_the_template_does_not_write_out_cannot_be_continued(source: str) -
 def test_only_a_text_can_be_continued() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}]
-    with pytest.raises(RequestError, match="must have a text"):
+    with pytest.raises(RequestError, match="without tool calls"):
         CHATML.render(messages, continue_final_message=True)

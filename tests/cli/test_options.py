@@ -8,6 +8,7 @@ import click
 import pytest
 
 from twostroke.cli import generate, serve
+from twostroke.cli.app import Failure
 from twostroke.cli.help import ByteSize, OneOf
 from twostroke.cli.options import engine_options, sampling_params
 from twostroke.core.config import (
@@ -17,7 +18,7 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,62 +81,62 @@ def test_sampling_options_reach_their_fields() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--max-tokens 0", "--max-tokens must be from 1 to 2147483647, not 0."),
-        ("--min-tokens 9 --max-tokens 3", "--min-tokens (9) exceeds --max-tokens (3)."),
-        ("--temperature -1", "--temperature must be from 0 to 100, not -1."),
-        ("--temperature nan", "--temperature must be a finite number, not nan."),
-        ("--top-p 0", "--top-p must be above 0 to 1, not 0."),
+        ("--max-tokens 0", "--max-tokens must be from 1 to 2147483647, got 0."),
+        ("--min-tokens 9 --max-tokens 3", "--min-tokens must be at most --max-tokens (3), got 9."),
+        ("--temperature -1", "--temperature must be from 0 to 100, got -1."),
+        ("--temperature nan", "--temperature must be a finite number, got nan."),
+        ("--top-p 0", "--top-p must be greater than 0 and at most 1, got 0."),
         ("--top-k -1", "--top-k must be from 0 "),
-        ("--min-p 2", "--min-p must be from 0 to 1, not 2."),
-        ("--repetition-penalty 0", "--repetition-penalty must be above 0"),
-        ("--presence-penalty 3", "--presence-penalty must be from -2 to 2, not 3."),
-        ("--frequency-penalty -3", "--frequency-penalty must be from -2 to 2, not -3."),
+        ("--min-p 2", "--min-p must be from 0 to 1, got 2."),
+        ("--repetition-penalty 0", "--repetition-penalty must be greater than 0"),
+        ("--presence-penalty 3", "--presence-penalty must be from -2 to 2, got 3."),
+        ("--frequency-penalty -3", "--frequency-penalty must be from -2 to 2, got -3."),
         ("--seed 99999999999999999999999", "--seed must be from "),
         (f"--stop {'x' * 1001}", "--stop takes at most 16 strings of 1 to 1000 characters."),
     ],
 )
 def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(RequestError) as caught:
         sampling_params(given(generate.command, *line.split()))
-    assert caught.value.message.startswith(said)
+    assert Failure(caught.value, generate.command).message.startswith(said)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--backend reference --level avx2", "--level is the cpu backend's, not reference's."),
-        ("--device cuda", "--device is the torch backend's: add --backend torch."),
-        ("--activation-bits 7", "--activation-bits must be 15, 9 or 8, not 7."),
+        ("--backend reference --level avx2", "--level needs the backend cpu."),
+        ("--device cuda", "--device needs the backend torch."),
+        ("--activation-bits 7", "--activation-bits must be 15, 9 or 8, got 7."),
         (
             "--activation-bits 8 --backend reference",
-            "--activation-bits is the cpu backend's, not reference's.",
+            "--activation-bits needs the backend cpu.",
         ),
-        ("--threads 0", "--threads must be from 1 to 1024, not 0."),
-        ("--page-size 17", "--page-size must be 16, 32 or 64, not 17."),
-        ("--kv-memory 0", "--kv-memory must be above 0 bytes, not 0."),
-        ("--context-length 1", "--context-length must be at least 2, not 1."),
-        ("--max-running 0", "--max-running must be at least 1, not 0."),
-        ("--token-budget 0", "--token-budget must be at least 1, not 0."),
-        ("--batch-size 0", "--batch-size must be at least 1, not 0."),
-        ("--max-wait -1", "--max-wait must be at least 0, not -1.0."),
-        ("--max-wait nan", "--max-wait must be at least 0, not nan."),
-        ("--max-wait inf", "--max-wait must be a finite number, not inf."),
-        ("--max-waiting 0", "--max-waiting must be at least 1, not 0."),
-        ("--drafts 0", "--drafts must be from 1 to 24, not 0."),
+        ("--threads 0", "--threads must be from 1 to 1024, got 0."),
+        ("--page-size 17", "--page-size must be 16, 32 or 64, got 17."),
+        ("--kv-memory 0", "--kv-memory must be greater than 0, got 0."),
+        ("--context-length 1", "--context-length must be at least 2, got 1."),
+        ("--max-running 0", "--max-running must be at least 1, got 0."),
+        ("--token-budget 0", "--token-budget must be at least 1, got 0."),
+        ("--batch-size 0", "--batch-size must be at least 1, got 0."),
+        ("--max-wait -1", "--max-wait must be at least 0, got -1.0."),
+        ("--max-wait nan", "--max-wait must be at least 0, got nan."),
+        ("--max-wait inf", "--max-wait must be a finite number, got inf."),
+        ("--max-waiting 0", "--max-waiting must be at least 1, got 0."),
+        ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (
             "--speculate draft --draft none",
-            "--speculate can be draft only with a draft model: add --draft MODEL.",
+            "--speculate can be draft only with a draft model: set --draft as well.",
         ),
         (
             "--speculate ngram --draft small",
-            "--draft is of no use where --speculate is ngram: leave one of them out.",
+            "--draft has no effect where --speculate is ngram: leave one of them out.",
         ),
     ],
 )
 def test_wrong_engine_values_name_their_option(line: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         engine_options(given(serve.command, *line.split()))
-    assert caught.value.message == said
+    assert Failure(caught.value, serve.command).message == said
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,4 @@ def test_stops_may_be_lists_or_one_string() -> None:
 def test_wrong_value_names_its_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)
-    assert caught.value.param == next(iter(wrong))
+    assert caught.value.field == next(iter(wrong))

@@ -108,13 +108,13 @@ def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "drafts"}, "Unknown speculate 'drafts'.*Did you mean 'draft'"),
-        ({"method": "draft"}, "add --draft MODEL"),
-        ({"method": "off", "draft": "a"}, "of no use where --speculate is off"),
-        ({"method": "lookahead", "draft": "a"}, "of no use where --speculate is lookahead"),
+        ({"method": "drafts"}, "got 'drafts'.*Did you mean 'draft'"),
+        ({"method": "draft"}, "set draft as well"),
+        ({"method": "off", "draft": "a"}, "has no effect where method is off"),
+        ({"method": "lookahead", "draft": "a"}, "has no effect where method is lookahead"),
         ({"method": "lookahed"}, "Did you mean 'lookahead'"),
-        ({"count": 0}, "drafts must be from 1 to 24, not 0"),
-        ({"count": 25}, "drafts must be from 1 to 24, not 25"),
+        ({"count": 0}, "count must be from 1 to 24, got 0"),
+        ({"count": 25}, "count must be from 1 to 24, got 25"),
     ],
 )
 def test_options_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:

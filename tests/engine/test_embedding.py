@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     client, backend = gated
     with pytest.raises(error, match=said) as caught:
         list(embed(client, texts, EmbeddingParams(**params), CALLER))
-    assert caught.value.param == param
+    assert caught.value.field == param
     assert backend.num_steps == 0
 
 
@@ -340,7 +340,7 @@ def test_the_file_says_what_is_pooled(
         if expected is None:
             with pytest.raises(RequestError, match="'cls', which is not supported") as caught:
                 llm.embed("hello world")
-            assert caught.value.param == "pooling"
+            assert caught.value.field == "pooling"
             expected = "last"
         else:
             named = llm.embed("hello world", pooling=expected)[0].vector

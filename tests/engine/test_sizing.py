@@ -38,8 +38,8 @@ def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
     with pytest.raises(MemoryLimitError) as caught:
         size(free_bytes, **options)
     assert caught.value.exit_code == 6
-    assert "\n" not in caught.value.message
-    return caught.value.message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_plenty_of_memory_holds_eight_whole_contexts() -> None:
@@ -158,7 +158,7 @@ def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -
     try:
         return size_cache(program, options, 256, WEIGHT_BYTES, free_bytes)
     except MemoryLimitError as error:
-        return error.message
+        return str(error)
 
 
 def _follow(message: str, options: CacheOptions) -> CacheOptions | None:

@@ -28,7 +28,7 @@ def names(choice: Choice) -> list[str]:
 def refusal(asked: str | None, *paths: str) -> str:
     with pytest.raises((ModelNotFoundError, ModelFormatError)) as caught:
         chosen(asked, *paths)
-    return caught.value.message
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> 
     for function in (fetch.resolve, loading.pull, loading.load):
         with pytest.raises(ModelNotFoundError) as caught:
             function(name)
-        assert expected in caught.value.message
+        assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _refusal(target: str, data: bytes, folder: Path) -> str | None:
     try:
         TARGETS[target](data, folder)
     except REFUSALS as error:
-        return error.message
+        return str(error)
     return None
 
 

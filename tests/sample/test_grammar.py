@@ -216,9 +216,9 @@ def test_what_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match="cannot be used") as refusal:
         grammars.matcher(Constraint(notation, text, "field"))
-    assert word in refusal.value.message
-    assert refusal.value.param == "field"
-    assert "\n" not in refusal.value.message
+    assert word in str(refusal.value)
+    assert refusal.value.field == "field"
+    assert "\n" not in str(refusal.value)
 
 
 def test_constraints_are_bounded_before_anyone_reads_them() -> None:
@@ -227,7 +227,7 @@ def test_constraints_are_bounded_before_anyone_reads_them() -> None:
     with pytest.raises(RequestError, match="one of"):
         Constraint("yaml", "a")
     for notation in NOTATIONS:
-        with pytest.raises(RequestError, match=r"field has '.ud800', half of a character"):
+        with pytest.raises(RequestError, match=r"field contains '.ud800'"):
             Constraint(notation, "a\ud800", "field")
 
 

@@ -131,7 +131,7 @@ def test_answer_longer_than_the_context_is_refused():
     wording = r"you requested 65 tokens \(60 in the prompt, 5 in the completion\)"
     with pytest.raises(ContextLengthError, match=wording) as caught:
         Steps().add("a", 60, max_tokens=5)
-    assert caught.value.param == "max_tokens"
+    assert caught.value.field == "max_tokens"
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(8, 5), (12, None), (13, 1)])
@@ -270,7 +270,7 @@ def test_stats_tell_states_and_counts():
 def test_limits_are_checked(field, value):
     with pytest.raises(UsageError, match=field) as caught:
         SchedulerConfig(**{"context_length": 64, field: value})
-    assert caught.value.param == field
+    assert caught.value.field == field
 
 
 def test_budget_must_serve_all_who_run():

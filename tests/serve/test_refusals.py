@@ -90,7 +90,7 @@ def test_what_is_no_number_is_a_400(server: LiveServer, number: str) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "knows no reasoning"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "does not support reasoning"),
         ({"reasoning_effort": "some"}, "reasoning_effort", "minimal"),
     ],
 )
@@ -172,7 +172,7 @@ def test_unknown_field_of_a_message_names_the_nearest(server: LiveServer) -> Non
 def test_a_field_of_another_place_is_no_hint(server: LiveServer) -> None:
     response = server.chat(messages=[{"role": "user", "text": "x"}])
     message = refused(response, 400, "messages[0].text", "unknown_parameter")
-    assert message == "Unknown field 'messages[0].text'."
+    assert message == "messages[0].text is not a known field."
 
 
 def test_missing_messages_are_named(server: LiveServer) -> None:
@@ -221,12 +221,12 @@ def test_a_conversation_of_too_many_messages_is_refused(
     response = server.http.post(path, json={field: TURNS, **more})
     assert response.status_code == 400
     said = response.json()["error"]["message"]
-    assert said == f"{field} takes at most 10000 messages, not 10001."
+    assert said == f"{field} takes at most 10000 messages, got 10001."
 
 
 def test_a_wrong_key_is_told_from_a_wrong_value(server: LiveServer) -> None:
     said = refused(server.chat(logit_bias={"a": 1}), 400, "logit_bias")
-    assert said == "A key of logit_bias must be an integer, not a string."
+    assert said == "A key of logit_bias must be an integer, got a string."
 
 
 def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:
@@ -286,8 +286,7 @@ def test_a_prediction_of_more_tokens_than_any_answer_has_is_refused(server: Live
     prediction = {"type": "content", "content": LONG}
     message = refused(server.chat(prediction=prediction), 400, "prediction")
     assert message == (
-        "prediction has at least 70000 tokens, but no answer has more than the context length "
-        "of 512."
+        "prediction has at least 70000 tokens, which exceeds the context length of 512."
     )
 
 

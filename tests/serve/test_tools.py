@@ -165,7 +165,7 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
     [
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "retrieval"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "another"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name", "must be unique"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
@@ -193,17 +193,17 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
         (
             {"messages": [*CALLED, {"role": "tool", "content": "a", "tool_call_id": "c2"}]},
             "messages[1].tool_call_id",
-            "is the id of no call before it",
+            "must be the id of an earlier call",
         ),
         (
             {"messages": [{"role": "tool", "content": "a", "tool_call_id": "c1"}, *CALLED]},
             "messages[0].tool_call_id",
-            "is the id of no call before it",
+            "must be the id of an earlier call",
         ),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
             "messages[0].tool_call_id",
-            "is missing, and there is no call before it",
+            "must be the id of an earlier call",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},

@@ -28,7 +28,7 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
                 on_stop=lambda running: print(f"draining {running}", flush=True),
             )
         except TwostrokeError as error:
-            print(error.message, flush=True)
+            print(error, flush=True)
             return error.exit_code
 
 

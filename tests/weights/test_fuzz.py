@@ -67,7 +67,7 @@ def survive(cases: int, step: Callable[[random.Random], None]) -> int:
         try:
             step(random.Random(seed))
         except (ModelFormatError, ModelNotFoundError) as error:
-            messages.append(error.message)
+            messages.append(str(error))
         assert time.perf_counter() - start < 5, f"seed {seed} took too long"
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
     assert grown_kib < 128 << 10

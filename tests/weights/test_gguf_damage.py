@@ -25,7 +25,7 @@ def fault(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     with pytest.raises(ModelFormatError) as caught:
         read_gguf(path)
-    message = caught.value.message
+    message = str(caught.value)
     assert path.name in message
     assert "\n" not in message
     assert len(message) < 400

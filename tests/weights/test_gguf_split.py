@@ -39,7 +39,7 @@ def write_part(path: Path, keys: dict[str, Any], names: Iterable[str]) -> None:
 def refusal(path: Path, kind: type[ModelFormatError | ModelNotFoundError]) -> str:
     with pytest.raises(kind) as caught:
         load_path(path)
-    message = caught.value.message
+    message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
     return message

@@ -50,7 +50,7 @@ SPEC = ModelSpec(
 def refusal(path: Path) -> str:
     with pytest.raises(ModelFormatError) as caught:
         load_path(path)
-    message = caught.value.message
+    message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
     return message

@@ -86,4 +86,4 @@ def check_values(program: Program, values: Sequence[str]) -> None:
     for name in values:
         if name not in known:
             message = f"{program.name} computes no value '{name}'.{nearest(name, known)}"
-            raise UsageError(message, param="values")
+            raise UsageError(message)

@@ -43,26 +43,26 @@ def checked_messages(
 def check_are_messages(messages: Sequence[Mapping[str, object]]) -> None:
     """Raise RequestError unless `messages` is a list of objects, and not an empty one."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__len__"):
-        raise RequestError("messages must be a list.", param="messages")
+        raise RequestError("must be a list.", field="messages")
     if not messages:
-        raise RequestError("messages is empty; a chat needs at least one.", param="messages")
+        raise RequestError("must have at least one message.", field="messages")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            where = f"messages[{place}]"
-            raise RequestError(f"{where} must be an object with role and content.", param=where)
+            reason = "must be an object with role and content."
+            raise RequestError(reason, field=f"messages[{place}]")
 
 
 def plain(value: object, where: str, *, depth: int = 0) -> Any:
     """Return a copy of `value` made of JSON's types alone; RequestError if it is not."""
     if depth > _MAX_DEPTH:
-        raise RequestError(f"{where} is nested deeper than {_MAX_DEPTH} levels.", param=where)
+        raise RequestError(f"is nested deeper than {_MAX_DEPTH} levels.", field=where)
     if value is None or type(value) in {str, bool, int, float}:
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item, where, depth=depth + 1) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
         return {key: plain(item, where, depth=depth + 1) for key, item in value.items()}
-    raise RequestError(f"{where} has a {type(value).__name__}, which is not JSON.", param=where)
+    raise RequestError(f"has a {type(value).__name__}, which is not JSON.", field=where)
 
 
 def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -70,11 +70,10 @@ def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
     role = checked.get("role")
     if not isinstance(role, str) or role not in ROLES:
         hint = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise RequestError(
-            f"{where}.role must be one of {', '.join(ROLES)}.{hint}", param=f"{where}.role"
-        )
+        reason = f"must be one of {', '.join(ROLES)}.{hint}"
+        raise RequestError(reason, field=f"{where}.role")
     if "content" not in checked and "tool_calls" not in checked:
-        raise RequestError(f"{where} has no content.", param=f"{where}.content")
+        raise RequestError("is missing.", field=f"{where}.content")
     checked["content"] = _content(checked.get("content"), f"{where}.content")
     return checked
 
@@ -83,16 +82,14 @@ def _content(content: object, where: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of parts.", param=where)
+        raise RequestError("must be a string or a list of parts.", field=where)
     parts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
-            raise RequestError(
-                f"{where} may hold parts of type text only; this model reads nothing else.",
-                param=where,
-            )
+            reason = "must have parts of type text only: this model reads nothing else."
+            raise RequestError(reason, field=where)
         parts.append({"type": "text", "text": text})
     return parts
 
@@ -100,7 +97,7 @@ def _content(content: object, where: str) -> str | list[dict[str, str]] | None:
 def _check_call(call: object, where: str) -> None:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where} must hold objects with function.name.", param=where)
+        raise RequestError("must be objects with function.name.", field=where)
 
 
 def _read_arguments(function: dict[str, Any], where: str) -> None:

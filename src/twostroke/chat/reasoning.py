@@ -105,15 +105,15 @@ def variables_of(
     _check_variables(given, thinking.variables_param)
     if own := sorted(_OWN.intersection(given)):
         where = f"{thinking.variables_param}.{own[0]}"
-        raise RequestError(f"{where} is the chat template's own name.", param=where)
+        raise RequestError("is a name that the chat template itself uses.", field=where)
     for name in [name for name in given if name not in known]:
         if name in _SWITCHES and given[name] is False and not _reasons(marks):
             del given[name]  # which is so already
             continue
         where = f"{thinking.variables_param}.{name[:_MOST_SHOWN]}"
         hint = nearest(name[:_MOST_SHOWN], sorted(known))
-        message = f"{where}: this model's chat template has no such variable.{hint}"
-        raise RequestError(message, param=where)
+        reason = "is not a variable of this model's chat template.{hint}"
+        raise RequestError(reason, field=where, hint=hint)
     return _switched(thinking, known, marks) | given
 
 
@@ -133,8 +133,7 @@ def with_reasoning(
 def _switched(thinking: Thinking, known: Collection[str], marks: Marks | None) -> dict[str, object]:
     is_on, effort = thinking.is_on, thinking.effort
     if effort is not None and effort not in EFFORTS:
-        message = f"{thinking.param} must be one of {', '.join(EFFORTS)}."
-        raise RequestError(message, param=thinking.param)
+        raise RequestError(f"must be one of {', '.join(EFFORTS)}.", field=thinking.param)
     if effort is not None:
         is_on = effort != "none"
     if is_on is None:
@@ -144,12 +143,9 @@ def _switched(thinking: Thinking, known: Collection[str], marks: Marks | None) -
         found[_EFFORT] = effort
     if found or is_on == _reasons(marks):
         return found
-    what = (
-        "this model's chat template cannot do without reasoning"
-        if _reasons(marks)
-        else "this model's chat template knows no reasoning"
-    )
-    raise RequestError(f"{thinking.param}: {what}; leave it out.", param=thinking.param)
+    what = "always reasons" if _reasons(marks) else "does not support reasoning"
+    reason = f"cannot be kept to: this model's chat template {what}. Leave it out."
+    raise RequestError(reason, field=thinking.param)
 
 
 def _reasons(marks: Marks | None) -> bool:
@@ -159,8 +155,5 @@ def _reasons(marks: Marks | None) -> bool:
 def _check_variables(given: Mapping[str, Any], param: str) -> None:
     size = len(json.dumps(given)) if given else 0
     if len(given) > MAX_VARIABLES or size > _MAX_VARIABLES_SIZE:
-        message = (
-            f"{param} takes at most {MAX_VARIABLES} variables and "
-            f"{_MAX_VARIABLES_SIZE:,} characters."
-        )
-        raise RequestError(message, param=param)
+        limits = f"{MAX_VARIABLES} variables and {_MAX_VARIABLES_SIZE:,} characters"
+        raise RequestError(f"takes at most {limits}.", field=param)

@@ -136,7 +136,7 @@ class ChatTemplate:
         taken = {*variables, "messages", "tools", "add_generation_prompt", "continue_final_message"}
         for name, value in extra.items():
             if name in taken or name in self._environment.globals:
-                raise RequestError(f"'{name}' is the chat template's own name.", param=name)
+                raise RequestError("is a name that the chat template itself uses.", field=name)
             variables[name] = plain(value, name)
         variables.setdefault("documents", None)  # as transformers has it: defined, and none
         checked = checked_messages(
@@ -154,17 +154,17 @@ class ChatTemplate:
 
     def _mark_end(self, message: dict[str, Any]) -> None:
         if not isinstance(message["content"], str) or message.get("tool_calls"):
-            error = "The message to be continued must have a text, and no calls of tools behind it."
-            raise RequestError(error, param="messages")
+            reason = "must end with a message of text without tool calls, if it is to be continued."
+            raise RequestError(reason, field="messages")
         message["content"] = self._marker.with_end(message["content"])
 
     def _until_end(self, text: str) -> str:
         found = self._marker.until_end(text)
         if found is None:
             raise RequestError(
-                "The chat template does not write the last message out as it is, so that it "
-                "cannot be continued: end with a message of the user's.",
-                param="messages",
+                "The last message cannot be continued, because the chat template changes it: end "
+                "with a user message.",
+                field="messages",
             )
         return found
 
@@ -176,7 +176,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise RequestError("The chat template calls itself too deeply.") from error
         except Exception as error:  # a template is foreign code: it can fail in any way
-            raise RequestError(self._complaint(error), param="messages") from error
+            raise RequestError(self._complaint(error), field="messages") from error
 
     def _complaint(self, error: Exception) -> str:
         text = " ".join(self._marker.prompt(str(error)).text.split())[:300]

@@ -141,8 +141,8 @@ class ToolForm:
         for function in self.tools.functions:
             why = refusal(function.constraint())
             if why is not None and function.is_strict:
-                message = f"{function.param} of the function '{function.name}': {why}"
-                raise RequestError(message, param=function.param)
+                reason = "of the function '{name}' cannot be followed. {why}"
+                raise RequestError(reason, field=function.param, name=function.name, why=why)
             if why is not None:
                 refused.add(function.name)
         return replace(self, tools=self.tools.freed(refused)) if refused else self

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click import Option
 
 from twostroke.cli.help import Group
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, nearest
@@ -43,6 +44,17 @@ class Interruption(click.ClickException):
     exit_code = 128 + signal.SIGINT
 
 
+class Failure(click.ClickException):
+    """An error of Twostroke's, with the names of options for those of fields."""
+
+    def __init__(self, error: TwostrokeError, command: click.Command | None) -> None:
+        """Say it as a user of `command` knows it."""
+        params = command.params if command else []
+        flags = {one.name: max(one.opts, key=len) for one in params if isinstance(one, Option)}
+        super().__init__(error.sentence(lambda field: flags.get(field, field)))
+        self.exit_code = error.exit_code  # type: ignore[misc]
+
+
 class Commands(Group):
     """The commands of `COMMANDS`, by name."""
 
@@ -70,6 +82,8 @@ class Commands(Group):
         """Run the command; click itself would say less of these two."""
         try:
             return super().invoke(ctx)
+        except TwostrokeError as error:
+            raise Failure(error, self.get_command(ctx, ctx.invoked_subcommand or "")) from None
         except KeyboardInterrupt as error:
             raise Interruption(str(error) or "Interrupted.") from None
         except BrokenPipeError:  # the reader of our output has gone, as `| head` does
@@ -130,8 +144,6 @@ def run(arguments: list[str]) -> int:
         return _fail(_sentence(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return _fail("Interrupted.", Interruption.exit_code)
-    except TwostrokeError as error:
-        return _fail(error.message, error.exit_code)
     except BrokenPipeError:
         _drop_output()
         return _PIPE_CLOSED

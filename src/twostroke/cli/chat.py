@@ -158,7 +158,7 @@ class Conversation:
             self._say(f"The conversation has outgrown {limit} tokens: /new begins anew.", "red")
             return
         except TwostrokeError as error:
-            self._say(error.message, "red")
+            self._say(str(error), "red")
             return
         if answer:
             self.messages += [question, answer]

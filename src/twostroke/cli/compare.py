@@ -59,7 +59,7 @@ _LAYERS_SHOWN: Final = 6
 )
 @click.option("--length", type=click.IntRange(2), help="Tokens a piece [default: up to 1024].")
 @click.option("--tokens", type=click.IntRange(2), help="Take at most so many [default: all].")
-@click.option("--threads", type=click.IntRange(1, 1024), help="Compute threads.")
+@click.option("--threads", "num_threads", type=click.IntRange(1, 1024), help="Compute threads.")
 @click.option("--device", default="auto", show_default=True, help="Of the torch reader.")
 @click.option("--layers", is_flag=True, help="Show the drift behind every layer.")
 @click.option("--check", is_flag=True, help="End with 1 if a reader is beyond the limits.")
@@ -131,7 +131,7 @@ def _subjects(model: str, given: dict[str, Any]) -> list[Subject]:
 
 def _compute(reader: str, given: dict[str, Any]) -> ComputeOptions:
     device = given["device"] if reader == "torch" else "auto"
-    return ComputeOptions(reader, given["threads"], device=device)
+    return ComputeOptions(reader, given["num_threads"], device=device)
 
 
 def _levels(wanted: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ import click
 from twostroke.cli.fetch import open_engine
 from twostroke.cli.files import decoded, read_text
 from twostroke.cli.help import OneOf, SectionedCommand
-from twostroke.cli.options import compute_options, named_as_options
-from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
+from twostroke.cli.options import compute_options, engine_options
+from twostroke.core.config import SpeculationOptions
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import ContextLengthError, UsageError
 
@@ -51,15 +52,14 @@ def command(**given: Any) -> None:
     made for it. A line has `index`, `prompt_tokens` and `embedding`, in the order of the texts.
     """
     texts = _texts(given.pop("texts"), given.pop("path"))
-    with named_as_options():
-        params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
+    params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
     model, quiet = given.pop("model"), given.pop("quiet")
-    options = _options(given)
+    options = replace(engine_options(given), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
     from twostroke.engine.embedding import embed
     from twostroke.engine.prompts import encode_text
 
-    with open_engine(model, options, quiet=quiet) as engine, named_as_options():
+    with open_engine(model, options, quiet=quiet) as engine:
         tokens = [encode_text(engine.card, text, field="input") for text in texts]
         _check_lengths(engine, [len(one) for one in tokens])
         caller = Caller(prompt_field="input")
@@ -95,14 +95,6 @@ def _check_lengths(engine: Engine, lengths: list[int]) -> None:
             raise ContextLengthError(
                 f"Text {place} has {count} tokens, but there may be {limit}: shorten it{knob}."
             )
-
-
-def _options(given: dict[str, Any]) -> EngineOptions:
-    with named_as_options():
-        names = ("backend", "threads", "level", "device", "activation_bits")
-        compute = ComputeOptions(*(given.pop(name) for name in names))
-        cache = CacheOptions(memory_bytes=given.pop("kv_memory"), **given)
-    return EngineOptions(compute, cache, speculation=SpeculationOptions("off"))
 
 
 def _as_json(embedding: Embedding) -> str:

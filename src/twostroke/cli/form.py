@@ -11,7 +11,7 @@ import click
 from twostroke.cli.files import read_text
 from twostroke.cli.options import add_options
 from twostroke.core.constraint import Constraint
-from twostroke.core.errors import RequestError, UsageError
+from twostroke.core.errors import Field, UsageError
 
 if TYPE_CHECKING:
     from twostroke.cli.options import F
@@ -41,16 +41,14 @@ def constraint(given: dict[str, Any]) -> Constraint | None:
     choices, grammar = given.pop("choice"), given.pop("grammar")
     found: list[tuple[str, str, str]] = []
     if schema is not None:
-        found.append(("json_schema", read_text(schema), "--json-schema"))
+        found.append(("json_schema", read_text(schema), "json_schema"))
     if pattern is not None:
-        found.append(("regex", pattern, "--regex"))
+        found.append(("regex", pattern, "regex"))
     if choices:
-        found.append(("choice", json.dumps(choices, ensure_ascii=False), "--choice"))
+        found.append(("choice", json.dumps(choices, ensure_ascii=False), "choice"))
     if grammar is not None:
-        found.append(("grammar", read_text(grammar), "--grammar"))
+        found.append(("grammar", read_text(grammar), "grammar"))
     if len(found) > 1:
-        raise UsageError(f"{found[0][2]} and {found[1][2]} exclude each other.")
-    try:
-        return Constraint(*found[0]) if found else None
-    except RequestError as error:
-        raise UsageError(error.message) from None
+        reason = "cannot be combined with {other}: leave one of them out."
+        raise UsageError(reason, field=found[0][2], other=Field(found[1][2]))
+    return Constraint(*found[0]) if found else None

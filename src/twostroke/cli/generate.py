@@ -19,7 +19,6 @@ from twostroke.cli.help import SectionedCommand
 from twostroke.cli.options import (
     compute_options,
     engine_options,
-    named_as_options,
     sampling_options,
     sampling_params,
     speculation_options,
@@ -123,8 +122,7 @@ def _fill(
 
     if system is not None:
         raise UsageError("--system needs a chat template; it cannot go with --suffix.")
-    with named_as_options():
-        return encode_gap(engine.card, text, suffix), ending_gaps(engine.card, params)
+    return encode_gap(engine.card, text, suffix), ending_gaps(engine.card, params)
 
 
 def _encode(

@@ -81,15 +81,13 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
             if len(names) == 1 and not as_json:
                 raise
             faults[name] = error
-            result = f"{name}: {error.message}"
+            result = f"{name}: {error}"
         else:
             result = f"{name} matches its checksum."
         if not as_json:
             click.echo(printable(result))
     if as_json:
-        _print_json(
-            [{"name": n, "error": faults[n].message if n in faults else None} for n in names]
-        )
+        _print_json([{"name": n, "error": str(faults[n]) if n in faults else None} for n in names])
     if faults:
         raise ModelFormatError(f"{len(faults)} of {len(names)} models failed: {', '.join(faults)}.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -21,36 +21,16 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from twostroke.core.constraint import Constraint
 
 F = TypeVar("F", bound="Callable[..., Any]")
+T = TypeVar("T")
 
-# How the parts of the configuration call what an option sets, where that is not its own name.
-_NAMES: Final = {
-    "threads": "--threads",
-    "level": "--level",
-    "device": "--device",
-    "activation_bits": "--activation-bits",
-    "page size": "--page-size",
-    "kv_format": "--kv-format",
-    "KV memory": "--kv-memory",
-    "context length": "--context-length",
-    "max_running": "--max-running",
-    "token_budget": "--token-budget",
-    "batch_size": "--batch-size",
-    "max_wait_s": "--max-wait",
-    "max_waiting_requests": "--max-waiting",
-    "drafts": "--drafts",
-    "draft": "--draft",
-    "heads": "--heads",
-    "speculate": "--speculate",
-}
 _BATCH = BatchOptions()
 _NO_DRAFT: Final = "none"
 
@@ -104,7 +84,10 @@ def compute_options(function: F) -> F:
         function,
         "Machine",
         (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Who computes."}),
-        (("--threads",), {"type": int, "help": "Compute threads [default: one a core]."}),
+        (
+            ("--threads", "num_threads"),
+            {"type": int, "help": "Compute threads [default: one per core]."},
+        ),
         (("--level",), {"help": "Instruction set [default: the best here, see doctor]."}),
         (("--device",), {"default": "auto", "help": "Of the torch backend, such as cuda:1."}),
         (
@@ -121,7 +104,7 @@ def compute_options(function: F) -> F:
             {"type": int, "help": "Most tokens of prompt and answer [default: the model's]."},
         ),
         (
-            ("--kv-memory",),
+            ("--kv-memory", "memory_bytes"),
             {"type": ByteSize(), "help": "Memory for keys and values, such as 2GB."},
         ),
         (
@@ -175,7 +158,7 @@ def batch_options(function: F) -> F:
             },
         ),
         (
-            ("--max-waiting",),
+            ("--max-waiting", "max_waiting_requests"),
             {
                 "type": int,
                 "default": _BATCH.max_waiting_requests,
@@ -191,7 +174,7 @@ def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
         function,
         "Guessing ahead",
         (
-            ("--speculate",),
+            ("--speculate", "method"),
             {
                 "type": OneOf(SPECULATE),
                 "default": "auto",
@@ -211,7 +194,7 @@ def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
             {"help": "A folder of heads trained for the model (twostroke train-heads)."},
         ),
         (
-            ("--drafts",),
+            ("--drafts", "count"),
             {"type": int, "help": "Always guess so many [default: as many as pay]."},
         ),
     )
@@ -223,46 +206,24 @@ def lasting_speculation_options(function: F) -> F:
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
-    """Take the engine's options out of `given` and build them."""
-    with named_as_options():
-        compute = ComputeOptions(
-            given.pop("backend"),
-            given.pop("threads"),
-            given.pop("level"),
-            given.pop("device"),
-            given.pop("activation_bits"),
-        )
-        cache = CacheOptions(
-            memory_bytes=given.pop("kv_memory"),
-            context_length=given.pop("context_length"),
-            page_size=given.pop("page_size"),
-            prefix_cache=given.pop("prefix_cache"),
-            strict_prefix=given.pop("strict_prefix"),
-            kv_format=given.pop("kv_format"),
-        )
-        draft = given.pop("draft")
-        speculation = SpeculationOptions(
-            given.pop("speculate"),
-            _draft(draft),
-            given.pop("drafts"),
-            given.pop("heads"),
-        )
-        if "policy" not in given:
-            return EngineOptions(compute, cache, speculation=speculation)
-        batch = BatchOptions(
-            policy=given.pop("policy"),
-            max_running=given.pop("max_running"),
-            token_budget=given.pop("token_budget"),
-            batch_size=given.pop("batch_size"),
-            max_wait_s=given.pop("max_wait_s"),
-            max_waiting_requests=given.pop("max_waiting"),
-        )
-        return EngineOptions(compute, cache, batch, speculation)
+    """Take the engine's options out of `given` and build them.
+
+    An option has the name of the field that it sets; what a command does not offer stays as it is.
+    """
+    draft = given.get("draft")
+    if draft is not None and draft.lower() in {_NO_DRAFT, PARTNER}:
+        given["draft"] = None if draft.lower() == _NO_DRAFT else PARTNER
+    return EngineOptions(
+        _taken(ComputeOptions, given),
+        _taken(CacheOptions, given),
+        _taken(BatchOptions, given),
+        _taken(SpeculationOptions, given),
+    )
 
 
-def _draft(named: str) -> str | None:
-    word = named.lower()
-    return None if word == _NO_DRAFT else PARTNER if word == PARTNER else named
+def _taken(kind: type[T], given: dict[str, Any]) -> T:
+    names = [field.name for field in fields(kind) if field.name in given]  # type: ignore[arg-type]
+    return kind(**{name: given.pop(name) for name in names})
 
 
 def sampling_params(given: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
@@ -281,8 +242,7 @@ def sampling_params(given: dict[str, Any], constraint: Constraint | None = None)
         "stop",
         "ignore_eos",
     )
-    with named_as_options():
-        return SamplingParams(**{name: given.pop(name) for name in names}, constraint=constraint)
+    return SamplingParams(**{name: given.pop(name) for name in names}, constraint=constraint)
 
 
 def add_options(function: F, section: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> F:
@@ -295,19 +255,3 @@ def add_options(function: F, section: str, *options: tuple[tuple[str, ...], dict
         decorate: Callable[[F], F] = option(section, *names, show_default=shown, **attributes)
         function = decorate(function)
     return function
-
-
-@contextmanager
-def named_as_options() -> Iterator[None]:
-    """Let errors name the option that was wrong, as it is typed."""
-    try:
-        yield
-    except RequestError as error:
-        flags = {name: f"--{name.replace('_', '-')}" for name in ("max_tokens", error.param or "")}
-        message = error.message
-        for name, flag in flags.items():
-            message = message.replace(name, flag) if name else message
-        raise UsageError(message) from None
-    except UsageError as error:
-        name = next((name for name in _NAMES if error.message.startswith(name)), "")
-        raise UsageError(_NAMES.get(name, "") + error.message.removeprefix(name)) from None

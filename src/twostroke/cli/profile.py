@@ -12,7 +12,6 @@ import click
 
 from twostroke.cli.fetch import fetch
 from twostroke.cli.help import OneOf
-from twostroke.cli.options import named_as_options
 from twostroke.cli.terminal import printable, show_table
 from twostroke.core.config import (
     BACKENDS,
@@ -83,7 +82,9 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
     metavar="FILE.svg",
     help="Draw a roofline with the operations (needs twostroke[plots]).",
 )
-@click.option("--threads", type=click.IntRange(1, 1024), metavar="N", help="Compute threads.")
+@click.option(
+    "--threads", "num_threads", type=click.IntRange(1, 1024), metavar="N", help="Compute threads."
+)
 @click.option("--level", help="Instruction set [default: the best here].")
 @click.option(
     "--kv-format", type=OneOf(KV_FORMATS), default="auto", help="Format of keys and values."
@@ -107,19 +108,18 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     if plot is not None:
         _check_plot(plot)
 
-    with named_as_options():
-        wanted = Wanted(
-            _shapes(given),
-            given["steps"],
-            given["layers"],
-            ComputeOptions(
-                given["backend"],
-                given["threads"],
-                given["level"],
-                activation_bits=given["activation_bits"],
-            ),
-            CacheOptions(kv_format=given["kv_format"]),
-        )
+    wanted = Wanted(
+        _shapes(given),
+        given["steps"],
+        given["layers"],
+        ComputeOptions(
+            given["backend"],
+            given["num_threads"],
+            given["level"],
+            activation_bits=given["activation_bits"],
+        ),
+        CacheOptions(kv_format=given["kv_format"]),
+    )
     fetch(model, quiet=as_json)
     profiles: list[StepProfile] = []
     for one in profile(model, wanted, _notice):

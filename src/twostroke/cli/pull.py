@@ -26,7 +26,7 @@ def command(models: tuple[str, ...]) -> None:
             if len(models) == 1:
                 raise
             faults[model] = error
-            click.echo(printable(f"{model}: {error.message}"), err=True)
+            click.echo(printable(f"{model}: {error}"), err=True)
     if faults:
         kind = type(next(iter(faults.values())))
         raise kind(f"{len(faults)} of {len(models)} models failed: {', '.join(faults)}.")

@@ -48,7 +48,7 @@ _MOST_FILES = 65_536  # connections are files; the system may allow far more tha
 )
 @click.option(
     "--name",
-    "names",
+    "model_names",
     multiple=True,
     help="What clients call the model; repeatable [default: its own name].",
 )
@@ -97,7 +97,7 @@ def command(**given: Any) -> int:
         host=given.pop("host"),
         port=given.pop("port"),
         api_keys=ApiKeys.read(given.pop("api_keys"), env.api_key()),
-        model_names=given.pop("names"),
+        model_names=given.pop("model_names"),
         drain_s=given.pop("drain_s"),
         max_stored=given.pop("max_stored"),
         **observing(given),

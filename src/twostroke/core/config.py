@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
-from twostroke.core.errors import UsageError, nearest
+from twostroke.core.errors import Field, UsageError, nearest
 
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -40,17 +40,19 @@ class ComputeOptions:
         """Refuse unknown names and numbers out of range."""
         _one_of("backend", self.backend, BACKENDS)
         if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
-            raise UsageError(f"threads must be from 1 to 1024, not {self.num_threads}.")
+            reason = f"must be from 1 to 1024, got {self.num_threads}."
+            raise UsageError(reason, field="num_threads")
         if self.level is not None and self.backend not in {"auto", "cpu"}:
-            raise UsageError(f"level is the cpu backend's, not {self.backend}'s.")
+            raise UsageError("needs the backend cpu.", field="level")
         if self.activation_bits not in ACTIVATION_BITS:
             *most, last = ACTIVATION_BITS
             bits = f"{', '.join(map(str, most))} or {last}"
-            raise UsageError(f"activation_bits must be {bits}, not {self.activation_bits}.")
+            reason = f"must be {bits}, got {self.activation_bits}."
+            raise UsageError(reason, field="activation_bits")
         if self.activation_bits != DEFAULT_ACTIVATION_BITS and self.backend not in {"auto", "cpu"}:
-            raise UsageError(f"activation_bits is the cpu backend's, not {self.backend}'s.")
+            raise UsageError("needs the backend cpu.", field="activation_bits")
         if self.device != "auto" and self.backend != "torch":
-            raise UsageError("device is the torch backend's: add --backend torch.")
+            raise UsageError("needs the backend torch.", field="device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,13 @@ class CacheOptions:
         if self.page_size not in PAGE_SIZES:
             *most, last = PAGE_SIZES
             sizes = f"{', '.join(map(str, most))} or {last}"
-            raise UsageError(f"page size must be {sizes}, not {self.page_size}.")
+            raise UsageError(f"must be {sizes}, got {self.page_size}.", field="page_size")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise UsageError(f"KV memory must be above 0 bytes, not {self.memory_bytes}.")
+            reason = f"must be greater than 0, got {self.memory_bytes}."
+            raise UsageError(reason, field="memory_bytes")
         if self.context_length is not None and self.context_length < 2:
-            raise UsageError(f"context length must be at least 2, not {self.context_length}.")
+            reason = f"must be at least 2, got {self.context_length}."
+            raise UsageError(reason, field="context_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +120,9 @@ class BatchOptions:
         ):
             value = getattr(self, name)
             if value is not None and not value >= low:
-                raise UsageError(f"{name} must be at least {low}, not {value}.")
+                raise UsageError(f"must be at least {low}, got {value}.", field=name)
             if value == math.inf:
-                raise UsageError(f"{name} must be a finite number, not {value}.")
+                raise UsageError(f"must be a finite number, got {value}.", field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,28 +147,28 @@ class SpeculationOptions:
 
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
-        _one_of("speculate", self.method, SPECULATE)
-        if self.method == "draft" and self.draft is None:
-            raise UsageError("speculate can be draft only with a draft model: add --draft MODEL.")
-        if self.draft not in {None, PARTNER} and self.method not in {"auto", "draft"}:
-            message = (
-                f"draft is of no use where --speculate is {self.method}: leave one of them out."
-            )
-            raise UsageError(message)
-        if self.method in {"medusa", "eagle"} and self.heads is None:
-            message = f"speculate can be {self.method} only with trained heads: add --heads FOLDER."
-            raise UsageError(message)
-        if self.heads is not None and self.method not in {"auto", "medusa", "eagle"}:
-            message = (
-                f"heads is of no use where --speculate is {self.method}: leave one of them out."
-            )
-            raise UsageError(message)
-        if self.heads == "":
-            raise UsageError("heads names no folder: leave it out, or name one with heads in it.")
-        if self.count is not None and self.method == "off":
-            raise UsageError("drafts is of no use where --speculate is off: leave one of them out.")
+        _one_of("method", self.method, SPECULATE)
+        method, draft, heads = self.method, self.draft, self.heads
+        if method == "draft" and draft is None:
+            reason = "can be draft only with a draft model: set {other} as well."
+            raise UsageError(reason, field="method", other=Field("draft"))
+        if method in {"medusa", "eagle"} and heads is None:
+            reason = f"can be {method} only with trained heads: set {{other}} as well."
+            raise UsageError(reason, field="method", other=Field("heads"))
+        if draft not in {None, PARTNER} and method not in {"auto", "draft"}:
+            self._refuse("draft")
+        if heads is not None and method not in {"auto", "medusa", "eagle"}:
+            self._refuse("heads")
+        if self.count is not None and method == "off":
+            self._refuse("count")
+        if heads == "":
+            raise UsageError("must name a folder: leave it out, or name one.", field="heads")
         if self.count is not None and not 1 <= self.count <= MAX_DRAFTS:
-            raise UsageError(f"drafts must be from 1 to {MAX_DRAFTS}, not {self.count}.")
+            raise UsageError(f"must be from 1 to {MAX_DRAFTS}, got {self.count}.", field="count")
+
+    def _refuse(self, field: str) -> NoReturn:
+        reason = f"has no effect where {{other}} is {self.method}: leave one of them out."
+        raise UsageError(reason, field=field, other=Field("method"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +184,10 @@ class EngineOptions:
         """Refuse parts that do not go together."""
         backend = self.compute.backend
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
-            raise UsageError(f"kv_format is the cpu backend's, not {backend}'s.")
+            raise UsageError("needs the backend cpu.", field="kv_format")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        choices = ", ".join(known)
-        message = f"Unknown {name} '{value}'; known: {choices}."
-        raise UsageError(message + nearest(value, known))
+        reason = f"must be one of {', '.join(known)}, got '{{value}}'.{nearest(value, known)}"
+        raise UsageError(reason, field=name, value=value)

@@ -40,17 +40,16 @@ class Constraint:
     def __post_init__(self) -> None:
         """Refuse what nobody could read."""
         if self.notation not in NOTATIONS:
-            message = f"A constraint is one of {', '.join(NOTATIONS)}, not '{self.notation}'."
-            raise RequestError(message, param=self.param)
+            known, word = ", ".join(NOTATIONS), self.notation
+            raise RequestError(f"A constraint is one of {known}, not '{word}'.")
         if len(self.text) > MAX_CONSTRAINT:
-            message = f"{self.param} takes at most {MAX_CONSTRAINT:,} characters."
-            raise RequestError(message, param=self.param)
+            raise RequestError(f"takes at most {MAX_CONSTRAINT:,} characters.", field=self.param)
         try:
             self.text.encode()
         except UnicodeEncodeError as error:
             wrong = ascii(self.text[error.start])
-            message = f"{self.param} has {wrong}, half of a character: leave it out."
-            raise RequestError(message, param=self.param) from None
+            reason = f"contains {wrong}, which is half of a character: leave it out."
+            raise RequestError(reason, field=self.param) from None
 
 
 class Matcher(Protocol):

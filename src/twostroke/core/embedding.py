@@ -30,7 +30,7 @@ class EmbeddingParams:
     nothing. With `dimensions` the vector has only its first so many values, and length 1 again.
 
     Raises:
-        RequestError: a value is outside its bounds; `param` names the field.
+        RequestError: a value is outside its bounds; `field` names it.
     """
 
     pooling: str = AUTO
@@ -40,10 +40,10 @@ class EmbeddingParams:
         """Refuse values that no request may carry."""
         if self.pooling not in POOLINGS:
             word = str(self.pooling)[:_MOST_SHOWN]
-            message = f"pooling can be {', '.join(POOLINGS)}, not {word!r}."
-            raise RequestError(message + nearest(word, POOLINGS), param="pooling")
+            reason = f"must be {', '.join(POOLINGS)}, got {word!r}."
+            raise RequestError(reason + nearest(word, POOLINGS), field="pooling")
         count = self.dimensions
         if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
-            raise RequestError(f"dimensions must be an integer, not {count!r}.", param="dimensions")
+            raise RequestError(f"must be an integer, got {count!r}.", field="dimensions")
         if count is not None and count < 1:
-            raise RequestError(f"dimensions must be at least 1, not {count}.", param="dimensions")
+            raise RequestError(f"must be at least 1, got {count}.", field="dimensions")

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each says what was wrong, the limit, and the knob to turn."""
+"""Errors that a user can act on: each says what was wrong, the limit, and the option to change."""
 
 from __future__ import annotations
 
@@ -6,28 +6,57 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    Naming = Callable[[str], str]  # the engine's name of a field to the one that a caller uses
 
 _SAME_START_SHARE = 0.7  # of the letters of both words
 _OTHER_START_SHARE = 0.8
 
 
+class Field(str):
+    """The name of another field in the facts of an error: it is rendered as the caller's name."""
+
+    __slots__ = ()
+
+
 class TwostrokeError(Exception):
     """The root of every error that Twostroke raises on purpose.
 
-    `exit_code` is what the command line exits with, `http_status` what the server answers,
-    `code` a short machine-readable word (OpenAI's `error.code`) and `param` the field at fault.
+    An error about a field has the field's name (or a path such as `messages[3].content`) and a
+    reason that continues the sentence: "must be at least 1, got 0.". A reason that begins with a
+    capital letter is a whole sentence. `facts` fill the places in the reason that they name, and
+    `{field}` in it is the field.
+
+    `exit_code` is the command line's exit code, `http_status` the server's status, and `code` a
+    short machine-readable word (OpenAI's `error.code`).
     """
 
     exit_code = 1
     http_status = 500
     code: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+    def __init__(self, reason: str, *, field: str | None = None, **facts: object) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.field = field
+        self.facts = facts
+
+    def __str__(self) -> str:
+        """The sentence with the engine's own names."""
+        return self.sentence()
+
+    def sentence(self, naming: Naming = str) -> str:
+        """Return the sentence; `naming` gives the caller's name of each field."""
+        reason, field = self.reason, self.field and naming(self.field)
+        is_whole = field is None or reason[:1].isupper()
+        if self.facts or "{field}" in reason:
+            facts = {
+                name: naming(fact) if isinstance(fact, Field) else fact
+                for name, fact in self.facts.items()
+            }
+            reason = reason.format(**facts, field=field)
+        return reason if is_whole else f"{field} {reason}"
 
 
 class UsageError(TwostrokeError):
@@ -90,24 +119,12 @@ class RequestError(TwostrokeError):
 class ContextLengthError(RequestError):
     """A prompt, or a prompt with its answer, that can never fit.
 
-    `sizes` are the tokens of the prompt, those asked for, and the context length that both exceed:
-    protocols have sentences of their own for it. None where something else is too small.
-    With `is_counted` false, the prompt has at least so many tokens.
+    Where it exceeds the context length, the facts have `context_length`, `num_prompt` and, if the
+    prompt alone fits, `num_answer`, in tokens; `least` is "at least " for a prompt that was not
+    counted to its end. Protocols have sentences of their own for these.
     """
 
     code = "context_length_exceeded"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        sizes: tuple[int, int, int] | None = None,
-        is_counted: bool = True,
-    ) -> None:
-        super().__init__(message, param=param)
-        self.sizes = sizes
-        self.is_counted = is_counted
 
 
 class OverloadedError(TwostrokeError):

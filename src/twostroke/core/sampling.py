@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import RequestError
+from twostroke.core.errors import Field, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ class SamplingParams:
     the caller's limits holds for them.
 
     Raises:
-        RequestError: a value is outside its bounds; `param` names the field.
+        RequestError: a value is outside its bounds; `field` names it.
     """
 
     max_tokens: int | None = None
@@ -113,11 +113,11 @@ class SamplingParams:
             has_zero = name == "max_tokens" and self.prompt_logprobs is not None
             _check(name, value, replace(bounds, low=0) if has_zero else bounds)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            message = f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})."
-            raise RequestError(message, param="min_tokens")
+            reason = f"must be at most {{other}} ({self.max_tokens}), got {self.min_tokens}."
+            raise RequestError(reason, field="min_tokens", other=Field("max_tokens"))
         if self.constraint is not None and self.ignore_eos:
-            message = "ignore_eos cannot be combined with a constraint, whose answers end."
-            raise RequestError(message, param="ignore_eos")
+            reason = "cannot be combined with a constraint, whose answers end."
+            raise RequestError(reason, field="ignore_eos")
         self._check_stops()
         self._check_bias()
 
@@ -126,25 +126,21 @@ class SamplingParams:
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
         if not all(isinstance(stop, str) for stop in stops):
-            raise RequestError("stop must be a string or a list of strings.", param="stop")
+            raise RequestError("must be a string or a list of strings.", field="stop")
         is_wrong = any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
         if is_wrong or len(self.stop) > MAX_STOPS:
             bounds = f"{MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
-            message = f"stop takes at most {bounds}."
-            raise RequestError(message, param="stop")
+            raise RequestError(f"takes at most {bounds}.", field="stop")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
-            message = f"stop_token_ids takes at most {MAX_STOP_IDS} ids."
-            raise RequestError(message, param="stop_token_ids")
+            raise RequestError(f"takes at most {MAX_STOP_IDS} ids.", field="stop_token_ids")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, _ID)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
-            message = "logit_bias must map token ids to numbers."
-            raise RequestError(message, param="logit_bias")
+            raise RequestError("must map token ids to numbers.", field="logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            message = f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens."
-            raise RequestError(message, param="logit_bias")
+            raise RequestError(f"takes at most {MAX_LOGIT_BIAS} tokens.", field="logit_bias")
         for token, bias in self.logit_bias.items():
             _check("logit_bias", token, _ID)
             _check("logit_bias", bias, _BIAS)
@@ -168,7 +164,7 @@ def _as_tuple(param: str, value: object) -> tuple[object, ...]:
     if isinstance(value, str) and param == "stop":
         return (value,)
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{param} must be a list, not {value!r}.", param=param)
+        raise RequestError("must be a list, got {value!r}.", field=param, value=value)
     return tuple(value)
 
 
@@ -181,20 +177,18 @@ def _check(param: str, value: object, bounds: Bounds) -> None:
 
 def _check_int(param: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{param} must be an integer, not {value!r}.", param=param)
+        raise RequestError("must be an integer, got {value!r}.", field=param, value=value)
     if not low <= value <= high:
-        message = f"{param} must be from {low} to {high}, not {value}."
-        raise RequestError(message, param=param)
+        raise RequestError(f"must be from {low} to {high}, got {value}.", field=param)
 
 
 def _check_float(param: str, value: object, bounds: Bounds) -> None:
     number, low, high = _to_float(value), bounds.low, bounds.high
     if not math.isfinite(number):
-        raise RequestError(f"{param} must be a finite number, not {value!r}.", param=param)
+        raise RequestError("must be a finite number, got {value!r}.", field=param, value=value)
     if not low <= number <= high or (bounds.above and number == low):
-        bound = "above" if bounds.above else "from"
-        message = f"{param} must be {bound} {low:g} to {high:g}, not {number:g}."
-        raise RequestError(message, param=param)
+        span = f"greater than {low:g} and at most" if bounds.above else f"from {low:g} to"
+        raise RequestError(f"must be {span} {high:g}, got {number:g}.", field=param)
 
 
 def _to_float(value: object) -> float:

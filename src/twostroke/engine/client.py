@@ -333,8 +333,14 @@ class Client:
         methods = self.loop.speculator.methods
         if hints.speculate not in {"auto", "off", *methods}:
             known, word = ("auto", "off", *methods), hints.speculate[:_MOST_SHOWN]
-            message = f"speculate can be {', '.join(known)} here, not {word!r}."
-            raise RequestError(message + nearest(word, known), param="speculate")
+            reason = "must be one of {known} here, got {word!r}.{hint}"
+            raise RequestError(
+                reason,
+                field="speculate",
+                known=", ".join(known),
+                word=word,
+                hint=nearest(word, known),
+            )
         if hints.prediction:
             self._check_ids(hints.prediction, "prediction")
 
@@ -347,9 +353,7 @@ class Client:
     ) -> None:
         """Refuse a prompt that can never run; one that cannot fit is not even read."""
         if not tokens:
-            raise RequestError(
-                f"The {field} is empty: it must have at least one token.", param=field
-            )
+            raise RequestError("is empty: give at least one token.", field=field)
         size = len(tokens)
         probe = Request("", list(tokens), size, params, 0, prompt_field=field, pooling=pooling)
         self.loop.check(probe)
@@ -358,22 +362,22 @@ class Client:
         vocab_size = self.card.cost.program.vocab_size
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             place = next(i for i, id_ in enumerate(tokens) if not 0 <= id_ < vocab_size)
-            message = (
-                f"{where} has token ids outside 0 to {vocab_size - 1}: "
+            reason = (
+                f"has token ids outside 0 to {vocab_size - 1}: "
                 f"the first is {tokens[place]}, at index {place}."
             )
-            raise RequestError(message, param=where)
+            raise RequestError(reason, field=where)
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.card.cost.program.vocab_size
-        for param, ids in (
+        for field, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
             wrong = next((token for token in ids if token >= vocab_size), None)
             if wrong is not None:
                 limits = f"outside 0 to {vocab_size - 1}: the first is {wrong}."
-                raise RequestError(f"{param} has token ids {limits}", param=param)
+                raise RequestError(f"has token ids {limits}", field=field)
 
 
 def _named(prompts: Sequence[Sequence[int]], field: str) -> Iterator[tuple[str, Sequence[int]]]:

@@ -154,13 +154,13 @@ def _naming_who_has_no_room(target: str) -> Iterator[None]:
     try:
         yield
     except MemoryLimitError as error:
-        message = f"The draft does not fit beside {target}. {error.message}"
+        message = f"The draft does not fit beside {target}. {error}"
         raise MemoryLimitError(message) from None
 
 
 def leave_out(name: str, error: TwostrokeError) -> None:
     """Say that a draft which nobody named is not used."""
-    _logger.warning("%s guesses nothing (--draft none: no draft): %s", name, error.message)
+    _logger.warning("%s guesses nothing (--draft none: no draft): %s", name, error)
 
 
 def _no_more_than(size: CacheSize, num_pages: int, num_groups: int) -> CacheSize:

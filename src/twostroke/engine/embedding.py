@@ -273,19 +273,26 @@ def choose_pooling(card: ModelCard, params: EmbeddingParams) -> Pooling:
     if named is None:
         return Pooling.MEAN
     if named not in {pooling.value for pooling in Pooling}:
-        message = (
-            f"{card.name} makes embeddings by {named!r}, which is not supported: ask for pooling "
-            "'mean' or 'last', as far as that makes sense for it."
+        raise RequestError(
+            "must be 'mean' or 'last': the one that {name} was made for, {named!r}, is not "
+            "supported.",
+            field="pooling",
+            name=card.name,
+            named=named,
         )
-        raise RequestError(message, param="pooling")
     return Pooling(named)
 
 
 def _dimensions(card: ModelCard, params: EmbeddingParams) -> int | None:
     width = card.embedding_width
     if params.dimensions is not None and params.dimensions > width:
-        message = f"dimensions must be from 1 to {width} for {card.name}, not {params.dimensions}."
-        raise RequestError(message, param="dimensions")
+        raise RequestError(
+            "must be from 1 to {limit} for {name}, got {value}.",
+            field="dimensions",
+            limit=width,
+            name=card.name,
+            value=params.dimensions,
+        )
     return params.dimensions
 
 

@@ -323,8 +323,9 @@ def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray, Mapping)) or not hasattr(prompts, "__getitem__"):
-        message = "Give a text, a list of token ids, or a list of these, "
-        raise RequestError(f"{message}not {type(prompts).__name__}.", param="prompt")
+        kind = type(prompts).__name__
+        reason = f"must be a text, a list of token ids, or a list of these, got {kind}."
+        raise RequestError(reason, field="prompt")
     is_one = len(prompts) > 0 and hasattr(prompts[0], "__index__")
     return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
 

@@ -88,11 +88,11 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     try:
         tokens = card.tokenizer.encode(prediction, most=card.context_length)
     except TooManyTokensError as error:
-        message = (
-            f"prediction has at least {error.num_tokens} tokens, but no answer has more than the "
-            f"context length of {card.context_length}."
+        reason = (
+            f"has at least {error.num_tokens} tokens, which exceeds the context length of "
+            f"{card.context_length}."
         )
-        raise RequestError(message, param="prediction") from None
+        raise RequestError(reason, field="prediction") from None
     return Hints(speculate, tuple(tokens))
 
 
@@ -162,8 +162,8 @@ def chat_of(card: ModelCard) -> Chat:
         RequestError: it has none.
     """
     if card.chat_template is None:
-        message = f"{card.name} has no chat template: use plain completions instead."
-        raise RequestError(message, param="messages")
+        reason = "The model {name} has no chat template: use plain completions instead."
+        raise RequestError(reason, field="messages", name=card.name)
     return card.chat_template
 
 
@@ -173,9 +173,7 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
     try:
         yield
     except TooManyTokensError as error:
-        raise too_long(
-            field, (error.num_tokens, 1, card.context_length), is_counted=False
-        ) from None
+        raise too_long(field, error.num_tokens, card.context_length, is_counted=False) from None
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:
@@ -190,16 +188,17 @@ def _listed(prompt: Sequence[int]) -> list[int]:
 def _no_prompt(prompt: object) -> RequestError:
     shown = repr(prompt)
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
-    message = f"A prompt must be a text or a list of token ids, not {shown}."
-    return RequestError(message, param="prompt")
+    reason = "must be a text or a list of token ids, got {value}."
+    return RequestError(reason, field="prompt", value=shown)
 
 
 def _infill_tokens(card: ModelCard) -> InfillTokens:
     tokens = card.tokenizer.infill
     if tokens is None:
-        message = (
-            f"{card.name} has no tokens for filling in the middle: leave suffix out, or take a "
-            "model that has them, such as qwen2.5-coder-1.5b."
+        raise RequestError(
+            "is not supported by {name}, which has no tokens for filling in the middle: leave it "
+            "out, or use a model that has them, such as qwen2.5-coder-1.5b.",
+            field="suffix",
+            name=card.name,
         )
-        raise RequestError(message, param="suffix")
     return tokens

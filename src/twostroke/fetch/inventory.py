@@ -136,7 +136,6 @@ def _fetched(name: str) -> ModelRecord:
     if isinstance(found, Path):
         raise UsageError(
             f"{name!r} is your own file: only fetched models can be shown, verified and removed.",
-            param="model",
         )
     record = find_record(found)
     if record is None or not record.is_partly_here:

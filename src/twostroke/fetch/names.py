@@ -79,9 +79,9 @@ def parse_hub_name(name: str) -> HubName | None:
         match = _HUB.fullmatch(name)
         found = match and HubName(match[1], match[2], match[3] or DEFAULT_REVISION)
     if not found or ".." in found.repo or "--" in found.repo:
-        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.", param="model")
+        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.")
     if not all(map(is_safe_path, (found.revision, found.file or "x"))):
-        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.", param="model")
+        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.")
     return found
 
 
@@ -109,7 +109,7 @@ def _parse_address(rest: str) -> HubName | None:
 def _parse_package(name: str) -> PackagedModel:
     match = _PYPI.fullmatch(name)
     if match is None or ".." in Path(match["path"]).parts:
-        raise UsageError(f"{name!r} does not have the form {_PACKAGE_FORM}.", param="model")
+        raise UsageError(f"{name!r} does not have the form {_PACKAGE_FORM}.")
     part = Part(match["package"], match["version"], match["path"])
     file_name = f"{part.package}-{part.version}-{match['file']}"
     return PackagedModel(name, match["file"], file_name, (part,))

@@ -105,8 +105,8 @@ class Grammars:
                 complex; the sentence says what.
         """
         if not self.ends:
-            message = "This model has no end token, so that no form of an answer would end."
-            raise RequestError(message, param=constraint.param)
+            reason = "needs an end token, which this model lacks."
+            raise RequestError(reason, field=constraint.param)
         if known := self.known(constraint):
             return known
         with self._compiling:  # apart from the other lock: nobody waits for somebody else's
@@ -141,8 +141,8 @@ class Grammars:
                 _on_large_stack(self._compile, constraint)
         except RequestError as error:
             with self._lock:
-                _remember(self._refused, constraint, error.message, _MAX_REFUSED)
-            return error.message
+                _remember(self._refused, constraint, str(error.facts["why"]), _MAX_REFUSED)
+            return str(error.facts["why"])
         return None
 
     def prepare(self) -> None:
@@ -364,8 +364,8 @@ def _are_texts(value: object) -> bool:
 
 
 def _refusal(constraint: Constraint, why: str) -> RequestError:
-    what = _NAMES[constraint.notation]
-    return RequestError(f"{what} cannot be used: {_first_line(why)}", param=constraint.param)
+    why = f"{_NAMES[constraint.notation]} cannot be used: {_first_line(why)}"
+    return RequestError("cannot be followed. {why}", field=constraint.param, why=why)
 
 
 def _first_line(text: str) -> str:

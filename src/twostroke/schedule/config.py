@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import Field, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,11 @@ class SchedulerConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                message = f"{field.name} must be an integer of at least 1, not {value!r}."
-                raise UsageError(message, param=field.name)
+                reason = f"must be an integer of at least 1, got {value!r}."
+                raise UsageError(reason, field=field.name)
         if self.token_budget < self.max_running:
-            message = (
-                f"token_budget ({self.token_budget}) must be at least max_running "
-                f"({self.max_running}), or some running request would get no token in a step."
-            )
-            raise UsageError(message, param="token_budget")
+            reason = f"must be at least {{other}} ({self.max_running}), got {self.token_budget}."
+            raise UsageError(reason, field="token_budget", other=Field("max_running"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError
+from twostroke.core.errors import ContextLengthError, Field, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.schedule.config import SchedulerConfig
+
+_START: Final = "This model's maximum context length is {context_length} tokens. However, "
 
 
 def max_len(request: Request, context_length: int, num_slots: int) -> int:
@@ -24,45 +26,45 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     answer, num_prompt = request.max_output, len(request.tokens)
     prompt = request.prompt_field
     if not num_prompt:
-        raise RequestError(f"The {prompt} is empty; give at least one token.", param=prompt)
-    sizes = (num_prompt, 1 if answer is None else answer, context_length)
-    if num_prompt + (answer != 0) > context_length:
-        raise too_long(prompt, sizes)
+        raise RequestError("is empty: give at least one token.", field=prompt)
     total = num_prompt + (1 if answer is None else answer)
+    if num_prompt + (answer != 0) > context_length:
+        raise too_long(prompt, num_prompt, context_length)
     if total > context_length:
-        message = (
-            f"{_start(context_length)}you requested {total} tokens ({num_prompt} in the {prompt}, "
-            f"{answer} in the completion). Please reduce the length of the {prompt} or completion."
+        raise ContextLengthError(
+            f"{_START}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
+            f"completion). Please reduce the length of the {prompt} or completion.",
+            field="max_tokens",
+            num_prompt=num_prompt,
+            num_answer=answer,
+            context_length=context_length,
         )
-        raise ContextLengthError(message, param="max_tokens", sizes=sizes)
     if total > num_slots:
-        message = (
+        raise ContextLengthError(
             f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
             f"prompt), but there is memory for {num_slots}. "
-            "Shorten the prompt, lower max_tokens, or give the cache more memory."
+            "Shorten the prompt, lower {limit}, or give the cache more memory.",
+            field="max_tokens" if answer else prompt,
+            limit=Field("max_tokens"),
         )
-        raise ContextLengthError(message, param="max_tokens" if answer else prompt)
     return total if answer is not None else min(context_length, num_slots)
 
 
 def too_long(
-    prompt: str, sizes: tuple[int, int, int], *, is_counted: bool = True
+    prompt: str, num_prompt: int, context_length: int, *, is_counted: bool = True
 ) -> ContextLengthError:
-    """Return the error of a prompt that alone exceeds the context length.
+    """Return the error of a prompt, in the field `prompt`, that alone exceeds the context length.
 
-    `prompt` is the field that it stands in; `sizes` and `is_counted` are the error's.
+    With `is_counted` false it has at least `num_prompt` tokens.
     """
-    num_prompt, _, context_length = sizes
-    count = num_prompt if is_counted else f"at least {num_prompt}"
-    message = (
-        f"{_start(context_length)}your {prompt} resulted in {count} tokens. "
-        f"Please reduce the length of the {prompt}."
+    return ContextLengthError(
+        _START + "your {field} resulted in {least}{num_prompt} tokens. "
+        "Please reduce the length of the {field}.",
+        field=prompt,
+        least="" if is_counted else "at least ",
+        num_prompt=num_prompt,
+        context_length=context_length,
     )
-    return ContextLengthError(message, param=prompt, sizes=sizes, is_counted=is_counted)
-
-
-def _start(context_length: int) -> str:
-    return f"This model's maximum context length is {context_length} tokens. However, "
 
 
 def check_queue(

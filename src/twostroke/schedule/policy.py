@@ -75,8 +75,8 @@ class Dynamic:
         """Refuse an empty batch and a time that is none."""
         _check_size(self.size)
         if not (math.isfinite(self.max_wait_s) and self.max_wait_s >= 0):
-            message = f"max_wait_s must be a number of seconds, not {self.max_wait_s!r}."
-            raise UsageError(message, param="max_wait_s")
+            reason = f"must be a number of seconds, got {self.max_wait_s!r}."
+            raise UsageError(reason, field="max_wait_s")
 
     @property
     def max_batch(self) -> int | None:
@@ -134,4 +134,4 @@ def make_policy(options: BatchOptions) -> Policy:
 
 def _check_size(size: int) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UsageError(f"A batch holds an integer of at least 1, not {size!r}.", param="size")
+        raise UsageError(f"must be an integer of at least 1, got {size!r}.", field="batch_size")

@@ -56,8 +56,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if policy.max_batch is not None and policy.max_batch > config.max_running:
-            message = f"A batch of {policy.max_batch} exceeds max_running ({config.max_running})."
-            raise UsageError(message, param="max_running")
+            reason = f"A batch of {policy.max_batch} exceeds {{field}} ({config.max_running})."
+            raise UsageError(reason, field="max_running")
         self.config = config
         self._pool = pool
         self._clock = clock
@@ -97,7 +97,7 @@ class Scheduler:
         """
         limit = self.max_len(request)
         if request.id in self._tickets:
-            raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
+            raise RequestError(f"A request with the id {request.id!r} is running.", field="id")
         check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
         request.arrival_s = request.arrival_s or self._clock()
         arrival = next(self._arrivals)

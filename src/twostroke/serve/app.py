@@ -202,15 +202,17 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, tenant: Tenant) -> tuple[Job, Encoded, str]:
-            job = dialect.read(decoder.decode(body), tenant)
+        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str]:
+            asked = decoder.decode(body)
+            errors.note_names(dialect.names(asked), request.scope)
+            job = dialect.read(asked, self._tenant(request))
             name = self._name(job.model)
             check_choices(job, limits.max_choices)
             split = self.options.splits_reasoning
             return job, job.encode(self.client.card, splits_reasoning=split), name
 
         async def generate(request: Request) -> Any:
-            work = partial(prepare, tenant=self._tenant(request))
+            work = partial(prepare, request=request)
             job, encoded, name = await self._read(request, work, is_long=dialect.recalls)
             if (constraint := encoded.params.constraint) is not None:
                 compiling = self._compiler.grammar(encoded.calls or constraint)
@@ -266,13 +268,14 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(inquiry.request, limits.max_json_depth)
 
-        def answer(body: bytes) -> bytes:
+        def answer(body: bytes, request: Request) -> bytes:
             asked = decoder.decode(body)
+            errors.note_names(inquiry.names(asked), request.scope)
             self._name(asked.model)
             return encode_json(inquiry.answer(asked, self.client.card))
 
         async def respond(request: Request) -> Response:
-            found = await self._read(request, answer)
+            found = await self._read(request, partial(answer, request=request))
             return Response(found, media_type="application/json")
 
         return respond
@@ -305,7 +308,7 @@ class Api:
         if asked not in self.names:
             word = asked[:MAX_NAME_LENGTH]
             message = f"The model '{word}' does not exist.{nearest(word, self.names)}"
-            raise ModelNotFoundError(f"{message} Served: {', '.join(self.names)}.", param="model")
+            raise ModelNotFoundError(f"{message} Served: {', '.join(self.names)}.", field="model")
         return asked
 
     def _model(self, name: str) -> ModelBody:

@@ -68,9 +68,8 @@ class Compiler:
             await has_begun.wait()
             return await asyncio.wait_for(work, self._limit_s)
         except TimeoutError:
-            param = constraint.param
-            message = f"{param} took longer than {self._limit_s:g} s to compile: simplify it."
-            raise RequestError(message, param=param) from None
+            reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
+            raise RequestError(reason, field=constraint.param) from None
         finally:
             work.cancel()  # if the client left before its turn
 

@@ -11,7 +11,7 @@ from twostroke.chat.reader import PLAIN, Reading
 from twostroke.serve.events import EventReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from twostroke.engine.client import ModelCard
     from twostroke.serve.events import Event
@@ -60,6 +60,10 @@ class Encoder(Protocol):
         """Return the response that is not streamed, from all events of the job."""
 
 
+def _same_names(_asked: object) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[T]):
     """One protocol.
@@ -70,6 +74,7 @@ class Dialect(Generic[T]):
         request: the struct of its request bodies.
         read: translates a checked request of a tenant to a job; raises RequestError.
         encoder: makes the encoder of one response.
+        names: what errors call the engine's fields in a request (see `http.errors.note_names`).
         recalls: whether a prompt may be longer than its body, because it continues a stored one.
     """
 
@@ -78,6 +83,7 @@ class Dialect(Generic[T]):
     request: type[T]
     read: Callable[[T, Tenant], Job]
     encoder: Callable[[Reply], Encoder]
+    names: Callable[[T], Mapping[str, str]] = _same_names
     recalls: bool = False
 
 
@@ -104,10 +110,12 @@ class Inquiry(Generic[T]):
     Attributes:
         request: the struct of its bodies; it has a field `model`.
         answer: turns a checked request into the response; raises RequestError.
+        names: as in `Dialect`.
     """
 
     request: type[T]
     answer: Callable[[T, ModelCard], msgspec.Struct]
+    names: Callable[[T], Mapping[str, str]] = _same_names
 
 
 def sse(data: bytes) -> bytes:

@@ -221,8 +221,7 @@ def check_messages(count: int, field: str) -> None:
         RequestError: too many.
     """
     if count > MAX_MESSAGES:
-        message = f"{field} takes at most {MAX_MESSAGES} messages, not {count}."
-        raise RequestError(message, param=field)
+        raise RequestError(f"takes at most {MAX_MESSAGES} messages, got {count}.", field=field)
 
 
 def check_choices(job: Job, limit: int) -> None:
@@ -232,8 +231,9 @@ def check_choices(job: Job, limit: int) -> None:
         RequestError: too many.
     """
     if job.num_choices > limit:
-        message = f"A request may ask for {limit} answers (prompts times n), not {job.num_choices}."
-        raise RequestError(message, param="prompt" if len(job.prompts) > 1 else "n")
+        reason = f"asks for too many answers: prompts times n must be at most {limit}, got "
+        field = "prompt" if len(job.prompts) > 1 else "n"
+        raise RequestError(f"{reason}{job.num_choices}.", field=field)
 
 
 def check_texts(job: EmbeddingJob, limit: int) -> None:
@@ -243,5 +243,4 @@ def check_texts(job: EmbeddingJob, limit: int) -> None:
         RequestError: too many.
     """
     if len(job.texts) > limit:
-        message = f"A request may have {limit} inputs, not {len(job.texts)}."
-        raise RequestError(message, param="input")
+        raise RequestError(f"takes at most {limit} texts, got {len(job.texts)}.", field="input")

@@ -99,10 +99,11 @@ class ServeOptions:
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():
-                raise UsageError(f"{name!r} is no name for a model: check --name.")
+                reason = "must have printable characters, got {value!r}."
+                raise UsageError(reason, field="model_names", value=name)
         if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # no number is in no range
-            message = f"--drain must be from 0 to {_MAX_DRAIN_S} seconds, not {self.drain_s}."
-            raise UsageError(message)
+            reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {self.drain_s}."
+            raise UsageError(reason, field="drain_s")
 
     @property
     def is_private(self) -> bool:

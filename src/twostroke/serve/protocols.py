@@ -15,20 +15,28 @@ from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import ResponsesRequest
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
-    "/v1/chat/completions": Dialect("chat", "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder),
+    "/v1/chat/completions": Dialect(
+        "chat", "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder, chat.names
+    ),
     "/v1/completions": Dialect(
         "completions", "cmpl-", completions.CompletionRequest, completions.read, CompletionEncoder
     ),
     "/v1/messages": Dialect(
-        "messages", "msg_", messages.MessagesRequest, messages.read, MessageEncoder
+        "messages", "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
     ),
     "/v1/responses": Dialect(
-        "responses", "resp_", ResponsesRequest, responses.read, ResponsesEncoder, recalls=True
+        "responses",
+        "resp_",
+        ResponsesRequest,
+        responses.read,
+        ResponsesEncoder,
+        responses.names,
+        recalls=True,
     ),
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
-    "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count),
-    "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize),
+    "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
+    "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
     "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
 }
 EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {

@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
         PortInUseError: the address is in use, not of this machine, or not allowed.
     """
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port must be from 0 to 65535, got {port}.")
+        raise UsageError(f"must be from 0 to 65535, got {port}.", field="port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, ValueError):

@@ -107,7 +107,7 @@ class Answers:
         except TwostrokeError as error:
             self._fail(error)
             if self._client.loop.health is Health.STOPPED:
-                raise EngineStoppedError(error.message) from error
+                raise EngineStoppedError(str(error)) from error
             raise
 
     async def whole(self) -> list[Completion]:
@@ -214,7 +214,7 @@ class Vectors:
         except TwostrokeError as error:
             self._metrics.failures.inc()
             if self._client.loop.health is Health.STOPPED:
-                raise EngineStoppedError(error.message) from error
+                raise EngineStoppedError(str(error)) from error
             raise
         return parts
 

@@ -70,27 +70,26 @@ def to_tools(
     """
     if not tools:
         if choice is not None and choice not in ("none", "auto"):
-            raise RequestError("tool_choice needs tools.", param="tool_choice")
+            raise RequestError("needs tools.", field="tool_choice")
         return None
     if len(tools) > MAX_TOOLS:
-        message = f"tools takes at most {MAX_TOOLS} tools, not {len(tools)}."
-        raise RequestError(message, param="tools")
+        raise RequestError(f"takes at most {MAX_TOOLS} tools, got {len(tools)}.", field="tools")
     functions = [tool.function for tool in tools]
     known: dict[str, Function] = {}
     for place, function in enumerate(functions):
-        where = f"tools[{place}].function"
+        where = f"tools[{place}]"
         _check_name(function.name, where)
         if function.name in known:
-            message = f"{where}.name: there is another '{function.name}' before it."
-            raise RequestError(message, param=f"{where}.name")
+            reason = f"must be unique: an earlier tool is called '{function.name}', too."
+            raise RequestError(reason, field=f"{where}.name")
         known[function.name] = _callable(function, f"{where}.parameters")
     if choice == "none":
         return None
     if isinstance(choice, NamedChoice):
         name = choice.function.name
         if name not in known:
-            message = f"tool_choice names '{name[:_MAX_NAME]}', which is not among the tools."
-            raise RequestError(message, param="tool_choice.function.name")
+            reason = "must be the name of one of the tools, got '{value}'."
+            raise RequestError(reason, field="tool_choice.name", value=name[:_MAX_NAME])
         known = {name: known[name]}
     is_named = isinstance(choice, NamedChoice)
     return Tools(
@@ -103,8 +102,8 @@ def to_tools(
 
 def _check_name(name: str, where: str) -> None:
     if not _NAME.fullmatch(name):
-        message = f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
-        raise RequestError(message, param=f"{where}.name")
+        reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
+        raise RequestError(reason, field=f"{where}.name")
 
 
 def _callable(function: FunctionBody, param: str) -> Function:
@@ -119,8 +118,8 @@ def _callable(function: FunctionBody, param: str) -> Function:
         check_keywords(json.dumps(schema))
     except ValueError as error:
         if function.strict:
-            message = f"{param} cannot be kept to: {error}{'' if str(error).endswith('?') else '.'}"
-            raise RequestError(message, param=param) from None
+            why = str(error) if str(error).endswith("?") else f"{error}."
+            raise RequestError("cannot be followed: {why}", field=param, why=why) from None
         return made.freed()
     return made if schema.get("type", "object") == "object" else made.freed()
 

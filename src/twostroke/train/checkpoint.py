@@ -81,9 +81,7 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None
         )
     except (KeyError, TypeError, ValueError, TwostrokeError) as error:
         reason = (
-            error.message
-            if isinstance(error, ModelFormatError)
-            else "a field is missing or damaged."
+            str(error) if isinstance(error, ModelFormatError) else "a field is missing or damaged."
         )
         raise UsageError(f"{path} cannot be used: {reason} Delete it to start again.") from None
     if found.about != dict(about):

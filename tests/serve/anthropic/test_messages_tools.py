@@ -160,39 +160,45 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": [{"name": "f"}]}, "The field 'tools[0].input_schema' is missing."),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing."),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 64 letters"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].name: there is another 'weather' before it."),
-        ({"tools": [TOOL] * 129}, "tools takes at most 128 tools, not 129."),
+        (
+            {"tools": [TOOL, TOOL]},
+            "tools[1].name must be unique",
+        ),
+        ({"tools": [TOOL] * 129}, "tools takes at most 128 tools, got 129."),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "input_schemas": {}}]}, "Did you mean 'input_schema'?"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
         (
             {"tools": [{**TOOL, "strict": True, "input_schema": {"not": {}}}]},
-            "tools[0].input_schema cannot be kept to",
+            "tools[0].input_schema cannot be followed",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools."),
         (
             {"tool_choice": {"type": "some"}},
-            "tool_choice.type does not support 'some', only auto, any, tool, none.",
+            "tool_choice.type must be one of auto, any, tool, none, got 'some'.",
         ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
-            "tool_choice names 'f', which is not among the tools.",
+            "tool_choice.name must be the name of one of the tools, got 'f'.",
         ),
         (
             {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
             "tools cannot be combined with output_config.format: leave one of them out.",
         ),
-        ({"messages": TALK[:2]}, "cannot end in a call of a tool."),
-        ({"messages": [TALK[0], TALK[2]]}, "messages[1].content[0].tool_use_id is the id of no"),
+        ({"messages": TALK[:2]}, "must not end with a tool call"),
+        (
+            {"messages": [TALK[0], TALK[2]]},
+            "messages[1].content[0].tool_use_id is not the id of",
+        ),
         (
             {"messages": [{"role": "user", "content": [CALL]}]},
-            "messages[0].content[0] belongs to a message of the other role, not user.",
+            "messages[0].content[0] cannot be part of a message of the role user.",
         ),
         (
             {"messages": [*HELLO, {"role": "assistant", "content": [RESULT]}]},
-            "messages[1].content[0] belongs to a message of the other role, not assistant.",
+            "messages[1].content[0] cannot be part of a message of the role assistant.",
         ),
         (
             {

@@ -86,10 +86,16 @@ def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"tool_choice": "requird"}, ", only auto, none, required. Did you mean 'required'?"),
-        ({"response_format": {"type": "xml"}}, ", only text, json_object, json_schema."),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ", only text."),
-        ({"tool_choice": "x" * 1_000_000}, f"'{'x' * 100}', only auto, none, required."),
+        (
+            {"tool_choice": "requird"},
+            "required, got 'requird'. Did you mean 'required'?",
+        ),
+        ({"response_format": {"type": "xml"}}, "one of text, json_object, json_schema, got 'xml'."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "one of text, got 'image_url'.",
+        ),
+        ({"tool_choice": "x" * 1_000_000}, f"auto, none, required, got '{'x' * 100}'."),
     ],
 )
 def test_word_that_is_not_known_is_told_with_those_that_are(
@@ -98,8 +104,7 @@ def test_word_that_is_not_known_is_told_with_those_that_are(
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     with pytest.raises(RequestError) as refused:
         DECODER.decode(json.dumps(body).encode())
-    assert refused.value.message.endswith(why)
-    assert "does not support" in refused.value.message
+    assert str(refused.value).endswith(why)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +123,14 @@ def test_field_of_the_other_endpoint_is_told_with_where_it_belongs(
 ) -> None:
     with pytest.raises(RequestError) as refused:
         BodyDecoder(kind, 16).decode(body)
-    assert refused.value.message.endswith(why)
+    assert str(refused.value).endswith(why)
 
 
 def test_field_of_the_other_endpoint_inside_a_message_is_only_unknown() -> None:
     body = b'{"messages": [{"role": "user", "prompt": "x"}]}'
     with pytest.raises(RequestError) as refused:
         DECODER.decode(body)
-    assert "/v1/" not in refused.value.message
+    assert "/v1/" not in str(refused.value)
 
 
 @pytest.mark.parametrize("body", [b"", b" \r\n"])

@@ -185,7 +185,7 @@ def test_an_address_gets_otlp_s_path_where_it_has_none() -> None:
     "url", ["", "localhost:4318", "ftp://x", "http://", "grpc://x:4317", "http://[", "http://x:y"]
 )
 def test_what_is_no_address_is_refused_in_one_sentence(url: str) -> None:
-    with pytest.raises(UsageError, match="is no address of a collector"):
+    with pytest.raises(UsageError, match="must be the address of a collector"):
         check_endpoint(url)
 
 

@@ -108,23 +108,27 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said", "param"),
     [
-        ({"speculate": "draft"}, "speculate can be auto, off here, not 'draft'.", "speculate"),
+        (
+            {"speculate": "draft"},
+            "speculate must be one of auto, off here, got 'draft'.",
+            "speculate",
+        ),
         (
             {"speculate": "autp\n" + 9000 * "x"},
-            f"speculate can be auto, off here, not 'autp\\n{35 * 'x'}'.",
+            f"speculate must be one of auto, off here, got 'autp\\n{35 * 'x'}'.",
             "speculate",
         ),
-        ({"speculate": ""}, "speculate can be auto, off here, not ''.", "speculate"),
+        ({"speculate": ""}, "speculate must be one of auto, off here, got ''.", "speculate"),
         (
             {"speculate": "of"},
-            "speculate can be auto, off here, not 'of'. Did you mean 'off'?",
+            "speculate must be one of auto, off here, got 'of'. Did you mean 'off'?",
             "speculate",
         ),
-        ({"speculate": 5}, "speculate must be a string, not an integer.", "speculate"),
-        ({"prediction": "text"}, "prediction must be an object, not a string.", "prediction"),
+        ({"speculate": 5}, "speculate must be a string, got an integer.", "speculate"),
+        ({"prediction": "text"}, "prediction must be an object, got a string.", "prediction"),
         (
             {"prediction": {"type": "image", "content": ""}},
-            "prediction.type does not support 'image', only content.",
+            "prediction.type must be one of content, got 'image'.",
             "prediction.type",
         ),
     ],
@@ -233,7 +237,7 @@ def test_both_names_of_the_length_limit_must_agree(server: LiveServer, hello: Fi
     assert same["usage"]["completion_tokens"] == 3
     refused = server.chat(max_tokens=5, max_completion_tokens=3, **hello)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "max_tokens"
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
 
 
 def test_parts_and_roles_reach_the_template(server: LiveServer, hello: Fields) -> None:

@@ -111,7 +111,7 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
         ({"input": [2**63]}, "input", "invalid_value", "outside 0 to"),
         ({"input": [True]}, "input[0]", "invalid_value", ""),
         ({"input": 5}, "input", "invalid_value", ""),
-        ({"input": ["a"] * 2049}, "input", "invalid_value", "may have 2048 inputs, not 2049"),
+        ({"input": ["a"] * 2049}, "input", "invalid_value", "takes at most 2048 texts, got 2049"),
         ({"dimensions": 0}, "dimensions", "invalid_value", "at least 1"),
         ({"dimensions": 65}, "dimensions", "invalid_value", "from 1 to 64"),
         ({"dimensions": 2**63}, "dimensions", "invalid_value", "from 1 to 64"),
@@ -119,8 +119,8 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
         ({"encoding_format": "hex"}, "encoding_format", "invalid_value", ""),
         ({"pooling": "cls"}, "pooling", "invalid_value", "auto, mean, last"),
         ({"priority": 1001}, "priority", "invalid_value", "1000"),
-        ({"user": 5}, "user", "invalid_value", "user must be a string, not an integer."),
-        ({"request_id": {}}, "request_id", "invalid_value", "must be a string, not an object."),
+        ({"user": 5}, "user", "invalid_value", "user must be a string, got an integer."),
+        ({"request_id": {}}, "request_id", "invalid_value", "must be a string, got an object."),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "unsupported_parameter", ""),
         ({"dimension": 5}, "dimension", "unknown_parameter", "Did you mean 'dimensions'?"),
         ({"stream": True}, "stream", "unknown_parameter", ""),
@@ -225,6 +225,6 @@ def test_the_number_of_inputs_is_a_limit_of_the_server(tmp_path: Path) -> None:
     options = ServeOptions(limits=Limits(max_inputs=3), drain_s=1)
     with live_server(tmp_path, options) as server:
         assert len(vectors(embed(server, input=["a"] * 3))) == 3
-        assert "may have 3 inputs" in embed(server, input=["a"] * 4).json()["error"]["message"]
+        assert "takes at most 3 texts" in embed(server, input=["a"] * 4).json()["error"]["message"]
         text = json.dumps(server.http.get("/openapi.json").json()["components"]["schemas"])
         assert '"maxItems": 3' in text

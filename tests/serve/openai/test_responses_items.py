@@ -208,10 +208,10 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
         ("/input_items?limit=0", "limit must be from 1 to 100."),
         ("/input_items?limit=101", "limit must be from 1 to 100."),
         ("/input_items?order=up", "order must be asc or desc."),
-        ("/input_items?after=msg_0", "there is no item 'msg_0' in this response."),
+        ("/input_items?after=msg_0", "must be the id of an item of this response, got 'msg_0'."),
         ("/input_items?ater=x", "Did you mean 'after'?"),
-        ("?stream=true", "A kept response is not streamed again"),
-        ("?starting_after=3", "A kept response is not streamed again"),
+        ("?stream=true", "A stored response cannot be streamed"),
+        ("?starting_after=3", "A stored response cannot be streamed"),
         ("?include[]=all", "does not support 'all'"),
     ],
 )
@@ -249,7 +249,7 @@ def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:
 def test_only_background_responses_could_be_cancelled(server: LiveServer) -> None:
     response = server.http.post(f"{PATH}/{answer(server)['id']}/cancel")
     assert response.status_code == 400
-    assert "Only responses of background mode" in response.json()["error"]["message"]
+    assert "Background mode is not supported" in response.json()["error"]["message"]
 
 
 def test_other_methods_are_told_which_there_are(server: LiveServer) -> None:

@@ -77,7 +77,7 @@ def test_references_are_bounded() -> None:
     with pytest.raises(RequestError, match="input takes at most 1024 items of type item_reference"):
         messages([{"id": "msg_1"}] * (recall.MAX_REFERENCES + 1), tenant)
     assert len(messages([{"id": "msg_2"}] * 4, tenant)) == 4
-    with pytest.raises(RequestError, match="refers to exceed 8388608 bytes together"):
+    with pytest.raises(RequestError, match="refers to items of more than 8388608 bytes together"):
         messages([{"id": "msg_2"}] * 5, tenant)
 
 

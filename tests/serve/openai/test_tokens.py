@@ -108,7 +108,7 @@ def test_ids_at_the_vocabularys_end(server: LiveServer) -> None:
     post(server, "/detokenize", tokens=[last])
     error = server.http.post("/detokenize", json={"tokens": [last + 1]}).json()["error"]
     assert error["message"] == (
-        f"tokens[0] is no token of this model, whose ids go from 0 to {last}."
+        f"tokens[0] is not a token of this model, whose ids go from 0 to {last}."
     )
 
 

@@ -71,11 +71,10 @@ class CpuBackend:
             UsageError: a page size that is not a multiple of 16, or fewer than one thread.
         """
         if page_size < 1 or page_size % _PAGE_UNIT:
-            message = f"page_size must be a multiple of {_PAGE_UNIT}, not {page_size}."
-            raise UsageError(message, param="page_size")
+            reason = f"must be a multiple of {_PAGE_UNIT}, got {page_size}."
+            raise UsageError(reason, field="page_size")
         if num_threads < 1:
-            message = f"num_threads must be at least 1, not {num_threads}."
-            raise UsageError(message, param="num_threads")
+            raise UsageError(f"must be at least 1, got {num_threads}.", field="num_threads")
         choice = choose_level(level)
         self._program, self._kv_format, self._activation_bits = program, kv_format, activation_bits
         self._scored = lower(program, activation_bits=activation_bits)

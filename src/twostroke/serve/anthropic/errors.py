@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
-from twostroke.serve.http.errors import OPENAI, ErrorForm, one_line, to_message
+from twostroke.serve.http.errors import OPENAI, ErrorForm, to_message
 
 if TYPE_CHECKING:
     from starlette.types import Scope
+
+    from twostroke.core.errors import Naming
 
 _PATH: Final = "/v1/messages"
 _VERSION_HEADER: Final = b"anthropic-version"  # which their SDKs always send
@@ -61,28 +63,25 @@ def _status(error: TwostrokeError) -> int:
     return _OVERLOADED if isinstance(error, OverloadedError) else error.http_status
 
 
-def _body(error: TwostrokeError, request_id: str) -> bytes:
+def _body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
     status = _status(error)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    cause = _CAUSES.get(error.param or "", UNSET)
-    return msgspec.json.encode(ErrorBody(ErrorDetail(kind, _message(error), cause), request_id))
+    cause = _CAUSES.get(error.field or "", UNSET)
+    detail = ErrorDetail(kind, _message(error, naming), cause)
+    return msgspec.json.encode(ErrorBody(detail, request_id))
 
 
-def _message(error: TwostrokeError) -> str:
-    """Return the sentence, with the field at fault in it, as there is no other place for it.
-
-    Those about the context length are Anthropic's: clients read them.
-    """
-    if not isinstance(error, ContextLengthError) or error.sizes is None:
-        message, param = to_message(error), one_line(error.param or "")
-        return message if param in message or error.http_status >= 500 else f"{param}: {message}"
-    num_prompt, num_answer, limit = error.sizes
-    if num_prompt >= limit:
-        least = "" if error.is_counted else "at least "
-        return f"prompt is too long: {least}{num_prompt} tokens > {limit - 1} maximum"
+def _message(error: TwostrokeError, naming: Naming) -> str:
+    """Return the sentence; those about the context length are Anthropic's: clients read them."""
+    facts: Any = error.facts
+    if not isinstance(error, ContextLengthError) or "context_length" not in facts:
+        return to_message(error, naming)
+    num_prompt, limit = facts["num_prompt"], facts["context_length"]
+    if "num_answer" not in facts:
+        return f"prompt is too long: {facts['least']}{num_prompt} tokens > {limit - 1} maximum"
     return (
-        f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_answer} > "
-        f"{limit}, decrease input length or `max_tokens` and try again"
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + "
+        f"{facts['num_answer']} > {limit}, decrease input length or `max_tokens` and try again"
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
-from twostroke.core.sampling import MAX_STOP_LENGTH, MAX_STOPS, SamplingParams
+from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.anthropic.tools import (
     Block,
@@ -31,6 +31,8 @@ from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.openai.structure import to_schema
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.engine.client import ModelCard
@@ -154,23 +156,22 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `param` names the field.
+        RequestError: a value is out of bounds or not supported; `field` names it.
     """
     temperature = asked.temperature
     if temperature is not None and not 0 <= temperature <= 1:
-        message = f"temperature must be from 0 to 1, not {temperature:g}."
-        raise RequestError(message, param="temperature")
+        raise RequestError(f"must be from 0 to 1, got {temperature:g}.", field="temperature")
     tools, constraint = read_tools(asked.tools, asked.tool_choice), _constraint(asked.output_config)
     if tools is not None and constraint is not None:
-        message = "tools cannot be combined with output_config.format: leave one of them out."
-        raise RequestError(message, param="tools")
+        reason = "cannot be combined with output_config.format: leave one of them out."
+        raise RequestError(reason, field="tools")
     _check_thinking(asked)
     values = {
         "max_tokens": asked.max_tokens,
         "temperature": temperature,
         "top_k": asked.top_k,
         "top_p": asked.top_p,
-        "stop": _stops(asked.stop_sequences or []),
+        "stop": tuple(asked.stop_sequences or ()),
         "constraint": constraint,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
@@ -201,7 +202,7 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     if asked.output_config is not None:
         refuse_all_but(asked.output_config, NEUTRAL_OF_OUTPUT, "output_config.")
     if not asked.messages:
-        raise RequestError("messages must have at least one message.", param="messages")
+        raise RequestError("must have at least one message.", field="messages")
     check_messages(len(asked.messages), "messages")
     turns: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # of each turn, joined at the end
@@ -225,9 +226,9 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     last = turns[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):
-        error = "messages: a last one of the assistant's, to be continued, cannot end in a "
-        error += "call of a tool." if last.get("tool_calls") else "space."
-        raise RequestError(error, param="messages")
+        end = "a tool call" if last.get("tool_calls") else "a space"
+        reason = f"must not end with {end}, where the last message is the assistant's."
+        raise RequestError(reason, field="messages")
     shown = tools.shown if tools is not None else ()
     thinking = AS_IT_IS
     if asked.thinking is not None and not isinstance(asked.thinking, ThinkingAsNeeded):
@@ -239,8 +240,8 @@ def _check_thinking(asked: MessagesRequest) -> None:
     if isinstance(asked.thinking, ThinkingOn):
         budget = asked.thinking.budget_tokens
         if not 1 <= budget < asked.max_tokens:
-            message = f"thinking.budget_tokens must be from 1 to max_tokens - 1, not {budget}."
-            raise RequestError(message, param="thinking.budget_tokens")
+            reason = f"must be at least 1 and less than max_tokens, got {budget}."
+            raise RequestError(reason, field="thinking.budget_tokens")
 
 
 def _check(message: Message, where: str, known: set[str]) -> None:
@@ -250,19 +251,19 @@ def _check(message: Message, where: str, known: set[str]) -> None:
     """
     if message.role not in ROLES:
         hint = ": use the field system" if message.role == "system" else ""
-        error = f"{where}.role must be user or assistant, not '{message.role}'{hint}."
-        raise RequestError(error, param=f"{where}.role")
+        reason = "must be user or assistant, got '{value}'{hint}."
+        raise RequestError(reason, field=f"{where}.role", value=message.role, hint=hint)
     if isinstance(message.content, str):
         return
     for place, block in enumerate(message.content):
         at = f"{where}.content[{place}]"
         wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
         if isinstance(block, wrong):
-            error = f"{at} belongs to a message of the other role, not {message.role}."
-            raise RequestError(error, param=at)
+            reason = f"cannot be part of a message of the role {message.role}."
+            raise RequestError(reason, field=at)
         if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
-            error = f"{at}.tool_use_id is the id of no call before it."
-            raise RequestError(error, param=f"{at}.tool_use_id")
+            reason = "is not the id of an earlier call."
+            raise RequestError(reason, field=f"{at}.tool_use_id")
 
 
 def _turns(message: Message, where: str) -> list[dict[str, Any]]:
@@ -278,18 +279,12 @@ def _turns(message: Message, where: str) -> list[dict[str, Any]]:
     return [*results, turn] if turn["content"] or not results else results
 
 
-def _stops(stops: list[str]) -> tuple[str, ...]:
-    """Return the stop sequences; their bounds are said here, where their name is known."""
-    if len(stops) > MAX_STOPS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        message = (
-            f"stop_sequences takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} "
-            "characters."
-        )
-        raise RequestError(message, param="stop_sequences")
-    return tuple(stops)
-
-
 def _constraint(config: OutputConfig | None) -> Constraint | None:
     if config is None or config.format is None:
         return None
     return to_schema(config.format.schema, "output_config.format.schema")
+
+
+def names(_asked: CountRequest) -> Mapping[str, str]:
+    """Return what errors call the engine's fields."""
+    return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

@@ -183,7 +183,7 @@ class MessageEncoder:
                 last = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
                 return named_sse(last) + named_sse(MessageStop())
             case events.Failed():
-                error = ANTHROPIC.body(event.error, event.request_id)
+                error = ANTHROPIC.body(event.error, event.request_id, str)
                 return b"event: error\ndata: %b\n\n" % error
         return b""
 

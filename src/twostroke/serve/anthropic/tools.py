@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from twostroke.core.errors import RequestError
 from twostroke.serve.openai.fields import refuse_all_but
 from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, ToolBody, to_tools
 
@@ -152,16 +150,8 @@ def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | N
     for place, tool in enumerate(tools or ()):
         refuse_all_but(tool, NEUTRAL, f"tools[{place}].")
     bodies = [ToolBody(function=_function(tool)) for tool in tools or ()]
-    try:
-        made = to_tools(
-            bodies, _choice(choice), parallel=not (choice and choice.disable_parallel_tool_use)
-        )
-    except RequestError as error:  # whose names are those of OpenAI's protocol
-        raise RequestError(_renamed(error.message), param=_renamed(error.param or "")) from None
-    if made is None:
-        return None
-    named = (replace(one, param=_renamed(one.param)) for one in made.functions)
-    return replace(made, functions=tuple(named))
+    parallel = not (choice and choice.disable_parallel_tool_use)
+    return to_tools(bodies, _choice(choice), parallel=parallel)
 
 
 def text_of(content: str | Sequence[Block], where: str) -> str:
@@ -234,7 +224,3 @@ def _choice(choice: Choice | None) -> ToolChoice | None:
             return "none"
         case _:
             return None
-
-
-def _renamed(text: str) -> str:
-    return text.replace(".function", "").replace(".parameters", ".input_schema")

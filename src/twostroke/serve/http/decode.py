@@ -53,7 +53,7 @@ class BodyDecoder(Generic[T]):
 
         Raises:
             RequestError: not JSON, too deep, or a field that is unknown, missing or of a wrong
-                type; `param` names the field.
+                type; `field` names it.
         """
         if not body.strip():
             raise BodySyntaxError("The body is empty: send a JSON object of fields.")
@@ -66,7 +66,7 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise _explain(str(error), self._kind) from None
         except msgspec.DecodeError as error:
-            raise BodySyntaxError(f"The body is not valid JSON: {error}.") from None
+            raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
         except UnicodeDecodeError:
             raise BodySyntaxError("The body is not valid UTF-8.") from None
 
@@ -107,25 +107,22 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     path = _join(where, inner) if inner else where
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
-        param = _join(path, word)
         known = _fields_at(kind, inner)
         hint = nearest(word, known) if path else _elsewhere(word, known) or nearest(word, known)
-        return UnknownFieldError(f"Unknown field '{param}'.{hint}", param=param)
+        return UnknownFieldError("is not a known field.{hint}", field=_join(path, word), hint=hint)
     if found := _MISSING.fullmatch(what):
-        param = _join(path, found[1])
-        return MissingFieldError(f"The field '{param}' is missing.", param=param)
-    name = f"A key of {path}" if is_of_key else path or "The body"
+        return MissingFieldError("is missing.", field=_join(path, found[1]))
+    facts: dict[str, object] = {}
     if found := _EXPECTED.fullmatch(what):
-        wanted = _in_words(found[1])
-        message = f"{name} must be {wanted}, not {_in_words(found[2])}."
+        reason = f"must be {_in_words(found[1])}, got {_in_words(found[2])}."
     elif found := _WORD.fullmatch(what):
         word, known = found[1][:MAX_NAME_LENGTH], _words_at(kind, inner)
-        message = (
-            f"{name} does not support '{word}', only {', '.join(known)}.{nearest(word, known)}"
-        )
+        reason = "must be one of {known}, got '{value}'.{hint}"
+        facts = {"known": ", ".join(known), "value": word, "hint": nearest(word, known)}
     else:
-        message = f"{name}: {what}."
-    return RequestError(message, param=path or None)
+        reason, facts = "is not valid: {why}.", {"why": what}
+    subject = "A key of {field} " if is_of_key else "" if path else "The body "
+    return RequestError(subject + reason, field=path or None, **facts)
 
 
 def _elsewhere(word: str, known: list[str]) -> str:

@@ -6,7 +6,9 @@ Other protocols have forms of their own (`ErrorForm`).
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -16,13 +18,16 @@ from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeErr
 from twostroke.serve.observe.exchange import exchange_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from starlette.types import Scope
+
+    from twostroke.core.errors import Naming
 
 MAX_MESSAGE_LENGTH = 1000
 RETRY_AFTER_S = 1
 RETRY_STATUSES: Final = frozenset((429, 503, 529))
+_PLACE: Final = re.compile(r"\[\d+\]")
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -120,25 +125,25 @@ class ErrorForm:
 
     Attributes:
         status: the HTTP status of an error.
-        body: the JSON of one; the second argument is the request's id.
+        body: the JSON of one, of the request's id, and with the client's names of fields.
         struct: what that JSON is.
         id_header: a further name for the header with the request's id.
     """
 
     status: Callable[[TwostrokeError], int]
-    body: Callable[[TwostrokeError, str], bytes]
+    body: Callable[[TwostrokeError, str, Naming], bytes]
     struct: type[msgspec.Struct]
     id_header: bytes | None = None
 
 
-def to_message(error: TwostrokeError) -> str:
-    """Return what a client may read of an error.
+def to_message(error: TwostrokeError, naming: Naming = str) -> str:
+    """Return what a client may read of an error; `naming` gives the client's names of fields.
 
     Failures of the engine are told without their inner message, which may speak of memory and
     paths; the server's log has it.
     """
     if error.http_status < 500:
-        return one_line(error.message)
+        return one_line(error.sentence(naming))
     if isinstance(error, EngineStoppedError):
         return "The engine is not running: it is shutting down or has failed. Try again later."
     return "The engine failed on this request."
@@ -154,9 +159,20 @@ def to_response(error: TwostrokeError, scope: Scope) -> Response:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if status in {408, 413, 431}:  # what may still come is not worth waiting for
         headers["connection"] = "close"
-    return Response(
-        form.body(error, request_id_of(scope)), status, headers, media_type="application/json"
-    )
+    names = scope.get("state", {}).get("field_names", {})
+    body = form.body(error, request_id_of(scope), partial(_rename, names=names))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def note_names(names: Mapping[str, str], scope: Scope) -> None:
+    """Note what the client calls fields; a place in a list is `[]`, as in `tools[].name`."""
+    scope.setdefault("state", {})["field_names"] = names
+
+
+def _rename(field: str, names: Mapping[str, str]) -> str:
+    places = _PLACE.findall(field)
+    named = names.get(_PLACE.sub("[]", field))
+    return field if named is None else named.replace("[]", "{}").format(*places)
 
 
 def request_id_of(scope: Scope) -> str:
@@ -181,7 +197,7 @@ def note_fault(error: Exception, scope: Scope) -> None:
 def note_failure(error: TwostrokeError, scope: Scope) -> None:
     """Log an error that is no fault of this program, such as a failure of the engine."""
     level = logging.ERROR if error.http_status >= 500 else logging.WARNING
-    _logger.log(level, "Request %s failed: %s", request_id_of(scope), one_line(error.message))
+    _logger.log(level, "Request %s failed: %s", request_id_of(scope), one_line(str(error)))
 
 
 def one_line(text: str) -> str:
@@ -192,8 +208,10 @@ def one_line(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 1] + "…"
 
 
-def _openai_body(error: TwostrokeError, _request_id: str) -> bytes:
-    detail = ErrorDetail(to_message(error), _kind(error.http_status), error.param, error.code)
+def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
+    param = error.field and naming(error.field)
+    message, kind = to_message(error, naming), _kind(error.http_status)
+    detail = ErrorDetail(message, kind, param, error.code)
     return msgspec.json.encode(ErrorBody(detail))
 
 

@@ -25,7 +25,6 @@ _FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
 OPEN_PATH: Final = "/health"  # for load balancers
 _FILES: Final = "/page/"
-_PARAM: Final = "api_keys"
 
 
 class KeyMissingError(TwostrokeError):
@@ -48,10 +47,10 @@ class ApiKeys:
             UsageError: there are none, or one has other than printable ASCII characters.
         """
         if not tenants:
-            raise UsageError("There are no keys: give at least one.", param=_PARAM)
+            raise UsageError("The list of keys is empty: give at least one key.")
         for key, tenant in tenants.items():
             if not _WORD.fullmatch(key) or (tenant and not _WORD.fullmatch(tenant)):
-                raise UsageError(f"A key is {_FORM}.", param=_PARAM)
+                raise UsageError(f"A key is {_FORM}.")
         self._tenants = {_digest(key.encode()): tenant for key, tenant in tenants.items()}
 
     @classmethod
@@ -70,7 +69,7 @@ class ApiKeys:
         if key is not None:
             if not _WORD.fullmatch(key):
                 message = f"The key in TWOSTROKE_API_KEY must be {_FORM}."
-                raise UsageError(message, param=_PARAM)
+                raise UsageError(message)
             found.setdefault(key, "")
         return cls(found)
 
@@ -142,12 +141,12 @@ def _read(path: Path) -> dict[str, str]:
             text = file.read(_MAX_FILE_BYTES + 1).decode("ascii")
     except OSError as error:
         message = f"The keys in {path} cannot be read: {error.strerror}."
-        raise UsageError(message, param=_PARAM) from None
+        raise UsageError(message) from None
     except UnicodeDecodeError:
         message = f"The keys in {path} must be ASCII characters."
-        raise UsageError(message, param=_PARAM) from None
+        raise UsageError(message) from None
     if len(text) > _MAX_FILE_BYTES:
-        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.", param=_PARAM)
+        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.")
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -155,12 +154,12 @@ def _read(path: Path) -> dict[str, str]:
             continue
         if len(words) > 2 or not all(_WORD.fullmatch(word) for word in words):
             message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
-            raise UsageError(message, param=_PARAM)
+            raise UsageError(message)
         *tenant, key = words
         if key in found:
             message = f"Line {number} of {path} repeats a key of an earlier line."
-            raise UsageError(message, param=_PARAM)
+            raise UsageError(message)
         found[key] = tenant[0] if tenant else ""
     if not found:
-        raise UsageError(f"{path} has no keys.", param=_PARAM)
+        raise UsageError(f"{path} has no keys.")
     return found

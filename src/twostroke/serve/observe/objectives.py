@@ -43,20 +43,21 @@ def parse_objective(text: str) -> Objective:
     shown = ascii(text[:_MAX_SHOWN])
     found = _FORM.fullmatch(text)
     if found is None:
-        message = f"{shown} is not an objective: write NAME=SECONDS or CLASS:NAME=SECONDS."
-        raise UsageError(message, param="objective")
+        reason = "must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5, got {value}."
+        raise UsageError(reason, field="objectives", value=shown)
     service, measure, number, unit = (part and part.strip() for part in found.groups())
     for kind, word, known in (("class", service, [*SERVICES]), ("measure", measure, [*MEASURES])):
         if word is not None and word not in known:
-            message = f"{shown} has an unknown {kind}: use one of {', '.join(known)}."
-            raise UsageError(message + nearest(word, known), param="objective")
+            reason = f"must name a {kind} out of {', '.join(known)}, got {{value}}.{{hint}}"
+            hint = nearest(word, known)
+            raise UsageError(reason, field="objectives", value=shown, hint=hint)
     try:
         limit_s = float(number or "") * (1e-3 if unit == "ms" else 1)
     except ValueError:
         limit_s = math.nan
     if not 0 < limit_s < math.inf:
-        message = f"{shown} has no limit: write a number of seconds above 0, or of ms."
-        raise UsageError(message, param="objective")
+        reason = "must have a limit greater than 0, in seconds or ms, got {value}."
+        raise UsageError(reason, field="objectives", value=shown)
     return Objective(measure or "", limit_s, service)
 
 
@@ -70,8 +71,8 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
     for one in objectives:
         if (one.service, one.measure) in found:
             of = f" for {one.service}" if one.service else ""
-            message = f"There are two objectives for {one.measure}{of}: remove one of them."
-            raise UsageError(message, param="objective")
+            reason = f"is given twice for {one.measure}{of}: leave one of them out."
+            raise UsageError(reason, field="objectives")
         found[one.service, one.measure] = one.limit_s
     return {
         service: {
@@ -107,7 +108,7 @@ class Goodput:
     """Judges answers as they end. It belongs to the event loop.
 
     An answer that failed, or was refused because the queue was full, misses all objectives. One
-    whose client disconnected misses those whose limit had passed by then.
+    of client disconnected misses those of limit had passed by then.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Goodput:
         self._count(service, missed=self.limits[service], count=count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count answers whose client disconnected after `waited_s`, if an objective was missed.
+        """Count answers of client disconnected after `waited_s`, if an objective was missed.
 
         `has_begun` says whether their first token had come.
         """

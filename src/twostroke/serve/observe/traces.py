@@ -46,8 +46,8 @@ def check_endpoint(url: str) -> str:
     """
     if not _is_address(url):
         shown = ascii(url[:100])
-        message = f"{shown} is no address of a collector: write http://HOST:4318."
-        raise UsageError(message, param="otlp_endpoint")
+        reason = "must be the address of a collector, such as http://HOST:4318, got {value}."
+        raise UsageError(reason, field="otlp_endpoint", value=shown)
     try:
         import opentelemetry.exporter.otlp.proto.http
         import opentelemetry.sdk.trace  # noqa: F401 - only whether they are there
@@ -55,7 +55,7 @@ def check_endpoint(url: str) -> str:
         if not (error.name or "").startswith("opentelemetry"):
             raise
         message = "Traces need OpenTelemetry: pip install 'twostroke[traces]'."
-        raise UsageError(message, param="otlp_endpoint") from None
+        raise UsageError(message, field="otlp_endpoint") from None
     return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_PATH}"
 
 

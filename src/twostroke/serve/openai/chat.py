@@ -23,9 +23,16 @@ from twostroke.serve.openai.structure import to_constraint
 from twostroke.serve.tools import ToolBody, ToolChoice, to_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from twostroke.chat.tools import Tools
     from twostroke.serve.store import Tenant
 
+TOOL_NAMES: Final = {
+    "tool_choice.name": "tool_choice.function.name",
+    "tools[].name": "tools[].function.name",
+    "tools[].parameters": "tools[].function.parameters",
+}
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (False,),
     "audio": (),
@@ -112,15 +119,15 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `param` names the field.
+        RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_neutral(asked, NEUTRAL)
     options = asked.stream_options
     own: dict[str, Any] = {"logprobs": _top(asked)}
     tools = to_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
     if tools is not None and to_constraint(asked) is not None:
-        message = "tools cannot be combined with a form of the answer: leave one of them out."
-        raise RequestError(message, param="tools")
+        reason = "cannot be combined with a form of the answer: leave one of them out."
+        raise RequestError(reason, field="tools")
     conversation = to_conversation(
         asked.messages,
         tools,
@@ -130,8 +137,8 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     )
     if asked.max_completion_tokens is not None:  # the newer name of the same limit
         if asked.max_tokens not in {None, asked.max_completion_tokens}:
-            message = "max_tokens is the older name of max_completion_tokens: give one of them."
-            raise RequestError(message, param="max_tokens")
+            reason = "is the newer name of max_tokens: leave one of them out."
+            raise RequestError(reason, field="max_completion_tokens")
         own["max_tokens"] = asked.max_completion_tokens
     return Job(
         model=asked.model,
@@ -152,11 +159,9 @@ def _top(asked: ChatRequest) -> int | None:
     """How many alternatives to report; None for no log-probabilities."""
     top = asked.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {top}."
-        raise RequestError(message, param="top_logprobs")
+        raise RequestError(f"must be from 0 to {MAX_LOGPROBS}, got {top}.", field="top_logprobs")
     if top and not asked.logprobs:
-        message = "top_logprobs may only be set when logprobs is true."
-        raise RequestError(message, param="top_logprobs")
+        raise RequestError("may only be set when logprobs is true.", field="top_logprobs")
     return (top or 0) if asked.logprobs else None
 
 
@@ -176,10 +181,10 @@ def to_conversation(
         RequestError: there are none, one is not as it should be, or the fields contradict.
     """
     if has_turn and continues:
-        message = "continue_final_message excludes add_generation_prompt: leave one of them out."
-        raise RequestError(message, param="continue_final_message")
+        reason = "cannot be combined with add_generation_prompt: leave one of them out."
+        raise RequestError(reason, field="continue_final_message")
     if not messages:
-        raise RequestError("messages must have at least one message.", param="messages")
+        raise RequestError("must have at least one message.", field="messages")
     check_messages(len(messages), "messages")
     _check_results(messages)
     said = tuple(_message(i, message) for i, message in enumerate(messages))
@@ -199,8 +204,8 @@ def _check_results(messages: list[Message]) -> None:
         id_, where = message.tool_call_id, f"messages[{place}].tool_call_id"
         if message.role != "tool" or id_ in known or (id_ is None and known):
             continue
-        said = "is missing, and there is" if id_ is None else "is the id of"
-        raise RequestError(f"{where} {said} no call before it.", param=where)
+        reason = "must be the id of an earlier call, and there is none."
+        raise RequestError(reason, field=where)
 
 
 def to_thinking(variables: dict[str, Any] | None, effort: str | None = None) -> Thinking:
@@ -214,18 +219,17 @@ def _message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
     for name in ("function_call", "audio"):
         if getattr(message, name):
-            param = f"{where}.{name}"
-            raise UnsupportedFieldError(f"{param} is not supported yet.", param=param)
+            raise UnsupportedFieldError("is not supported yet.", field=f"{where}.{name}")
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
-            error = f"{where}.{name} belongs to a message of role {role}, not {message.role}."
-            raise RequestError(error, param=f"{where}.{name}")
+            reason = f"belongs to a message of the role {role}."
+            raise RequestError(reason, field=f"{where}.{name}")
     reasoning = message.reasoning_content or message.reasoning
     if reasoning and message.role != "assistant":
-        error = f"{where}.reasoning_content belongs to a message of role assistant."
-        raise RequestError(error, param=f"{where}.reasoning_content")
+        reason = "belongs to a message of the role assistant."
+        raise RequestError(reason, field=f"{where}.reasoning_content")
     if message.content is None and not message.tool_calls and not reasoning:
-        raise MissingFieldError(f"{where}.content is missing.", param=f"{where}.content")
+        raise MissingFieldError("is missing.", field=f"{where}.content")
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
@@ -238,3 +242,9 @@ def _message(place: int, message: Message) -> dict[str, Any]:
         "reasoning_content": reasoning or None,
     }
     return said | {key: value for key, value in more.items() if value is not None}
+
+
+def names(asked: ChatRequest) -> Mapping[str, str]:
+    """Return what errors call the engine's fields, among them the limit by the name it has."""
+    has_newer = asked.max_completion_tokens is not None
+    return TOOL_NAMES | ({"max_tokens": "max_completion_tokens"} if has_newer else {})

@@ -142,7 +142,7 @@ class ChatEncoder:
             case events.Finished():
                 return self._finish(event)
             case events.Failed():
-                return sse(OPENAI.body(event.error, event.request_id)) + DONE
+                return sse(OPENAI.body(event.error, event.request_id, str)) + DONE
         return b""
 
     def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:

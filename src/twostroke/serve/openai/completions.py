@@ -42,12 +42,12 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `param` names the field.
+        RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_neutral(asked, NEUTRAL)
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
-        message = "The prompt cannot be scored with a suffix: leave out echo, or logprobs."
-        raise UnsupportedFieldError(message, param="suffix")
+        reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
+        raise UnsupportedFieldError(reason, field="suffix")
     prompt_logprobs = asked.logprobs if asked.echo else None
     if asked.echo and asked.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
@@ -78,15 +78,15 @@ def _prompts(
     prompt: str | list[str | int | list[int]] | None,
 ) -> tuple[str | list[int], ...]:
     if prompt is None:
-        raise MissingFieldError("The field 'prompt' is missing.", param="prompt")
+        raise MissingFieldError("is missing.", field="prompt")
     if isinstance(prompt, str):
         return (prompt,)
     if not prompt:
-        raise RequestError("prompt is an empty list: give at least one prompt.", param="prompt")
+        raise RequestError("is an empty list: give at least one prompt.", field="prompt")
     ids = [part for part in prompt if isinstance(part, int)]
     if len(ids) == len(prompt):
         return (ids,)
     if ids:
-        message = "prompt mixes token ids with texts or lists: give one prompt or a list of them."
-        raise RequestError(message, param="prompt")
+        reason = "mixes token ids with texts or lists: give one prompt or a list of prompts."
+        raise RequestError(reason, field="prompt")
     return tuple(part for part in prompt if not isinstance(part, int))

@@ -84,7 +84,7 @@ class CompletionEncoder:
                 self._body.choices, self._body.usage = [], usage_body(event.usage)
                 return sse(encode_json(self._body)) + DONE
             case events.Failed():
-                return sse(OPENAI.body(event.error, event.request_id)) + DONE
+                return sse(OPENAI.body(event.error, event.request_id, str)) + DONE
         return b""
 
     def whole(self, stream: Iterable[events.Event]) -> CompletionBody:

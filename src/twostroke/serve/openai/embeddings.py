@@ -75,7 +75,7 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     """Translate a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `param` names the field.
+        RequestError: a value is out of bounds or not supported; `field` names it.
     """
     refuse_all_but(asked, NEUTRAL)
     pooling = AUTO if asked.pooling is None else asked.pooling
@@ -104,18 +104,18 @@ def _write(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
 
 def _texts(given: str | list[str | int | list[int]] | None) -> tuple[str | list[int], ...]:
     if given is None:
-        raise MissingFieldError("The field 'input' is missing.", param="input")
+        raise MissingFieldError("is missing.", field="input")
     if isinstance(given, str):
         given = [given]
     if not given:
-        raise RequestError("input is an empty list: give at least one text.", param="input")
+        raise RequestError("is an empty list: give at least one text.", field="input")
     ids = [part for part in given if isinstance(part, int)]
     if ids and len(ids) < len(given):
-        message = "input mixes token ids with texts or lists: give one input or a list of them."
-        raise RequestError(message, param="input")
+        reason = "mixes token ids with texts or lists: give one input or a list of inputs."
+        raise RequestError(reason, field="input")
     texts = tuple(part for part in given if not isinstance(part, int))
     for place, text in enumerate(texts):
         if not text:
             where = f"input[{place}]" if len(texts) > 1 else "input"
-            raise RequestError(f"{where} is empty: it must have at least one token.", param=where)
+            raise RequestError("is empty: give at least one token.", field=where)
     return texts or (ids,)

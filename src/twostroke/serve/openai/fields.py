@@ -33,6 +33,7 @@ TIERS: Final = {
     "priority": "priority",
 }
 
+_UNSUPPORTED: Final = "is not supported yet: leave it out."
 _SAME_NAME: Final = (
     "max_tokens",
     "min_tokens",
@@ -163,25 +164,23 @@ def check_neutral(
     refuse_all_but(asked, NEUTRAL | dict(neutral or {}))
     _check_metadata(asked.metadata or {})
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        message = "best_of is not supported yet, unless it equals n."
-        raise UnsupportedFieldError(message, param="best_of")
+        raise UnsupportedFieldError("is not supported yet, unless it equals n.", field="best_of")
     options = asked.stream_options
     if options is not None and not asked.stream:
-        message = "stream_options may only be set when stream is true."
-        raise RequestError(message, param="stream_options")
+        raise RequestError("may only be set when stream is true.", field="stream_options")
     if options is not None and options.continuous_usage_stats:
-        message = "continuous_usage_stats is not supported yet: leave it out."
-        raise UnsupportedFieldError(message, param="stream_options.continuous_usage_stats")
+        field = "stream_options.continuous_usage_stats"
+        raise UnsupportedFieldError(_UNSUPPORTED, field=field)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     is_long = any(len(key) > MAX_KEY or len(text) > MAX_VALUE for key, text in metadata.items())
     if len(metadata) > MAX_PAIRS or is_long:
-        message = (
-            f"metadata takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
+        reason = (
+            f"takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
             f"to {MAX_VALUE} characters."
         )
-        raise RequestError(message, param="metadata")
+        raise RequestError(reason, field="metadata")
 
 
 def refuse_all_but(
@@ -197,8 +196,7 @@ def refuse_all_but(
     for name, values in neutral.items():
         value = getattr(asked, name)
         if value is not None and not any(_is_same(value, neutral) for neutral in values):
-            param = where + name
-            raise UnsupportedFieldError(f"{param} is not supported yet: leave it out.", param=param)
+            raise UnsupportedFieldError(_UNSUPPORTED, field=where + name)
 
 
 def _is_same(value: object, neutral: object) -> bool:
@@ -241,12 +239,12 @@ def to_caller(asked: Urgent, prompt_field: str, tenant: Tenant) -> Caller:
     service = TIERS.get(asked_tier)
     if service is None:
         word = asked_tier[:MAX_NAME_LENGTH]
-        message = f"service_tier must be one of {', '.join(TIERS)}, not '{word}'."
-        raise RequestError(message + nearest(word, TIERS), param="service_tier")
+        reason = f"must be one of {', '.join(TIERS)}, got '{{value}}'.{nearest(word, TIERS)}"
+        raise RequestError(reason, field="service_tier", value=word)
     priority = SERVICES[service] if asked.priority is None else asked.priority
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        message = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}."
-        raise RequestError(message, param="priority")
+        reason = f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}."
+        raise RequestError(reason, field="priority")
     return Caller(priority, tenant.name, prompt_field, service)
 
 
@@ -269,6 +267,5 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     if isinstance(stop, str):
         return (stop,)
     if len(stop) > MAX_STOPS:  # said here, before the list is copied
-        message = f"stop takes at most {MAX_STOPS} strings, not {len(stop)}."
-        raise RequestError(message, param="stop")
+        raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(stop)}.", field="stop")
     return tuple(stop)

@@ -67,9 +67,8 @@ def to_constraint(asked: CommonFields) -> Constraint | None:
     """
     found = list(_constraints(asked))
     if len(found) > 1:
-        first, second = found[0].param, found[1].param
-        message = f"{first} and {second} exclude each other: leave one of them out."
-        raise RequestError(message, param=second)
+        reason = f"cannot be combined with {found[0].param}: leave one of them out."
+        raise RequestError(reason, field=found[1].param)
     return found[0] if found else None
 
 

@@ -91,20 +91,19 @@ def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
     last = tokenizer.vocab_size - 1
     for place, id_ in enumerate(asked.tokens):
         if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
-            where = f"tokens[{place}]"
-            message = f"{where} is no token of this model, whose ids go from 0 to {last}."
-            raise RequestError(message, param=where)
+            reason = f"is not a token of this model, whose ids go from 0 to {last}."
+            raise RequestError(reason, field=f"tokens[{place}]")
     return DetokenizeBody(tokenizer.decode(asked.tokens, skip_special=False))
 
 
 def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
-        raise RequestError("Give one of prompt and messages.", param="prompt")
+        raise RequestError("Give either prompt or messages.", field="prompt")
     given = "messages" if asked.prompt is None else "prompt"
     for name in _ONLY_WITH[given]:
         if getattr(asked, name):
             other = "prompt" if given == "messages" else "messages"
-            raise RequestError(f"{name} goes with {other}: leave it out.", param=name)
+            raise RequestError(f"may only be set with {other}: leave it out.", field=name)
     if asked.prompt is not None:
         add_special = asked.add_special_tokens is not False
         return card.tokenizer.encode(asked.prompt, add_special=add_special)

@@ -21,7 +21,7 @@ from twostroke.serve.store import Kept
 from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
@@ -66,13 +66,8 @@ class Exchange(Conversation):
         Raises:
             RequestError: the chat template is missing or refuses the messages.
         """
-        try:
-            whole = Conversation.render(self, card)
-            return self._newest(card, whole) if self.asked.truncation == "auto" else whole
-        except RequestError as error:
-            if error.param != "messages":
-                raise
-            raise RequestError(error.message, param="input") from None
+        whole = Conversation.render(self, card)
+        return self._newest(card, whole) if self.asked.truncation == "auto" else whole
 
     def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
         """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
@@ -116,7 +111,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     """Translate a request.
 
     Raises:
-        RequestError: a value is out of bounds or not supported; `param` names the field.
+        RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check(asked)
     tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
@@ -133,6 +128,12 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     )
 
 
+def names(asked: ResponsesRequest) -> Mapping[str, str]:
+    """Return what errors call the engine's fields; those that were sent are refused as they are."""
+    here = {"max_tokens": "max_output_tokens", "messages": "input"}
+    return {name: own for name, own in here.items() if getattr(asked, name) is None}
+
+
 def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> Exchange:
     previous = _previous(asked.previous_response_id, tenant)
     steps = list(previous.conversation()) if previous else []
@@ -140,7 +141,7 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
         check_messages(len(asked.input), "input")
     own = read_input(asked.input, tenant, {id_ for step in steps for id_ in step.item_ids})
     if not own and previous is None:
-        raise MissingFieldError("The field 'input' is missing.", param="input")
+        raise MissingFieldError("is missing.", field="input")
     earlier: list[RawItem] = []
     if asked.instructions:
         earlier.append({"role": "developer", "content": asked.instructions})
@@ -149,7 +150,7 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
     check_messages(len(earlier) + len(own), "input")
     messages = to_messages([*earlier, *own], len(earlier))
     if not messages:
-        raise RequestError("input must have at least one message.", param="input")
+        raise RequestError("must have at least one message.", field="input")
     return Exchange(
         tuple(messages),
         () if tools is None else tools.shown,
@@ -182,8 +183,8 @@ def _previous(id_: str | None, tenant: Tenant) -> Kept | None:
         return None
     found = tenant.find(id_)
     if found is None:
-        message = f"Previous response with id '{id_[:MAX_NAME_LENGTH]}' not found."
-        raise PreviousNotFoundError(message, param="previous_response_id")
+        reason, field = "Previous response with id '{id}' not found.", "previous_response_id"
+        raise PreviousNotFoundError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
     return found
 
 
@@ -195,19 +196,12 @@ def _params(asked: ResponsesRequest, tools: Tools | None) -> SamplingParams:
         own["constraint"] = form
     if tools is not None:
         if form is not None:
-            message = "tools cannot be combined with a form of the answer: leave one of them out."
-            raise RequestError(message, param="tools")
+            reason = "cannot be combined with a form of the answer: leave one of them out."
+            raise RequestError(reason, field="tools")
         if "logprobs" in own:
-            message = f"tools cannot be combined with '{LOGPROBS}': leave one of them out."
-            raise RequestError(message, param="include")
-    try:
-        return to_params(asked, **own)
-    except RequestError as error:  # whose names are those of the chat protocol
-        message, param = (
-            text.replace("max_tokens", "max_output_tokens")
-            for text in (error.message, error.param or "")
-        )
-        raise RequestError(message, param=param or None) from None
+            reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
+            raise RequestError(reason, field="include")
+    return to_params(asked, **own)
 
 
 def _form(asked: ResponsesRequest) -> Constraint | None:
@@ -220,6 +214,6 @@ def _form(asked: ResponsesRequest) -> Constraint | None:
     else:
         return other
     if other is not None:
-        message = f"text.format and {other.param} exclude each other: leave one of them out."
-        raise RequestError(message, param=other.param)
+        reason = "cannot be combined with text.format: leave one of them out."
+        raise RequestError(reason, field=other.param)
     return found

@@ -211,8 +211,8 @@ class _Talk:
             return
         if isinstance(item, FunctionCallOutput):
             if item.call_id not in self._calls:
-                error = f"{where}.call_id is the id of no function_call before it."
-                raise RequestError(error, param=f"{where}.call_id")
+                reason = "is not the id of an earlier function_call."
+                raise RequestError(reason, field=f"{where}.call_id")
             self._say("tool", _text(item.output), tool_call_id=item.call_id)
         elif isinstance(item, FunctionCall):
             self._calls.add(item.call_id)
@@ -279,9 +279,8 @@ def _read(raw: RawItem, where: str) -> Item:
     kind = _kind(raw)
     if kind not in KINDS:
         word = kind[:MAX_NAME_LENGTH]
-        known = f"{', '.join(KINDS)} are supported.{nearest(word, KINDS)}"
-        message = f"{where}.type does not support '{word}': {known}"
-        raise UnsupportedFieldError(message, param=f"{where}.type")
+        reason = f"must be one of {', '.join(KINDS)}, got '{{value}}'.{nearest(word, KINDS)}"
+        raise UnsupportedFieldError(reason, field=f"{where}.type", value=word)
     item = convert(raw, KINDS[kind], where)
     if isinstance(item, Message):
         _check(item, where)
@@ -293,8 +292,8 @@ def _read(raw: RawItem, where: str) -> Item:
 def _check(item: Message, where: str) -> None:
     if item.role not in ROLES:
         hint = ": send a function_call_output" if item.role == "tool" else ""
-        error = f"{where}.role must be one of {', '.join(ROLES)}, not '{item.role}'{hint}."
-        raise RequestError(error, param=f"{where}.role")
+        reason = f"must be one of {', '.join(ROLES)}, got '{{value}}'{hint}."
+        raise RequestError(reason, field=f"{where}.role", value=item.role)
     if isinstance(item.content, str):
         return
     for place, part in enumerate(item.content):

@@ -37,15 +37,16 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
         RequestError: there are too many references, or one leads nowhere, or they lead to too much.
     """
     if len(ids) > MAX_REFERENCES:
-        message = f"input takes at most {MAX_REFERENCES} items of type item_reference."
-        raise RequestError(message, param="input")
+        reason = f"takes at most {MAX_REFERENCES} items of type item_reference."
+        raise RequestError(reason, field="input")
     wanted: dict[Kept, set[str]] = {}
     for place, id_ in ids.items():
         kept = tenant.find_item(id_)
         if kept is None:
-            message = f"Item with id '{id_[:MAX_NAME_LENGTH]}' not found: items are kept with the "
-            message += "response that they belong to, unless store is false. Send the item itself."
-            raise RequestError(message, param=f"input[{place}].id")
+            reason = "Item with id '{id}' not found: items are kept with the response that they "
+            reason += "belong to, unless store is false. Send the item itself."
+            field = f"input[{place}].id"
+            raise RequestError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
         wanted.setdefault(kept, set()).add(id_)
     found: dict[str, RawItem] = {}
     for kept, names in wanted.items():
@@ -57,5 +58,5 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
 def _check_size(ids: Mapping[int, str], found: dict[str, RawItem]) -> None:
     sizes = {id_: len(encode_json(item)) for id_, item in found.items()}
     if sum(sizes[id_] for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
-        message = f"The items that input refers to exceed {MAX_CONVERSATION_BYTES} bytes together."
-        raise RequestError(message, param="input")
+        reason = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes together."
+        raise RequestError(reason, field="input")

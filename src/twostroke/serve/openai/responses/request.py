@@ -136,7 +136,7 @@ def check(asked: ResponsesRequest) -> None:
     """
     for name, here in _HERE.items():
         if getattr(asked, name) is not None:
-            raise UnknownFieldError(f"Unknown field '{name}'. Did you mean '{here}'?", param=name)
+            raise UnknownFieldError(f"is not a known field. Did you mean '{here}'?", field=name)
     check_neutral(asked, NEUTRAL)
     if asked.reasoning is not None:
         refuse_all_but(asked.reasoning, NEUTRAL_OF_REASONING, "reasoning.")
@@ -157,34 +157,31 @@ def check_include(include: list[str] | tuple[str, ...]) -> None:
     """
     for place, name in enumerate(include):
         if name not in INCLUDABLE:
-            word, where = name[:MAX_NAME_LENGTH], f"include[{place}]"
-            message = f"{where} does not support '{word}'.{nearest(word, INCLUDABLE)}"
-            raise UnsupportedFieldError(message, param=where)
+            word = name[:MAX_NAME_LENGTH]
+            reason = f"does not support '{{value}}'.{nearest(word, INCLUDABLE)}"
+            raise UnsupportedFieldError(reason, field=f"include[{place}]", value=word)
 
 
 def _check_stream_options(options: ResponseStreamOptions) -> None:
     refuse_all_but(options, NEUTRAL_OF_STREAMS, "stream_options.")
     if options.include_usage:
-        message = "stream_options.include_usage is of chat requests: here the last event always "
-        message += "has the usage. Leave it out."
-        raise UnsupportedFieldError(message, param="stream_options.include_usage")
+        reason = "is not supported: the last event always has the usage. Leave it out."
+        raise UnsupportedFieldError(reason, field="stream_options.include_usage")
 
 
 def _check_top_logprobs(asked: ResponsesRequest) -> None:
     top = asked.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {top}."
-        raise RequestError(message, param="top_logprobs")
+        raise RequestError(f"must be from 0 to {MAX_LOGPROBS}, got {top}.", field="top_logprobs")
     if top and LOGPROBS not in (asked.include or ()):
-        message = f"top_logprobs may only be set when include has '{LOGPROBS}'."
-        raise RequestError(message, param="top_logprobs")
+        reason = f"may only be set when include has '{LOGPROBS}'."
+        raise RequestError(reason, field="top_logprobs")
 
 
 def _check_sent_back(asked: ResponsesRequest) -> None:
     for name in LABELS:
         if len(getattr(asked, name) or "") > MAX_LABEL:
-            raise RequestError(f"{name} takes at most {MAX_LABEL} characters.", param=name)
+            raise RequestError(f"takes at most {MAX_LABEL} characters.", field=name)
     calls = asked.max_tool_calls
     if calls is not None and not 1 <= calls <= MAX_TOOL_CALLS:
-        message = f"max_tool_calls must be from 1 to {MAX_TOOL_CALLS}."
-        raise RequestError(message, param="max_tool_calls")
+        raise RequestError(f"must be from 1 to {MAX_TOOL_CALLS}.", field="max_tool_calls")

@@ -66,8 +66,8 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
             return _json(Deleted(id=id_))
         asked = _query(request, ("include_obfuscation", "starting_after", "stream"))
         if asked.get("stream", "false") != "false" or "starting_after" in asked:
-            message = "A kept response is not streamed again: leave stream and starting_after out."
-            raise UnsupportedFieldError(message, param="stream")
+            reason = "A stored response cannot be streamed: leave stream and starting_after out."
+            raise UnsupportedFieldError(reason, field="stream")
         return Response(kept.answer, media_type="application/json")
 
     async def items(request: Request) -> Response:
@@ -78,8 +78,8 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
 
     async def cancel(request: Request) -> Response:
         _find(tenant_of(request), request.path_params["response_id"])
-        message = "Only responses of background mode, which is not there, can be cancelled: "
-        raise RequestError(f"{message}to stop another, close its connection.", param="response_id")
+        reason = "Background mode is not supported: to stop a response, close its connection."
+        raise RequestError(reason, field="response_id")
 
     return [
         Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
@@ -110,7 +110,7 @@ def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
         else:
             word = name[:MAX_NAME_LENGTH]
             hint = nearest(word, (*known, _INCLUDE[0]))
-            raise UnknownFieldError(f"Unknown field '{word}'.{hint}", param=word)
+            raise UnknownFieldError("is not a known field.{hint}", field=word, hint=hint)
     return found
 
 
@@ -124,18 +124,18 @@ def _items(kept: Kept) -> list[dict[str, Any]]:
 def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
     order = asked.get("order", "desc")
     if order not in {"asc", "desc"}:
-        raise RequestError("order must be asc or desc.", param="order")
+        raise RequestError("must be asc or desc.", field="order")
     limit = asked.get("limit", str(LISTED))
     if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
-        raise RequestError(f"limit must be from 1 to {MAX_LISTED}.", param="limit")
+        raise RequestError(f"must be from 1 to {MAX_LISTED}.", field="limit")
     items = _items(kept)
     if order == "desc":
         items.reverse()
     if after := asked.get("after"):
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            message = f"after: there is no item '{after[:MAX_NAME_LENGTH]}' in this response."
-            raise RequestError(message, param="after")
+            reason = "must be the id of an item of this response, got '{value}'."
+            raise RequestError(reason, field="after", value=after[:MAX_NAME_LENGTH])
         items = items[places[0] + 1 :]
     data = items[: int(limit)]
     return ItemList(

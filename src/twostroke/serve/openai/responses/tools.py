@@ -88,22 +88,18 @@ def read_tools(
         ToolBody(function=_function(tool, f"tools[{place}]"))
         for place, tool in enumerate(tools or ())
     ]
-    try:
-        found = to_tools(bodies, _choice(choice), parallel=parallel)
-    except RequestError as error:  # whose names are those of the chat protocol
-        raise RequestError(_renamed(error.message), param=_renamed(error.param or "")) from None
+    found = to_tools(bodies, _choice(choice), parallel=parallel)
     if found is None:
         return None
     allowed = _allowed(found, choice) if isinstance(choice, AllowedChoice) else found.names
-    named = [replace(one, param=_renamed(one.param)) for one in found.functions]
-    return replace(found, functions=tuple(one for one in named if one.name in allowed))
+    return replace(found, functions=tuple(one for one in found.functions if one.name in allowed))
 
 
 def _function(given: FunctionTool, where: str) -> FunctionBody:
     refuse_all_but(given, NEUTRAL, f"{where}.")
     if given.is_async:
-        message = f"{where}.async is not supported yet: leave it out."
-        raise UnsupportedFieldError(message, param=f"{where}.async")
+        reason = "is not supported yet: leave it out."
+        raise UnsupportedFieldError(reason, field=f"{where}.async")
     return FunctionBody(
         name=given.name,
         description=given.description,
@@ -121,15 +117,11 @@ def _choice(choice: Choice | None) -> neutral.ToolChoice | None:
 def _allowed(tools: Tools, choice: AllowedChoice) -> set[str]:
     """Return the names of the functions that may be called by a choice."""
     if not choice.tools:
-        message = "tool_choice.tools must name at least one function."
-        raise RequestError(message, param="tool_choice.tools")
+        raise RequestError("must name at least one function.", field="tool_choice.tools")
     for place, tool in enumerate(choice.tools):
         if tool.name not in tools.names:
             word, where = tool.name[:MAX_NAME_LENGTH], f"tool_choice.tools[{place}].name"
-            message = f"{where}: '{word}' is not among the tools.{nearest(word, tools.names)}"
-            raise RequestError(message, param=where)
+            reason = "must be one of the tools, got '{value}'.{hint}"
+            hint = nearest(word, tools.names)
+            raise RequestError(reason, field=where, value=word, hint=hint)
     return {tool.name for tool in choice.tools}
-
-
-def _renamed(text: str) -> str:
-    return text.replace(".function", "")
