@@ -8,8 +8,9 @@ import numpy as np
 
 from twostroke.quant import FORMATS
 from twostroke.quant.iq4_nl import LEVELS
-from twostroke.quant.k_scales import unpack_scales
-from twostroke.quant.planes import unpack_fives, unpack_planes
+from twostroke.quant.planes import unpack_planes
+from twostroke.quant.q4_k_and_q5_k import unpack_scales
+from twostroke.quant.steps import unpack_codes
 
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
@@ -91,7 +92,7 @@ def quants_of(name: str, blocks: np.ndarray) -> np.ndarray:
         case "Q4_0" | "Q4_1":
             codes, offset = unpack_planes(blocks[:, -16:], 4, run=16), 8 * (name == "Q4_0")
         case "Q5_0" | "Q5_1":
-            codes, offset = unpack_fives(blocks[:, -20:]), 16 * (name == "Q5_0")
+            codes, offset = unpack_codes(blocks[:, -20:]), 16 * (name == "Q5_0")
         case "Q2_K":
             codes, offset = unpack_planes(blocks[:, 16:80], 2, run=32), 0
         case "Q3_K":

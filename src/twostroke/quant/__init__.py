@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from twostroke.quant.bf16 import BF16
-from twostroke.quant.f16 import F16
-from twostroke.quant.f32 import F32
+from twostroke.quant.floats import BF16, F16, F32
 from twostroke.quant.format import Bytes, Floats, Format
 from twostroke.quant.iq4_nl import IQ4_NL
 from twostroke.quant.iq4_xs import IQ4_XS
 from twostroke.quant.q2_k import Q2_K
 from twostroke.quant.q3_k import Q3_K
-from twostroke.quant.q4_0 import Q4_0
-from twostroke.quant.q4_1 import Q4_1
-from twostroke.quant.q4_k import Q4_K
-from twostroke.quant.q5_0 import Q5_0
-from twostroke.quant.q5_1 import Q5_1
-from twostroke.quant.q5_k import Q5_K
+from twostroke.quant.q4_k_and_q5_k import Q4_K, Q5_K
 from twostroke.quant.q6_k import Q6_K
-from twostroke.quant.q8_0 import Q8_0
+from twostroke.quant.steps import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from twostroke.quant.tensor import QuantTensor
 
 __all__ = [
@@ -38,7 +31,7 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (*_FLOATS, *_BLOCKS, *_SU
 
 FORMATS_BY_GGUF_ID: dict[int, Format] = {fmt.gguf_id: fmt for fmt in FORMATS.values()}
 
-# Types that a GGUF file may hold and that cannot be read here: their names make a better error.
+# Other types of GGUF files, by the names that errors give them.
 UNSUPPORTED_GGUF_TYPES: dict[int, str] = {
     9: "Q8_1",
     15: "Q8_K",

@@ -1,4 +1,4 @@
-"""What a number format is: values a block, bytes a block, and the way there and back."""
+"""A number format: values and bytes of a block, and the functions from one to the other."""
 
 from __future__ import annotations
 
@@ -68,22 +68,3 @@ def half_bytes(values: Floats) -> Bytes:
     """Return float32 (blocks, 1) rounded to float16, as bytes (blocks, 2)."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).view(np.uint8)
-
-
-def inverse_or_zero(scale: Floats) -> Floats:
-    """Return 1 / scale, and 0 where the scale is 0: a block of equal values stores zeros."""
-    with np.errstate(divide="ignore", over="ignore"):
-        return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
-
-
-def pack_nibbles(codes: Bytes) -> Bytes:
-    """Pack (blocks, 32) codes below 16 into (blocks, 16): the second half in the high bits."""
-    return codes[:, :16] | (codes[:, 16:] << np.uint8(4))
-
-
-def unpack_nibbles(packed: Bytes) -> Floats:
-    """Unpack (blocks, 16) bytes into float32 codes (blocks, 32), low nibbles first."""
-    codes = np.empty((packed.shape[0], 32), dtype=np.float32)
-    codes[:, :16] = packed & np.uint8(0x0F)
-    codes[:, 16:] = packed >> np.uint8(4)
-    return codes

@@ -29,16 +29,3 @@ def pack_planes(codes: Bytes, bits: int, run: int) -> Bytes:
     planes = codes.reshape(codes.shape[0], -1, len(shifts), run) << shifts[:, None]
     packed: Bytes = np.bitwise_or.reduce(planes, axis=2)
     return packed.reshape(codes.shape[0], -1)
-
-
-def unpack_fives(packed: Bytes) -> Bytes:
-    """Unpack Q5_0's and Q5_1's codes, (blocks, 20), into uint8 (blocks, 32) below 32."""
-    codes = unpack_planes(packed[:, 4:], 4, run=16)
-    codes |= np.unpackbits(packed[:, :4], axis=1, bitorder="little") << np.uint8(4)
-    return codes
-
-
-def pack_fives(codes: Bytes) -> Bytes:
-    """Pack codes below 32, uint8 (blocks, 32), into (blocks, 20): fifth bits, then nibbles."""
-    fifth = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
-    return np.concatenate([fifth, pack_planes(codes & np.uint8(15), 4, run=16)], axis=1)
