@@ -35,7 +35,7 @@ void Nodes::interleave(void* memory, int64_t num_bytes) const {
     const auto bit = static_cast<size_t>(number);
     if (bit < kNumbers) mask[bit / kWordBits] |= 1UL << bit % kWordBits;
   }
-  // The kernel counts one number less than it is told.
+  // The kernel reads one bit less than the number that it is given.
   syscall(SYS_mbind, memory, static_cast<size_t>(num_bytes), kInterleave, mask, kNumbers + 1, 0);
 }
 

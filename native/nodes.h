@@ -1,4 +1,4 @@
-// Threads and memory on machines with several memory nodes: who stays where, and what lies where.
+// Threads and memory on machines with several memory nodes: where each of them is kept.
 #pragma once
 
 #ifdef __linux__
@@ -39,7 +39,7 @@ class Nodes {
     return cores_[static_cast<size_t>(node_of_[static_cast<size_t>(thread)])];
   }
 
-  /// Spreads mapped memory that nobody has touched yet evenly over the nodes.
+  /// Spreads mapped memory that no thread has touched yet evenly over the nodes.
   void interleave(void* memory, int64_t num_bytes) const;
 
  private:

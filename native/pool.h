@@ -25,7 +25,7 @@ class Signal {
   /// Returns once the value is no longer `old`; sleeps once it has spun for so long.
   void wait_beyond(uint32_t old, std::chrono::microseconds spin_for);
 
-  /// Sets the value and wakes who sleeps.
+  /// Sets the value and wakes the threads that sleep.
   void set(uint32_t value);
 
  private:

@@ -69,7 +69,7 @@ int32_t probe() {
 #elif defined(__aarch64__) && defined(__linux__)
 
 /// Of AT_HWCAP: what the system's <asm/hwcap.h> calls HWCAP_ATOMICS, _ASIMDRDM and _ASIMDDP. The
-/// compiler may use the first two, which belong to Armv8.2-A, wherever it likes.
+/// compiler may use the first two, which belong to Armv8.2-A, anywhere.
 int32_t probe() {
   constexpr unsigned long kNeeded = 1UL << 8 | 1UL << 12 | 1UL << 20;
   return (getauxval(AT_HWCAP) & kNeeded) == kNeeded ? kNeonDotprod : 0;
@@ -88,6 +88,6 @@ int32_t probe() { return 0; }
 TS_EXPORT int32_t ts_probe() { return probe(); }
 
 #ifdef TS_EMULATE_AVX512
-/// There where level 2 and what is above it run on AVX2: tests look for it.
+/// Exists where level 2 and the levels above it run on AVX2: tests look for it.
 TS_EXPORT void ts_emulates_avx512() {}
 #endif

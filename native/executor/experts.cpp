@@ -13,12 +13,12 @@ namespace ts {
 
 namespace {
 
-constexpr int64_t kFewScores = 2048;     // up to so many, each thread chooses for all rows
+constexpr int64_t kFewScores = 2048;     // up to this many, each thread chooses for all rows
 constexpr int64_t kMixFloats = 1 << 20;  // of products that wait to be summed, in a thread
 
 enum Part { kGate, kUp, kDown };
 
-/// Groups of outputs whose products wait together.
+/// Groups of outputs with one barrier after their products.
 int64_t mixed_slots(int64_t num_pairs) {
   return std::max<int64_t>(1, kMixFloats / (num_pairs * kGroupSize));
 }
@@ -185,8 +185,8 @@ class Mixture {
     });
   }
 
-  /// The last products, and the sums of each row's choices: whoever has some columns of the former
-  /// has them for all experts, and so the latter, too.
+  /// The last products, then the sums of each row's choices: a thread that computes some columns
+  /// of the products does so for all experts, and so can add them up.
   void mix() {
     cut(ffn_width_);
     const int64_t num_slots = num_groups(op_.width);

@@ -38,7 +38,7 @@ struct ExpertPanel {
 
 /// The rows of a step in the order of (kind, expert, row). A pair is a row and one of its choices.
 struct ExpertGroups {
-  /// Makes room for so many pairs; throws std::bad_alloc.
+  /// Makes room for that many pairs; throws std::bad_alloc.
   void reserve(int64_t num_pairs, int64_t num_experts);
 
   /// `chosen` is (num_rows, num_used); rows from `num_generated` on are prompt.

@@ -59,7 +59,7 @@ void touch_parts(Pool& pool, void* memory, int64_t count, int64_t piece_bytes) {
         for (int64_t page = begin / kPage; page * kPage < begin + size; ++page) {
           const int64_t middle = page * kPage + kPage / 2 - begin;
           bool is_mine = part_begin <= middle && middle < part_end;
-          if (middle >= size) is_mine = thread == 0;  // with which what lies behind begins
+          if (middle >= size) is_mine = thread == 0;  // the next block begins within it
           if (size < kPage) is_mine = thread == page % num_threads;
           if (is_mine)
             *const_cast<volatile uint8_t*>(memory + std::max<int64_t>(middle - kPage / 2, 0)) = 0;

@@ -15,7 +15,7 @@ void unmap_memory(void* memory, int64_t num_bytes);
 
 /// On several nodes, touches mapped memory before the threads write `count` pieces of it in equal
 /// parts (`parallel_for`): a huge page goes to the thread in whose part its middle lies. Otherwise
-/// it would go to the later of two neighbours, who begins with it while the other ends with it.
+/// it would go to the later of two neighbours, which begins with it while the other ends with it.
 /// The pages of memory smaller than one go to all threads in turn.
 void touch_parts(Pool& pool, void* memory, int64_t count, int64_t piece_bytes);
 

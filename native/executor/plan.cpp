@@ -47,7 +47,7 @@ ProductFacts product_facts(const Plan& plan, const OpRecord& op) {
   return facts;
 }
 
-/// Adds the experts whose weights have other types than those that are there.
+/// Adds the experts with a combination of weight types that is not there yet.
 void add_experts(const Plan& plan, const OpRecord& op, ProductFacts& facts) {
   const auto type = [&](int32_t index) { return plan.weights[static_cast<size_t>(index)].type; };
   for (int32_t i = 0; i < op.num_experts; ++i) {

@@ -14,7 +14,7 @@
 
 namespace ts {
 
-/// What is derived from an operation once: how its inputs are prepared and its outputs are cut.
+/// Facts derived from an operation once: how its inputs are prepared and its outputs are cut.
 struct ProductFacts {
   int num_preparations = 0;
   WeightType prepared_for[kMaxOutputs] = {};

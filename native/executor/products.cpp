@@ -81,7 +81,7 @@ Prepared place(const Input& input, uint8_t* memory) {
   return prepared;
 }
 
-/// Input rows of which so many, in the order of the step, are of each kind.
+/// Input rows, and how many of them, in the order of the step, are of each kind.
 Input input_of(const Plan& plan, size_t index, int64_t num_generated, int64_t num_prompt) {
   return {plan.ops[index],
           plan.facts[index],

@@ -71,7 +71,7 @@ struct OpRecord {
   Activation activation;
   int32_t is_stored;  // Attention: keys and values are in the pages already, else y and z hold them
   int32_t tap;        // index into the step's taps
-  int32_t window;     // Attention: each row sees so many keys up to its own, 0: all
+  int32_t window;     // Attention: each row sees this many keys up to its own, 0: all
   int32_t first_expert;
   int32_t num_experts;
   int32_t num_used;     // experts of a row
@@ -101,7 +101,7 @@ struct RopeRecord {
   int32_t reserved;
 };
 
-/// What one attention layer stores. Layers of a group share pages: a page holds so many tokens of
+/// What one attention layer stores. Layers of a group share pages: a page holds tokens of
 /// all layers of one group.
 struct LayerRecord {
   int32_t num_kv_heads;
@@ -161,7 +161,7 @@ struct StepRecord {
   const SampleRow* samples;     // one for each sampled row, or null: nothing is drawn
   SampleResult* results;
   float* logits;              // (num_sampled, vocab_size), or null
-  float* const* taps;         // (num_rows, width of the value) each; null if nobody wants them
+  float* const* taps;         // (num_rows, width of the value) each; null if none is wanted
   const float* given;         // (num_rows, width of the value), or null if the plan has none
   const StoreRecord* stores;  // by row, ascending
   const CopyRecord* copies;   // no page is in two of them as `to`, or as both

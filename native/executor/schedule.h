@@ -1,4 +1,4 @@
-// Who attends to what: a step's attention cut into tasks of similar size.
+// A step's attention, divided into tasks of similar size.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ struct AttentionTask {
   int64_t cost() const { return int64_t{num_rows} * (piece_end - piece_begin); }
 };
 
-/// Rows whose context is shared out among several tasks: the one that ends last merges.
+/// Rows whose context is divided among several tasks: the task that ends last merges.
 struct AttentionSplit {
   int32_t num_tasks;
   int64_t share_offset;  // floats, of the first head

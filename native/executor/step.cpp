@@ -48,7 +48,7 @@ void run_norm(Worker& worker, const OpRecord& op) {
 }
 
 void run_tap(Worker& worker, const OpRecord& op) {
-  if (worker.step.record.taps == nullptr) return;  // nobody asked in this step
+  if (worker.step.record.taps == nullptr) return;  // no value is wanted in this step
   float* values = worker.step.record.taps[op.tap];
   const int64_t num_rows = worker.step.record.num_rows;
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
@@ -183,7 +183,7 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
   Worker worker{step,   step.plan,   step.plan.threads[static_cast<size_t>(thread)],
                 thread, num_threads, 0,
                 0,      Clock::now()};
-  // Nobody stores anything before all have met behind the first operation.
+  // No thread stores anything before all have met after the first operation.
   for (int32_t i = 0; i < step.record.num_copies; ++i) {
     step.plan.copy_page(step.record.copies[i], thread, num_threads);
   }
@@ -199,7 +199,7 @@ void run_thread(void* context, int thread, int num_threads) noexcept {
 
 bool is_page(const Plan& plan, int32_t page) { return page >= 0 && page < plan.num_pages; }
 
-/// Whether every page that the slice's rows see exists; those behind their window need not.
+/// Whether every page that the slice's rows see exists; those before their window need not.
 bool is_inside(const Plan& plan, const StepRecord& record, const SliceRecord& slice) {
   const int64_t end = (slice.position + slice.num_rows + plan.page_size - 1) / plan.page_size;
   if (slice.position < 0 || end > record.table_stride) return false;
@@ -229,7 +229,7 @@ bool is_inside(const Plan& plan, const StepRecord& record, const StoreRecord& st
   return true;
 }
 
-/// The last guard before memory: whoever let them come here, tokens and pages must exist.
+/// Refuses tokens and pages that do not exist, whatever callers have checked before.
 void check(const Plan& plan, const StepRecord& record) {
   for (const OpRecord& op : plan.ops) {
     if (op.kind != OpKind::Embed) continue;
@@ -251,7 +251,7 @@ void check(const Plan& plan, const StepRecord& record) {
   }
 }
 
-/// Makes room and tables before the threads start, so that none of them has to allocate together.
+/// Makes room and tables before the threads start, because threads do not allocate shared memory.
 void get_ready(StepState& step) {
   Plan& plan = step.plan;
   const StepRecord& record = step.record;

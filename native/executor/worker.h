@@ -16,16 +16,16 @@ constexpr bool kOneArithmetic = false;  // prompt rows use bfloat16 tiles
 constexpr bool kOneArithmetic = true;
 #endif
 
-/// So many of the step's rows, the first, take the arithmetic of generated rows.
+/// How many of the step's rows, from the first on, take the arithmetic of generated rows.
 inline int64_t num_generated_in(const StepRecord& step) {
   return kOneArithmetic ? step.num_rows : step.num_generated;
 }
 
-constexpr int64_t kLogitRows = 32;  // whose logits are held at once
-constexpr int64_t kFewRows = 64;    // up to so many, reading the weights is what costs
+constexpr int64_t kLogitRows = 32;  // logits of this many rows are held at once
+constexpr int64_t kFewRows = 64;    // up to this many, reading the weights takes most of the time
 constexpr int64_t kChunksPerThread = 4;
 
-/// Up to so many values, each thread prepares all rows for itself: cheaper than a barrier.
+/// Up to this many values, each thread prepares all rows itself: cheaper than a barrier.
 constexpr int64_t kFewValues = 3200;
 
 using Clock = std::chrono::steady_clock;
@@ -39,7 +39,7 @@ struct StepState {
   Plan& plan;
   StepRecord& record;
   std::vector<int32_t> slice_of_row;
-  std::vector<int32_t> first_store;  // of each row, and behind the last; empty if there are none
+  std::vector<int32_t> first_store;  // of each row, and after the last; empty if there are none
   std::vector<double> waiting_s;     // of each thread
   alignas(64) std::atomic<int64_t> next_ticket{0};
 };
@@ -63,7 +63,7 @@ struct Worker {
   }
 
   /// Calls body(i) for the tickets 0 to count - 1 that this thread draws. All threads must pass
-  /// here, and meet before they pass again: each draws exactly one ticket too many.
+  /// here, and meet before they pass again: each draws exactly one ticket beyond the last.
   template <class Body>
   void share_out(int64_t count, Body body) {
     for (;;) {

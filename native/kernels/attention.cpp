@@ -35,7 +35,7 @@ struct Piece {
   int64_t begin;  // position of its first key
   const T* keys[kBlocksPerPiece];
   const T* values[kBlocksPerPiece];
-  const T* next_keys[kBlocksPerPiece];  // of the piece behind, to be fetched meanwhile
+  const T* next_keys[kBlocksPerPiece];  // of the next piece, to be fetched meanwhile
   const T* next_values[kBlocksPerPiece];
   PieceScales scales;
 };
@@ -56,7 +56,7 @@ Range seen_by(const AttentionRows& rows, int64_t piece_begin, int64_t query) {
 int first_lanes(int64_t count) { return static_cast<int>(std::clamp<int64_t>(count, 0, kLanes)); }
 
 /// Turns a row of scores into shares 2^(score - peak), which are summed; keys that are not seen
-/// get 0, whose company changes no sum. The shares are multiplied with the scales of their values.
+/// get 0, which changes no sum. The shares are multiplied with the scales of their values.
 void soften(const AttentionRows& rows, const PieceScales& scales, const Range& seen,
             const Range& blocks, float* scores, float* peak, float* sum) {
   const Lanes unseen = broadcast(kMinusInfinity);

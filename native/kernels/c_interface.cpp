@@ -66,7 +66,7 @@ TS_EXPORT void ts_kernel_rope(const double* inverse_frequencies, int32_t num_pai
 TS_EXPORT void ts_kernel_spread(float* head, int64_t head_dim) { ts::spread(head, head_dim); }
 
 /// Attention of `num_rows` rows at `position` and on, one key-value head after the other, over
-/// `pages` that ts_kernel_store has filled. With `split` pieces above 0, tasks of so many pieces
+/// `pages` that ts_kernel_store has filled. With `split` pieces above 0, tasks of that many pieces
 /// are computed apart and merged.
 struct TsAttention {
   uint8_t* pages;

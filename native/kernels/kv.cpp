@@ -54,7 +54,7 @@ uint16_t store_bytes(const float* head, int64_t head_dim, int8_t* out, int64_t s
   return scales[0];
 }
 
-/// A head of a row in memory of its own.
+/// One head of a row, in separate memory.
 struct Head {
   alignas(64) float values[kMostHeadDim];
 

@@ -214,7 +214,7 @@ inline Lanes load_bytes(const int8_t* p) {
 
 #if TS_LEVEL >= 2
 
-/// The first `count` numbers, zeros behind them.
+/// The first `count` numbers, then zeros.
 inline Lanes load_first(const float* p, int count) {
   return {_mm512_maskz_loadu_ps(first_mask(count), p)};
 }

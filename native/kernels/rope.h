@@ -31,7 +31,7 @@ class RopeTable {
   bool interleaved_;
   double magnitude_;
   int64_t head_dim_;
-  int64_t width_;  // of the cosines of one position, and of the sines behind them
+  int64_t width_;  // of the cosines of one position, and of the sines after them
   int64_t num_positions_ = 0;
   std::vector<float> rows_;
 };

@@ -30,14 +30,14 @@ inline const uint8_t* row_bytes(const PanelBlock<Planes>& block, int row) {
   return bytes;
 }
 
-/// What is taken back for each 1 of offset, for rows from `row` on.
+/// The correction for each 1 of offset, for rows from `row` on.
 template <WeightType T, int Planes>
 inline const int32_t* minus_sums(const PanelBlock<Planes>& block, int row, int sub) {
   return block.minus_sum[sum_index(block_format(T).num_subs, sub)] + row;
 }
 
 /// The offset's part of a row's sums. It may wrap: kernels for several rows also compute rows that
-/// nobody prepared, whose sums are any numbers, and leave them out.
+/// were not prepared, and drop their sums, which can have any value.
 inline int32_t offset_part(int offset, int32_t minus_sum) {
   return static_cast<int32_t>(static_cast<uint32_t>(offset) * static_cast<uint32_t>(minus_sum));
 }

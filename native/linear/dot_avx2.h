@@ -93,7 +93,7 @@ struct PackedCodes {
 };
 
 /// Unpacked ones, for rows that pass one after the other. They lie in memory: left to itself, GCC
-/// keeps half of them in registers and what is added to in memory.
+/// keeps half of them in registers and the sums in memory.
 template <WeightType T>
 struct UnpackedCodes {
   const uint8_t* quads;

@@ -38,7 +38,7 @@ constexpr bool has_kernel() {
   return (R & (R - 1)) == 0 && R <= max_kernel_rows<T>();
 }
 
-/// Fetches so many bytes of packed weights that are read a while after those at `p`.
+/// Prefetches that many bytes of packed weights, which are read a while after those at `p`.
 template <int64_t Bytes>
 inline void fetch_weights(const uint8_t* p, bool is_far) {
   if (is_far) {

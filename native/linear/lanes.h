@@ -170,7 +170,7 @@ inline Lanes to_lanes(const Integers& a) {
   return result;
 }
 
-/// Not inlined: GCC 12 makes vector code of this loop only while it stands alone.
+/// Not inlined: GCC 12 vectorizes this loop only in a function by itself.
 __attribute__((noinline)) inline Lanes load_halves(const uint8_t* p) {
   uint16_t halves[kGroupSize];
   std::memcpy(halves, p, sizeof halves);

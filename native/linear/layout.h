@@ -82,7 +82,7 @@ struct BlockFormat {
     return unit_offset(block) + blocks_per_unit() * quant_bytes() +
            block % blocks_per_unit() * scale_bytes();
   }
-  /// Of the float16 scales of the block's unit, behind which come those of the minimums.
+  /// Of the float16 scales of the block's unit; those of the minimums follow.
   TS_INLINE constexpr int64_t unit_scale_offset(int64_t block) const {
     return unit_offset(block) + blocks_per_unit() * (quant_bytes() + scale_bytes());
   }
@@ -208,7 +208,7 @@ constexpr bool has_planes(WeightType type) {
 constexpr bool kHasPlanes = has_planes(WeightType::Q4_0);
 constexpr bool kHasPairs = !has_planes(WeightType::Q8_0);
 
-/// Mixed rows: of so many blocks one is fine, in each stretch of blocks (measured, docs/adr/0031).
+/// Mixed rows: one of this many blocks is fine, in each stretch (measured, docs/adr/0031).
 constexpr int64_t kMixedShare = 8;
 constexpr int64_t kMixedStretch = 1024;
 static_assert(kMixedStretch % kMixedShare == 0);

@@ -26,7 +26,7 @@ int32_t largest_bits(const float* x) {
   return largest;
 }
 
-/// 32 numbers of one row as q * scale. The scale of what is not finite is NaN.
+/// 32 numbers of one row as q * scale. If one of them is not finite, the scale is NaN.
 struct Quantized {
   alignas(64) int32_t q[kBlockSize];
   float scale;
@@ -184,7 +184,7 @@ void prepare_floats(const float* x, int64_t num_inputs, int64_t row, void* prepa
   }
 }
 
-/// 32 inputs of one row; what is rounded away goes to `low` if there is one.
+/// 32 inputs of one row; the rounding errors go to `low` if there is one.
 void prepare_tile_line(const float* x, int64_t count, uint8_t* high, uint8_t* low) {
   uint16_t line[kBlockSize] = {};
   for (int64_t i = 0; i < count; ++i) line[i] = bfloat16_from_float(x[i]);

@@ -18,7 +18,7 @@ class Scratch {
   Scratch(Scratch&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), capacity_(std::exchange(other.capacity_, 0)) {}
 
-  /// At least so many bytes; what was in them before is lost if it grows.
+  /// At least `num_bytes` bytes; their content is lost when the memory grows.
   uint8_t* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       release();

@@ -152,7 +152,7 @@ inline void release_tiles() { tile_registers().configured = false; }
 
 #else
 
-/// GCC 12 does not know that a tile load reads memory, and may move stores behind it.
+/// GCC 12 does not know that a tile load reads memory, and may move stores after it.
 #define TS_TILE_LOAD(tile, source, stride) \
   do {                                     \
     asm volatile("" : : : "memory");       \

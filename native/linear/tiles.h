@@ -10,7 +10,7 @@ namespace ts {
 struct TileProduct {
   const PackedWeight& weight;
   const uint8_t* prepared;  // 16 rows x 32 inputs of bfloat16 each 1 KB; per 16 rows all inputs
-  bool is_split;            // behind each tile comes that of what rounding took away
+  bool is_split;            // each tile is followed by one of its rounding errors
   int64_t num_rows;
   float* out;
   int64_t out_stride;

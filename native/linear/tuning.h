@@ -1,4 +1,4 @@
-// What is best for the processor at hand where its instruction set does not say it.
+// Choices that depend on the processor and do not follow from its instruction set.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline const Tuning& tuning() { return current_tuning; }
 void assume_half_ports(bool has_half_ports);
 
 /// Whether memory is fetched into the second-level cache: on AVX2 always (docs/adr/0027), on AMX
-/// never (not measured), on AVX-512 as the processor likes it.
+/// never (not measured), on AVX-512 where the processor is faster with it.
 inline bool fetches_far() {
   if (TS_LEVEL == 2) return tuning().fetches_far;
   return TS_LEVEL == 1;

@@ -18,7 +18,7 @@ inline double now_s() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-/// The shortest of several runs, in seconds: what the machine does when nobody disturbs it.
+/// The shortest of several runs, in seconds: the least disturbed one.
 template <typename Work>
 double best_time_s(const Work& work) {
   double best = 1e9;

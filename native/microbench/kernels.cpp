@@ -39,7 +39,7 @@ std::vector<float> random_floats(int64_t count) {
   return values;
 }
 
-/// Rows behind a context, over as many caches one after the other as fill the footprint: those of
+/// Rows after a context, over as many caches one after the other as fill the footprint: those of
 /// a model's layers. The floor reads keys and values once, or multiplies at the float32 peak.
 void measure_attention(const Kernels& kernels, Attention a, int64_t footprint, const Peaks& peaks) {
   const int64_t context = a.position + a.num_rows;
@@ -75,13 +75,13 @@ void measure_attention(const Kernels& kernels, Attention a, int64_t footprint, c
       static_cast<double>(a.num_rows * a.position + a.num_rows * (a.num_rows + 1) / 2);
   const double macs = 2 * seen * static_cast<double>(width * copies);
   const auto bytes = static_cast<double>(copies * cache_bytes);
-  std::printf("attention %-4s %ld x %3ld wide, %4ld rows behind %5ld", kCacheFormats[a.format],
+  std::printf("attention %-4s %ld x %3ld wide, %4ld rows after %5ld", kCacheFormats[a.format],
               a.group, a.head_dim, a.num_rows, a.position);
   print_rates(time_s, bytes, macs, std::max(bytes / peaks.read_bytes_s, macs / peaks.float_macs_s));
   std::printf("\n");
 }
 
-/// Prints a line for a kernel that reads and writes so many bytes of the nearest cache.
+/// Prints a line for a kernel that reads and writes that many bytes of the nearest cache.
 template <typename Work>
 void measure_row(const char* name, int64_t width, int64_t bytes, const Peaks& peaks,
                  const Work& work) {

@@ -14,7 +14,7 @@ TS_EXPORT int64_t ts_sample_row_size() { return sizeof(SampleRow); }
 
 TS_EXPORT int64_t ts_sample_result_size() { return sizeof(ts::SampleResult); }
 
-// The offset of the index-th field in the order of declaration, or -1 behind the last.
+// The offset of the index-th field in the order of declaration, or -1 after the last.
 TS_EXPORT int64_t ts_sample_row_offset(int32_t index) {
   constexpr size_t offsets[] = {
       offsetof(SampleRow, tokens),

@@ -6,7 +6,6 @@ import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
 import numpy as np
-import pytest
 
 from support.native import address, floats
 
@@ -132,46 +131,51 @@ class Context:
         return out
 
 
-@pytest.mark.parametrize(
-    ("page_size", "kv_heads", "group", "head_dim"),
-    [(16, 3, 3, 64), (32, 1, 1, 16), (64, 2, 7, 128), (16, 2, 4, 80), (16, 1, 4, 256)],
-)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_attention_is_as_its_formula(library, rng, fmt, page_size, kv_heads, group, head_dim):
-    context = Context(library, rng, page_size, kv_heads, group, head_dim, 300, fmt)
-    for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
-        q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
-        out = context.attend(q, position)
-        np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
+def test_attention_is_as_its_formula(library, rng):
+    for page_size, kv_heads, group, head_dim in [
+        (16, 3, 3, 64),
+        (32, 1, 1, 16),
+        (64, 2, 7, 128),
+        (16, 2, 4, 80),
+        (16, 1, 4, 256),
+    ]:
+        for fmt in FORMATS:
+            context = Context(library, rng, page_size, kv_heads, group, head_dim, 300, fmt)
+            for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (250, 50), (299, 1)):
+                q = floats(rng.normal(size=(num_rows, kv_heads * group, head_dim)) * 3)
+                out = context.attend(q, position)
+                np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 17, 63, 64, 65, 150, 299])
-def test_a_window_and_a_cap_are_as_their_formulas(library, rng, window, soft_cap):
-    for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
-        context = Context(library, rng, page_size, 1, group, head_dim, 300).see(window, soft_cap)
-        for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
-            q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
-            out = context.attend(q, position)
-            np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
+def test_a_window_and_a_cap_are_as_their_formulas(library, rng):
+    for soft_cap in [None, 5.0]:
+        for window in [None, 1, 7, 16, 17, 63, 64, 65, 150, 299]:
+            for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
+                context = Context(library, rng, page_size, 1, group, head_dim, 300).see(
+                    window, soft_cap
+                )
+                for position, num_rows in ((0, 1), (0, 70), (63, 2), (64, 1), (210, 90), (299, 1)):
+                    q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
+                    out = context.attend(q, position)
+                    np.testing.assert_allclose(
+                        out, context.expected(q, position), rtol=1e-4, atol=3e-5
+                    )
 
 
-@pytest.mark.parametrize(
-    ("window", "soft_cap"), [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]
-)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(
-    library, rng, fmt, window, soft_cap
-):
-    context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
-    q = floats(rng.normal(size=(400, 6, 64)) * 3)
-    whole = context.attend(q, 0)
-    for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
-        assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
-        assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
-    for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
-        assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
-        assert np.array_equal(context.attend(q[start:end], start, split=1), whole[start:end])
+def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
+    for window, soft_cap in [(None, None), (1, None), (40, 3.0), (64, None), (100, 30.0)]:
+        for fmt in FORMATS:
+            context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
+            q = floats(rng.normal(size=(400, 6, 64)) * 3)
+            whole = context.attend(q, 0)
+            for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
+                assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
+                assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
+            for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
+                assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
+                assert np.array_equal(
+                    context.attend(q[start:end], start, split=1), whole[start:end]
+                )
 
 
 def test_attention_does_not_see_where_its_pages_lie(library):
@@ -186,18 +190,18 @@ def test_attention_does_not_see_where_its_pages_lie(library):
     assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_values_that_a_page_cannot_hold_are_saturated_not_spread(library, rng, fmt):
-    context = Context(library, rng, 16, 1, 1, 16, 64, fmt)
-    q = floats(rng.normal(size=(40, 1, 16)))
-    before = context.attend(q, 0)
-    context.values[41:] = np.inf
-    context.values[45] = np.nan
-    context.keys[50] = -np.inf
-    context.keys[51, 0, 5] = np.nan
-    context.store()
-    assert np.array_equal(context.attend(q, 0), before)
-    assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(50, 1, 16))), 0)))
+def test_values_that_a_page_cannot_hold_are_saturated_not_spread(library, rng):
+    for fmt in FORMATS:
+        context = Context(library, rng, 16, 1, 1, 16, 64, fmt)
+        q = floats(rng.normal(size=(40, 1, 16)))
+        before = context.attend(q, 0)
+        context.values[41:] = np.inf
+        context.values[45] = np.nan
+        context.keys[50] = -np.inf
+        context.keys[51, 0, 5] = np.nan
+        context.store()
+        assert np.array_equal(context.attend(q, 0), before)
+        assert np.all(np.isfinite(context.attend(floats(rng.normal(size=(50, 1, 16))), 0)))
 
 
 def test_a_head_of_zeros_is_stored_as_zeros(library, rng):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ctypes import c_double, c_float, c_int32, c_int64
 
 import numpy as np
-import pytest
 
 from support.native import address, floats
 
@@ -47,16 +46,16 @@ def test_float16_rounds_as_numpy_does(library):
     assert np.array_equal(out, x.astype(np.float16).view(np.uint16))
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 64, 100, 576, 2048])
-def test_rms_norm_is_as_its_formula(library, rng, width):
-    x, weight = floats(rng.normal(size=width) * 30), floats(rng.normal(size=width))
-    out = np.empty_like(x)
-    library.ts_kernel_rms_norm(
-        address(x), address(weight), c_int64(width), c_float(1e-5), address(out)
-    )
-    wide = x.astype(np.float64)
-    expected = wide / np.sqrt(np.mean(wide * wide) + 1e-5) * weight
-    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+def test_rms_norm_is_as_its_formula(library, rng):
+    for width in [1, 15, 16, 64, 100, 576, 2048]:
+        x, weight = floats(rng.normal(size=width) * 30), floats(rng.normal(size=width))
+        out = np.empty_like(x)
+        library.ts_kernel_rms_norm(
+            address(x), address(weight), c_int64(width), c_float(1e-5), address(out)
+        )
+        wide = x.astype(np.float64)
+        expected = wide / np.sqrt(np.mean(wide * wide) + 1e-5) * weight
+        np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
 
 
 def silu(x):
@@ -67,37 +66,37 @@ def gelu_tanh(x):
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize(("activation", "formula", "spread"), [(0, silu, 40), (1, gelu_tanh, 4)])
-@pytest.mark.parametrize("width", [1, 16, 50, 1536])
-def test_gated_activation_is_as_its_formula(library, rng, width, activation, formula, spread):
-    gate, up = floats(rng.normal(size=width) * spread), floats(rng.normal(size=width))
-    out = np.empty_like(gate)
-    library.ts_kernel_gate(
-        c_int32(activation), address(gate), address(up), c_int64(width), address(out)
-    )
-    expected = formula(gate.astype(np.float64)) * up
-    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
+def test_gated_activation_is_as_its_formula(library, rng):
+    for activation, formula, spread in [(0, silu, 40), (1, gelu_tanh, 4)]:
+        for width in [1, 16, 50, 1536]:
+            gate, up = floats(rng.normal(size=width) * spread), floats(rng.normal(size=width))
+            out = np.empty_like(gate)
+            library.ts_kernel_gate(
+                c_int32(activation), address(gate), address(up), c_int64(width), address(out)
+            )
+            expected = formula(gate.astype(np.float64)) * up
+            np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("activation", [0, 1])
-def test_gated_activation_of_any_input_is_no_surprise(library, activation):
-    gate = floats([0, -0.0, 1e30, -1e30, 3e38, -1e5, np.inf, np.nan, *np.full(8, 1e-30)])
-    up, out = np.ones_like(gate), np.empty_like(gate)
-    library.ts_kernel_gate(
-        c_int32(activation), address(gate), address(up), c_int64(16), address(out)
-    )
-    expected = floats([0, 0, 1e30, 0, 3e38, 0, np.inf, np.nan, *np.full(8, 5e-31)])
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+def test_gated_activation_of_any_input_is_no_surprise(library):
+    for activation in [0, 1]:
+        gate = floats([0, -0.0, 1e30, -1e30, 3e38, -1e5, np.inf, np.nan, *np.full(8, 1e-30)])
+        up, out = np.ones_like(gate), np.empty_like(gate)
+        library.ts_kernel_gate(
+            c_int32(activation), address(gate), address(up), c_int64(16), address(out)
+        )
+        expected = floats([0, 0, 1e30, 0, 3e38, 0, np.inf, np.nan, *np.full(8, 5e-31)])
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("cap", [1.0, 30.0, 50.0])
-@pytest.mark.parametrize("width", [1, 16, 50, 4096])
-def test_soft_cap_is_as_its_formula(library, rng, width, cap):
-    x = floats(rng.normal(size=width) * 10.0 ** rng.uniform(-6, 4, width))
-    capped = x.copy()
-    library.ts_kernel_soft_cap(address(capped), c_float(cap), c_int64(width))
-    np.testing.assert_allclose(capped, cap * np.tanh(x.astype(np.float64) / cap), rtol=5e-7)
-    assert np.abs(capped).max() <= cap
+def test_soft_cap_is_as_its_formula(library, rng):
+    for cap in [1.0, 30.0, 50.0]:
+        for width in [1, 16, 50, 4096]:
+            x = floats(rng.normal(size=width) * 10.0 ** rng.uniform(-6, 4, width))
+            capped = x.copy()
+            library.ts_kernel_soft_cap(address(capped), c_float(cap), c_int64(width))
+            np.testing.assert_allclose(capped, cap * np.tanh(x.astype(np.float64) / cap), rtol=5e-7)
+            assert np.abs(capped).max() <= cap
 
 
 def test_soft_cap_keeps_zero_and_nan_and_ends_at_the_cap(library):
@@ -106,25 +105,25 @@ def test_soft_cap_keeps_zero_and_nan_and_ends_at_the_cap(library):
     np.testing.assert_array_equal(x[:7], floats([0, 0, 30, -30, np.nan, 30, -30]))
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("head_dim", "num_pairs"), [(16, 8), (64, 32), (80, 40), (64, 12)])
-def test_rope_turns_pairs_and_leaves_the_rest(library, rng, interleaved, head_dim, num_pairs):
-    frequencies = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
-    heads = floats(rng.normal(size=(3, head_dim)))
-    position, magnitude = 1234, 1.25
-    turned = heads.copy()
-    library.ts_kernel_rope(
-        address(frequencies), c_int32(num_pairs), c_int32(interleaved), c_double(magnitude),
-        c_int32(head_dim), c_int64(position), address(turned), c_int64(heads.size),
-    )  # fmt: skip
-    cosine = np.cos(position * frequencies) * magnitude
-    sine = np.sin(position * frequencies) * magnitude
-    low = slice(0, 2 * num_pairs, 2) if interleaved else slice(0, num_pairs)
-    high = slice(1, 2 * num_pairs, 2) if interleaved else slice(num_pairs, 2 * num_pairs)
-    expected = heads.astype(np.float64)
-    expected[:, low] = heads[:, low] * cosine - heads[:, high] * sine
-    expected[:, high] = heads[:, low] * sine + heads[:, high] * cosine
-    np.testing.assert_allclose(turned, expected, rtol=1e-6, atol=1e-6)
+def test_rope_turns_pairs_and_leaves_the_rest(library, rng):
+    for interleaved in [True, False]:
+        for head_dim, num_pairs in [(16, 8), (64, 32), (80, 40), (64, 12)]:
+            frequencies = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
+            heads = floats(rng.normal(size=(3, head_dim)))
+            position, magnitude = 1234, 1.25
+            turned = heads.copy()
+            library.ts_kernel_rope(
+                address(frequencies), c_int32(num_pairs), c_int32(interleaved), c_double(magnitude),
+                c_int32(head_dim), c_int64(position), address(turned), c_int64(heads.size),
+            )  # fmt: skip
+            cosine = np.cos(position * frequencies) * magnitude
+            sine = np.sin(position * frequencies) * magnitude
+            low = slice(0, 2 * num_pairs, 2) if interleaved else slice(0, num_pairs)
+            high = slice(1, 2 * num_pairs, 2) if interleaved else slice(num_pairs, 2 * num_pairs)
+            expected = heads.astype(np.float64)
+            expected[:, low] = heads[:, low] * cosine - heads[:, high] * sine
+            expected[:, high] = heads[:, low] * sine + heads[:, high] * cosine
+            np.testing.assert_allclose(turned, expected, rtol=1e-6, atol=1e-6)
 
 
 def choose_experts(library, scores, num_used, normalize):
@@ -137,17 +136,17 @@ def choose_experts(library, scores, num_used, normalize):
     return chosen, shares
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("num_experts", "num_used"), [(1, 1), (8, 2), (16, 16), (60, 4), (128, 8)])
-def test_experts_are_chosen_by_their_scores(library, rng, num_experts, num_used, normalize):
-    for _ in range(50):
-        scores = floats(rng.normal(size=num_experts) * 4).round(int(rng.integers(0, 3)))
-        chosen, shares = choose_experts(library, scores, num_used, normalize)
-        expected = np.argsort(-scores, kind="stable")[:num_used]
-        assert np.array_equal(chosen, expected)
-        weights = np.exp(scores.astype(np.float64))
-        total = weights[expected].sum() if normalize else weights.sum()
-        np.testing.assert_allclose(shares, weights[expected] / total, rtol=2e-6)
+def test_experts_are_chosen_by_their_scores(library, rng):
+    for normalize in [False, True]:
+        for num_experts, num_used in [(1, 1), (8, 2), (16, 16), (60, 4), (128, 8)]:
+            for _ in range(50):
+                scores = floats(rng.normal(size=num_experts) * 4).round(int(rng.integers(0, 3)))
+                chosen, shares = choose_experts(library, scores, num_used, normalize)
+                expected = np.argsort(-scores, kind="stable")[:num_used]
+                assert np.array_equal(chosen, expected)
+                weights = np.exp(scores.astype(np.float64))
+                total = weights[expected].sum() if normalize else weights.sum()
+                np.testing.assert_allclose(shares, weights[expected] / total, rtol=2e-6)
 
 
 def test_scores_that_are_no_numbers_choose_experts_that_exist(library):
@@ -158,15 +157,15 @@ def test_scores_that_are_no_numbers_choose_experts_that_exist(library):
     assert chosen.tolist() == [4, 3, 1, 0]
 
 
-@pytest.mark.parametrize("width", [1, 16, 50, 256])
-def test_a_weighted_sum_is_as_its_formula(library, rng, width):
-    x, factors = floats(rng.normal(size=(9, width + 3))), floats(rng.normal(size=4))
-    rows, out = np.array([7, 0, 7, 2], np.int32), floats(rng.normal(size=width))
-    expected = factors.astype(np.float64) @ x[rows, :width]
-    for accumulate in (False, True):
-        before = out.astype(np.float64) if accumulate else 0
-        library.ts_kernel_weighted_sum(
-            address(x), c_int64(width + 3), address(rows), address(factors), c_int64(4),
-            c_int64(width), c_int32(accumulate), address(out),
-        )  # fmt: skip
-        np.testing.assert_allclose(out, before + expected, rtol=1e-5, atol=1e-5)
+def test_a_weighted_sum_is_as_its_formula(library, rng):
+    for width in [1, 16, 50, 256]:
+        x, factors = floats(rng.normal(size=(9, width + 3))), floats(rng.normal(size=4))
+        rows, out = np.array([7, 0, 7, 2], np.int32), floats(rng.normal(size=width))
+        expected = factors.astype(np.float64) @ x[rows, :width]
+        for accumulate in (False, True):
+            before = out.astype(np.float64) if accumulate else 0
+            library.ts_kernel_weighted_sum(
+                address(x), c_int64(width + 3), address(rows), address(factors), c_int64(4),
+                c_int64(width), c_int32(accumulate), address(out),
+            )  # fmt: skip
+            np.testing.assert_allclose(out, before + expected, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,12 +48,14 @@ from support.native_linear import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from support.native_linear import Matrix
+
 # (outputs, inputs), widened to whole blocks, and rows
 SHAPES = [(16, 32), (1, 64), (40, 96), (33, 288), (55, 672)]
 CASES = [
     *zip(SHAPES, (1, 2, 3, 8, 21), strict=True),
     ((100, 96), 37),
-    ((56, 96), 23),  # many rows, and a few behind them
+    ((56, 96), 23),  # many rows, then a few
     ((50, 160), 70),
     ((40, 288), 7),  # in one kernel for few rows, where that takes eight
     ((100, 1280), 18),  # more inputs than many rows meet at a time
@@ -78,214 +82,179 @@ def tiles(request: pytest.FixtureRequest) -> Library:
     return library(request.param)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_unpacked_rows_are_the_exact_weights(
-    lib: Library, kind: int, shape: tuple[int, int]
-) -> None:
-    matrix = random_matrix(kind, whole_blocks(kind, shape), np.random.default_rng(1))
-    assert same_bits(lib.unpack(matrix, lib.pack(matrix, cuts=(1, 3))), matrix.exact)
+def test_unpacked_rows_are_the_exact_weights(lib: Library) -> None:
+    for kind, shape in product(TYPES, SHAPES):
+        matrix = random_matrix(kind, whole_blocks(kind, shape), np.random.default_rng(1))
+        assert same_bits(lib.unpack(matrix, lib.pack(matrix, cuts=(1, 3))), matrix.exact)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
-def test_generated_rows_equal_the_twin_bit_for_bit(
-    lib: Library, kind: int, shape: tuple[int, int], num_rows: int
-) -> None:
-    rng = np.random.default_rng(num_rows)
+def random_case(
+    kind: int, shape: tuple[int, int], num_rows: int, seed: int | None = None
+) -> tuple[Matrix, np.ndarray]:
+    """Return a matrix of about this shape and rows for it, always the same for the same case."""
+    rng = np.random.default_rng(num_rows if seed is None else seed)
     matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
-    x = random_rows(num_rows, matrix.exact.shape[1], rng)
+    return matrix, random_rows(num_rows, matrix.exact.shape[1], rng)
+
+
+@cache
+def twin_of(
+    kind: int, shape: tuple[int, int], num_rows: int, row_kind: int, fused: bool
+) -> np.ndarray:
+    """Return what the plain twin computes for a case: once for all levels that round alike."""
+    matrix, x = random_case(kind, shape, num_rows)
+    if kind in BLOCK_TYPES:
+        return multiply_blocks(matrix, x, fused, row_kind)
+    return multiply_floats(matrix, x, fused)
+
+
+def test_rows_equal_the_twin_bit_for_bit(lib: Library) -> None:
     fused = lib.name != "portable" or IS_ARM
-    twin = multiply_blocks if kind in BLOCK_TYPES else multiply_floats
-    actual = lib.multiply(matrix, x)
-    assert same_bits(actual, twin(matrix, x, fused))
-    assert close(actual, matrix, x, 1e-4)
+    for kind, (shape, num_rows) in product(TYPES, CASES):
+        matrix, x = random_case(kind, shape, num_rows)
+        for row_kind in (GENERATED, COARSE, MIXED) if kind in BLOCK_TYPES else (GENERATED,):
+            actual = lib.multiply(matrix, x, row_kind)
+            case = (NAMES[kind], shape, num_rows, row_kind)
+            assert same_bits(actual, twin_of(kind, shape, num_rows, row_kind, fused)), case
+            assert close(actual, matrix, x, 1e-4 if row_kind == GENERATED else 1e-2), case
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
-@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
-@pytest.mark.parametrize("row_kind", [COARSE, MIXED])
-def test_rows_of_fewer_bits_equal_the_twin_bit_for_bit(
-    lib: Library, kind: int, shape: tuple[int, int], num_rows: int, row_kind: int
-) -> None:
-    rng = np.random.default_rng(num_rows)
-    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
-    x = random_rows(num_rows, matrix.exact.shape[1], rng)
-    fused = lib.name != "portable" or IS_ARM
-    actual = lib.multiply(matrix, x, row_kind)
-    assert same_bits(actual, multiply_blocks(matrix, x, fused, row_kind))
-    assert close(actual, matrix, x, 1e-2)
+def test_bits_are_of_no_matter_where_weights_are_floats(lib: Library) -> None:
+    for kind in FLOAT_TYPES:
+        rng = np.random.default_rng(12)
+        matrix = random_matrix(kind, (72, 192), rng)
+        x = random_rows(19, 192, rng)
+        for row_kind in (COARSE, MIXED):
+            assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
 
 
-@pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
-def test_bits_are_of_no_matter_where_weights_are_floats(lib: Library, kind: int) -> None:
-    rng = np.random.default_rng(12)
-    matrix = random_matrix(kind, (72, 192), rng)
-    x = random_rows(19, 192, rng)
-    for row_kind in (COARSE, MIXED):
-        assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
-
-
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-def test_prompt_rows_equal_generated_rows_below_amx(lib: Library, kind: int) -> None:
+def test_prompt_rows_equal_generated_rows_below_amx(lib: Library) -> None:
     if lib.name.startswith("amx"):
         pytest.skip("prompt rows go through tiles")
-    rng = np.random.default_rng(3)
-    matrix = random_matrix(kind, whole_blocks(kind, (72, 192)), rng)
-    x = random_rows(19, matrix.exact.shape[1], rng)
-    for row_kind in (PROMPT, PRECISE_PROMPT):
-        assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
+    for kind in TYPES:
+        matrix, x = random_case(kind, (72, 192), 19, seed=3)
+        for row_kind in (PROMPT, PRECISE_PROMPT):
+            assert same_bits(lib.multiply(matrix, x, row_kind), lib.multiply(matrix, x, GENERATED))
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
-def test_tiles_are_near_the_product_of_rounded_operands(
-    tiles: Library, kind: int, shape: tuple[int, int], num_rows: int
-) -> None:
-    rng = np.random.default_rng(num_rows)
-    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
-    x = random_rows(num_rows, matrix.exact.shape[1], rng)
-    weights, rows = matrix.exact, x
-    if kind != F32:
-        weights, rows = from_bfloat16(bfloat16(weights)), from_bfloat16(bfloat16(x))
-    exact = rows.astype(np.float64) @ weights.T.astype(np.float64)
-    size = np.abs(rows).astype(np.float64) @ np.abs(weights).T.astype(np.float64)
-    actual = tiles.multiply(matrix, x, PROMPT)
-    assert np.all(np.abs(actual - exact) <= 1e-6 * size + 1e-30)
+def test_tiles_are_near_the_product_of_rounded_operands(tiles: Library) -> None:
+    for kind, (shape, num_rows) in product(TYPES, CASES):
+        matrix, x = random_case(kind, shape, num_rows)
+        weights, rows = matrix.exact, x
+        if kind != F32:
+            weights, rows = from_bfloat16(bfloat16(weights)), from_bfloat16(bfloat16(x))
+        exact = rows.astype(np.float64) @ weights.T.astype(np.float64)
+        size = np.abs(rows).astype(np.float64) @ np.abs(weights).T.astype(np.float64)
+        actual = tiles.multiply(matrix, x, PROMPT)
+        assert np.all(np.abs(actual - exact) <= 1e-6 * size + 1e-30)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize(("shape", "num_rows"), CASES, ids=str)
-def test_split_tiles_are_near_the_exact_product(
-    tiles: Library, kind: int, shape: tuple[int, int], num_rows: int
-) -> None:
-    rng = np.random.default_rng(num_rows)
-    matrix = random_matrix(kind, whole_blocks(kind, shape), rng)
-    x = random_rows(num_rows, matrix.exact.shape[1], rng)
-    exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
-    # Each operand keeps 16 bits or so, and the product of what rounding took away is left out.
-    most = 2.0**-15 * size + 1e-30
-    assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= most)
+def test_split_tiles_are_near_the_exact_product(tiles: Library) -> None:
+    for kind, (shape, num_rows) in product(TYPES, CASES):
+        matrix, x = random_case(kind, shape, num_rows)
+        exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
+        size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
+        # Each operand keeps about 16 bits; the product of the rounding errors is left out.
+        most = 2.0**-15 * size + 1e-30
+        assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= most)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("row_kind", ROW_KINDS)
-def test_a_row_does_not_depend_on_its_company_or_on_the_split(
-    lib: Library, kind: int, row_kind: int
-) -> None:
-    rng = np.random.default_rng(4)
-    matrix = random_matrix(kind, whole_blocks(kind, (121, 160)), rng)
-    x = random_rows(45, matrix.exact.shape[1], rng)
-    together = lib.multiply(matrix, x, row_kind)
-    for cuts in ((1, 2, 3), (5,)):
-        assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
-    few = [(20, 20 + count) for count in range(1, 17)]
-    for begin, end in (*few, (5, 6), (7, 24), (12, 45)):
-        part = np.ascontiguousarray(x[begin:end])
-        assert same_bits(lib.multiply(matrix, part, row_kind), together[begin:end])
-    order = rng.permutation(len(x))
-    assert same_bits(lib.multiply(matrix, x[order], row_kind), together[order])
+def test_a_row_does_not_depend_on_its_company_or_on_the_split(lib: Library) -> None:
+    for kind, row_kind in product(TYPES, ROW_KINDS):
+        matrix, x = random_case(kind, (121, 160), 45, seed=4)
+        together = lib.multiply(matrix, x, row_kind)
+        for cuts in ((1, 2, 3), (5,)):
+            assert same_bits(lib.multiply(matrix, x, row_kind, cuts), together)
+        few = [(20, 20 + count) for count in range(1, 17)]
+        for begin, end in (*few, (5, 6), (7, 24), (12, 45)):
+            part = np.ascontiguousarray(x[begin:end])
+            assert same_bits(lib.multiply(matrix, part, row_kind), together[begin:end])
+        order = np.random.default_rng(4).permutation(len(x))
+        assert same_bits(lib.multiply(matrix, x[order], row_kind), together[order])
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("row_kind", ROW_KINDS)
-def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(
-    lib: Library, kind: int, row_kind: int
-) -> None:
-    rng = np.random.default_rng(5)
-    matrix = random_matrix(kind, whole_blocks(kind, (37, 96)), rng)
-    num_inputs = matrix.exact.shape[1]
-    x = random_rows(23, 320, rng)[:, :num_inputs]  # rows apart by more than their length
-    plain = lib.multiply(matrix, x, row_kind)
-    before = rng.standard_normal((23, 50)).astype(np.float32)
-    out = before.copy()
-    lib.multiply(matrix, x, row_kind, out=out)
-    expected = before[:, :37] + plain
-    if row_kind == MIXED and NAMES[kind] in MIXED_FORMATS:  # two products, one after the other
-        rest = multiply_rest(matrix, x, lib.name != "portable" or IS_ARM)
-        expected = before[:, :37] + lib.multiply(matrix, x, COARSE) + rest
-    assert same_bits(out[:, :37], expected)
-    assert same_bits(np.ascontiguousarray(out[:, 37:]), np.ascontiguousarray(before[:, 37:]))
+def test_accumulation_adds_to_what_is_there_and_nothing_else_is_touched(lib: Library) -> None:
+    for kind, row_kind in product(TYPES, ROW_KINDS):
+        rng = np.random.default_rng(5)
+        matrix = random_matrix(kind, whole_blocks(kind, (37, 96)), rng)
+        num_inputs = matrix.exact.shape[1]
+        x = random_rows(23, 320, rng)[:, :num_inputs]  # rows apart by more than their length
+        plain = lib.multiply(matrix, x, row_kind)
+        before = rng.standard_normal((23, 50)).astype(np.float32)
+        out = before.copy()
+        lib.multiply(matrix, x, row_kind, out=out)
+        expected = before[:, :37] + plain
+        if row_kind == MIXED and NAMES[kind] in MIXED_FORMATS:  # two products, one after the other
+            rest = multiply_rest(matrix, x, lib.name != "portable" or IS_ARM)
+            expected = before[:, :37] + lib.multiply(matrix, x, COARSE) + rest
+        assert same_bits(out[:, :37], expected)
+        assert same_bits(np.ascontiguousarray(out[:, 37:]), np.ascontiguousarray(before[:, 37:]))
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-def test_vector_levels_agree_bit_for_bit(kind: int) -> None:
-    rng = np.random.default_rng(6)
-    matrix = random_matrix(kind, whole_blocks(kind, (200, 320)), rng)
-    x = random_rows(33, matrix.exact.shape[1], rng)
-    for row_kind in (GENERATED, COARSE, MIXED):
-        first, second = (library(level).multiply(matrix, x, row_kind) for level in VECTOR_LEVELS)
-        assert same_bits(first, second)
+def test_vector_levels_agree_bit_for_bit() -> None:
+    for kind in TYPES:
+        matrix, x = random_case(kind, (200, 320), 33, seed=6)
+        for row_kind in (GENERATED, COARSE, MIXED):
+            first, second = (
+                library(level).multiply(matrix, x, row_kind) for level in VECTOR_LEVELS
+            )
+            assert same_bits(first, second)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library, kind: int) -> None:
-    rng = np.random.default_rng(7)
-    matrix = random_matrix(kind, whole_blocks(kind, (48, 128)), rng)
-    x = random_rows(9, matrix.exact.shape[1], rng)
-    for row_kind in (GENERATED, COARSE, MIXED):
-        expected = library("avx512").multiply(matrix, x, row_kind)
-        assert same_bits(tiles.multiply(matrix, x, row_kind), expected)
+def test_generated_rows_on_amx_have_the_bits_of_avx512(tiles: Library) -> None:
+    for kind in TYPES:
+        matrix, x = random_case(kind, (48, 128), 9, seed=7)
+        for row_kind in (GENERATED, COARSE, MIXED):
+            expected = library("avx512").multiply(matrix, x, row_kind)
+            assert same_bits(tiles.multiply(matrix, x, row_kind), expected)
 
 
-@pytest.mark.parametrize("kind", FLOAT_TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("num_inputs", [1, 7, 33, 95])
-@pytest.mark.parametrize("row_kind", ROW_KINDS)
-def test_float_formats_take_any_number_of_inputs(
-    lib: Library, kind: int, num_inputs: int, row_kind: int
-) -> None:
-    rng = np.random.default_rng(8)
-    matrix = random_matrix(kind, (20, num_inputs), rng)
-    x = random_rows(18, num_inputs, rng)
-    assert same_bits(lib.unpack(matrix, lib.pack(matrix)), matrix.exact)
-    assert close(lib.multiply(matrix, x, row_kind), matrix, x, 1e-6 if kind == F32 else 1e-2)
+def test_float_formats_take_any_number_of_inputs(lib: Library) -> None:
+    for kind, num_inputs, row_kind in product(FLOAT_TYPES, (1, 7, 33, 95), ROW_KINDS):
+        rng = np.random.default_rng(8)
+        matrix = random_matrix(kind, (20, num_inputs), rng)
+        x = random_rows(18, num_inputs, rng)
+        assert same_bits(lib.unpack(matrix, lib.pack(matrix)), matrix.exact)
+        most = 1e-6 if kind == F32 else 1e-2
+        assert close(lib.multiply(matrix, x, row_kind), matrix, x, most)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("magnitude", [1e-35, 1e-20, 1e20, 1e30])
-def test_huge_and_tiny_activations(lib: Library, kind: int, magnitude: float) -> None:
-    rng = np.random.default_rng(9)
-    matrix = random_matrix(kind, whole_blocks(kind, (16, 64)), rng)
-    x = (rng.standard_normal((4, matrix.exact.shape[1])) * magnitude).astype(np.float32)
-    assert close(lib.multiply(matrix, x), matrix, x, 1e-4)
+def test_huge_and_tiny_activations(lib: Library) -> None:
+    for kind, magnitude in product(BLOCK_TYPES, [1e-35, 1e-20, 1e20, 1e30]):
+        rng = np.random.default_rng(9)
+        matrix = random_matrix(kind, whole_blocks(kind, (16, 64)), rng)
+        x = (rng.standard_normal((4, matrix.exact.shape[1])) * magnitude).astype(np.float32)
+        assert close(lib.multiply(matrix, x), matrix, x, 1e-4)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80, 0xFF])
-def test_extreme_codes_and_activations_do_not_overflow(lib: Library, kind: int, fill: int) -> None:
-    rng = np.random.default_rng(10)
-    source = np.full_like(random_matrix(kind, whole_blocks(kind, (48, 96)), rng).source, fill)
-    set_halves(NAMES[kind], source, rng)
-    matrix = block_matrix(kind, source)
-    x = np.full((40, matrix.exact.shape[1]), 3, np.float32)
-    x[::2] *= -1
-    fused = lib.name != "portable" or IS_ARM
-    for row_kind in (GENERATED, COARSE, MIXED):
-        expected = multiply_blocks(matrix, x, fused, row_kind)
-        for count in (1, 2, 3, 4, 7, 40):  # each kernel for few rows, and that for many
-            actual = lib.multiply(matrix, x[:count], row_kind)
-            assert same_bits(actual, expected[:count])
+def test_extreme_codes_and_activations_do_not_overflow(lib: Library) -> None:
+    for kind, fill in product(BLOCK_TYPES, [0x00, 0x7F, 0x80, 0xFF]):
+        rng = np.random.default_rng(10)
+        source = np.full_like(random_matrix(kind, whole_blocks(kind, (48, 96)), rng).source, fill)
+        set_halves(NAMES[kind], source, rng)
+        matrix = block_matrix(kind, source)
+        x = np.full((40, matrix.exact.shape[1]), 3, np.float32)
+        x[::2] *= -1
+        fused = lib.name != "portable" or IS_ARM
+        for row_kind in (GENERATED, COARSE, MIXED):
+            expected = multiply_blocks(matrix, x, fused, row_kind)
+            for count in (1, 2, 3, 4, 7, 40):  # each kernel for few rows, and that for many
+                actual = lib.multiply(matrix, x[:count], row_kind)
+                assert same_bits(actual, expected[:count])
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=NAMES.get)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("row_kind", ROW_KINDS)
-def test_a_row_that_is_not_finite_spoils_no_other(
-    lib: Library, kind: int, bad: float, row_kind: int
-) -> None:
-    rng = np.random.default_rng(11)
-    matrix = random_matrix(kind, whole_blocks(kind, (48, 64)), rng)
-    x = random_rows(37, matrix.exact.shape[1], rng)
-    clean = lib.multiply(matrix, x, row_kind)
-    spoilt = [2, 36]  # among many rows, and alone behind them
-    x[spoilt, 40] = bad
-    out = lib.multiply(matrix, x, row_kind)
-    assert not np.isfinite(out[spoilt]).any()
-    assert same_bits(np.delete(out, spoilt, axis=0), np.delete(clean, spoilt, axis=0))
-    few = lib.multiply(matrix, x[:7], row_kind)
-    assert not np.isfinite(few[2]).any()
-    assert same_bits(np.delete(few, 2, axis=0), np.delete(clean[:7], 2, axis=0))
+def test_a_row_that_is_not_finite_spoils_no_other(lib: Library) -> None:
+    for kind, bad, row_kind in product(TYPES, (np.nan, np.inf), ROW_KINDS):
+        matrix, x = random_case(kind, (48, 64), 37, seed=11)
+        clean = lib.multiply(matrix, x, row_kind)
+        spoilt = [2, 36]  # among many rows, and alone after them
+        x[spoilt, 40] = bad
+        out = lib.multiply(matrix, x, row_kind)
+        assert not np.isfinite(out[spoilt]).any()
+        assert same_bits(np.delete(out, spoilt, axis=0), np.delete(clean, spoilt, axis=0))
+        few = lib.multiply(matrix, x[:7], row_kind)
+        assert not np.isfinite(few[2]).any()
+        assert same_bits(np.delete(few, 2, axis=0), np.delete(clean[:7], 2, axis=0))
 
 
 def test_wrong_types_and_sizes_are_refused(lib: Library) -> None:

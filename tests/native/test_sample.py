@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
 from support.sampling import (
@@ -65,21 +64,21 @@ def mask(request: Request) -> NDArray[np.uint32] | None:
     return matcher.mask if isinstance(matcher, OneMask) else None
 
 
-@pytest.mark.parametrize("vocab_size", SIZES)
-def test_every_level_draws_what_the_definition_draws(library, vocab_size):
-    requests, logits, expected = cases(vocab_size)
-    tokens, logprobs = sample_native(library, requests, logits)
-    for request, token, reported, (right, right_logprobs) in zip(
-        requests, tokens, logprobs, expected, strict=True
-    ):
-        assert token == right, request.params
-        assert (reported is None) == (right_logprobs is None)
-        if reported is None or right_logprobs is None:
-            continue
-        assert reported.top_ids == right_logprobs.top_ids, request.params
-        found = [reported.logprob, *reported.top_logprobs]
-        known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
-        np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
+def test_every_level_draws_what_the_definition_draws(library):
+    for vocab_size in SIZES:
+        requests, logits, expected = cases(vocab_size)
+        tokens, logprobs = sample_native(library, requests, logits)
+        for request, token, reported, (right, right_logprobs) in zip(
+            requests, tokens, logprobs, expected, strict=True
+        ):
+            assert token == right, request.params
+            assert (reported is None) == (right_logprobs is None)
+            if reported is None or right_logprobs is None:
+                continue
+            assert reported.top_ids == right_logprobs.top_ids, request.params
+            found = [reported.logprob, *reported.top_logprobs]
+            known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
+            np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_and_results_have_the_layout_that_python_writes(library):
@@ -94,33 +93,35 @@ def test_rows_and_results_have_the_layout_that_python_writes(library):
     assert library.ts_sample_row_offset(len(ROW.names)) == -1
 
 
-@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 3.3])
-def test_weights_are_the_definitions_to_the_last_bit(library, temperature):
-    gaps = np.concatenate(
-        [np.linspace(0, 45 * temperature, 20_001), np.geomspace(1e-30, 1e38, 999)]
-    )
-    logits = (5 - gaps).astype(np.float32)
-    found = np.zeros(logits.size + 63, np.float32)
-    library.ts_sample_weights_test(
-        ctypes.c_void_p(logits.ctypes.data),
-        ctypes.c_int64(logits.size),
-        ctypes.c_float(5),
-        ctypes.c_double(temperature),
-        ctypes.c_void_p(found.ctypes.data),
-    )
-    np.testing.assert_array_equal(found[: logits.size], weights(logits, np.float32(5), temperature))
+def test_weights_are_the_definitions_to_the_last_bit(library):
+    for temperature in [0.01, 0.7, 1.0, 3.3]:
+        gaps = np.concatenate(
+            [np.linspace(0, 45 * temperature, 20_001), np.geomspace(1e-30, 1e38, 999)]
+        )
+        logits = (5 - gaps).astype(np.float32)
+        found = np.zeros(logits.size + 63, np.float32)
+        library.ts_sample_weights_test(
+            ctypes.c_void_p(logits.ctypes.data),
+            ctypes.c_int64(logits.size),
+            ctypes.c_float(5),
+            ctypes.c_double(temperature),
+            ctypes.c_void_p(found.ctypes.data),
+        )
+        np.testing.assert_array_equal(
+            found[: logits.size], weights(logits, np.float32(5), temperature)
+        )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_row_leaves_its_neighbours_alone(library, kind):
-    rng = np.random.default_rng(1)
-    logits = np.stack([random_logits(rng, 500, "normal") for _ in range(3)])
-    requests = [make_request(SamplingParams(), seed=s) for s in range(3)]
-    alone, _ = sample_native(library, requests, logits)
-    logits[1] = random_logits(rng, 500, kind)
-    among, _ = sample_native(library, requests, logits)
-    assert among[0::2] == alone[0::2]
-    assert among[1] == draw(requests[1], logits[1])[0]
+def test_a_damaged_row_leaves_its_neighbours_alone(library):
+    for kind in KINDS:
+        rng = np.random.default_rng(1)
+        logits = np.stack([random_logits(rng, 500, "normal") for _ in range(3)])
+        requests = [make_request(SamplingParams(), seed=s) for s in range(3)]
+        alone, _ = sample_native(library, requests, logits)
+        logits[1] = random_logits(rng, 500, kind)
+        among, _ = sample_native(library, requests, logits)
+        assert among[0::2] == alone[0::2]
+        assert among[1] == draw(requests[1], logits[1])[0]
 
 
 def test_a_row_of_nan_gives_no_token_and_no_logprobs(library):
@@ -129,31 +130,31 @@ def test_a_row_of_nan_gives_no_token_and_no_logprobs(library):
     assert sample_native(library, requests, logits) == ([NO_TOKEN] * 2, [None] * 2)
 
 
-@pytest.mark.parametrize("vocab_size", SIZES)
-def test_every_level_reports_on_a_given_token_as_the_definition_does(library, vocab_size):
-    rng = np.random.default_rng(vocab_size)
-    count = 40
-    logits = np.stack([random_logits(rng, vocab_size) for _ in range(count)])
-    given = rng.integers(vocab_size, size=count)
-    wanted = rng.integers(0, 21, size=count)
-    requests = [random_request(rng, vocab_size) for _ in range(count)]
-    for request, num_top in zip(requests, wanted, strict=True):
-        request.params = replace(request.params, prompt_logprobs=int(num_top))
-    rows = RowTable().rows(requests)
-    rows["given"], rows["num_logprobs"] = given, wanted
-    results, before = np.zeros(count, RESULT), logits.copy()
-    run_rows(library, rows, logits, results)
-    np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
-    told = zip(requests, logits, given.tolist(), read_scores(results), strict=True)
-    for request, row, token, found in told:
-        right = score(request, row, token)
-        assert (found is None) == (right is None)
-        if found is None or right is None:
-            continue
-        assert found.top_ids == right.top_ids
-        values = [found.logprob, *found.top_logprobs]
-        known = [right.logprob, *right.top_logprobs]
-        np.testing.assert_allclose(values, known, rtol=1e-6, atol=1e-6)
+def test_every_level_reports_on_a_given_token_as_the_definition_does(library):
+    for vocab_size in SIZES:
+        rng = np.random.default_rng(vocab_size)
+        count = 40
+        logits = np.stack([random_logits(rng, vocab_size) for _ in range(count)])
+        given = rng.integers(vocab_size, size=count)
+        wanted = rng.integers(0, 21, size=count)
+        requests = [random_request(rng, vocab_size) for _ in range(count)]
+        for request, num_top in zip(requests, wanted, strict=True):
+            request.params = replace(request.params, prompt_logprobs=int(num_top))
+        rows = RowTable().rows(requests)
+        rows["given"], rows["num_logprobs"] = given, wanted
+        results, before = np.zeros(count, RESULT), logits.copy()
+        run_rows(library, rows, logits, results)
+        np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
+        told = zip(requests, logits, given.tolist(), read_scores(results), strict=True)
+        for request, row, token, found in told:
+            right = score(request, row, token)
+            assert (found is None) == (right is None)
+            if found is None or right is None:
+                continue
+            assert found.top_ids == right.top_ids
+            values = [found.logprob, *found.top_logprobs]
+            known = [right.logprob, *right.top_logprobs]
+            np.testing.assert_allclose(values, known, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_no_request_can_have_do_no_harm(library):
@@ -171,9 +172,9 @@ def test_rows_that_no_request_can_have_do_no_harm(library):
     assert results["count"].max() == 20
 
 
-@pytest.mark.parametrize("params", COMBINATIONS)
-def test_draws_follow_the_distribution(library, params):
-    assert deviate(many_draws(library, params), brute_force(params, LOGITS)) < AGREES
+def test_draws_follow_the_distribution(library):
+    for params in COMBINATIONS:
+        assert deviate(many_draws(library, params), brute_force(params, LOGITS)) < AGREES
 
 
 def test_a_planted_fault_is_caught(library):

@@ -62,12 +62,12 @@ def root_mean_square(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
-def test_layout_is_the_reference_layout(fmt: Format) -> None:
-    kind = gguf_type(fmt)
-    assert fmt.gguf_id == kind.value
-    assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
-    assert FORMATS_BY_GGUF_ID[fmt.gguf_id] is fmt
+def test_layout_is_the_reference_layout() -> None:
+    for fmt in ALL:
+        kind = gguf_type(fmt)
+        assert fmt.gguf_id == kind.value
+        assert (fmt.block_size, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+        assert FORMATS_BY_GGUF_ID[fmt.gguf_id] is fmt
 
 
 def test_every_type_of_the_reference_is_known_by_name() -> None:
@@ -78,88 +78,88 @@ def test_every_type_of_the_reference_is_known_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinite scales in random bytes
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
-def test_dequantization_equals_the_reference_bit_for_bit(fmt: Format, seed: int) -> None:
-    data = random_blocks(fmt, seed)
-    ours = fmt.dequantize(data)
-    theirs = gguf.dequantize(data, gguf_type(fmt))
-    assert ours.dtype == np.float32
-    nan = np.isnan(theirs)
-    assert np.array_equal(np.isnan(ours), nan)
-    assert np.array_equal(ours.view(np.uint32)[~nan], theirs.view(np.uint32)[~nan])
+def test_dequantization_equals_the_reference_bit_for_bit() -> None:
+    for seed in range(4):
+        for fmt in ALL:
+            data = random_blocks(fmt, seed)
+            ours = fmt.dequantize(data)
+            theirs = gguf.dequantize(data, gguf_type(fmt))
+            assert ours.dtype == np.float32
+            nan = np.isnan(theirs)
+            assert np.array_equal(np.isnan(ours), nan)
+            assert np.array_equal(ours.view(np.uint32)[~nan], theirs.view(np.uint32)[~nan])
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("fmt", COPIED, ids=lambda fmt: fmt.name)
-def test_quantization_equals_the_reference_bit_for_bit(fmt: Format, seed: int) -> None:
-    values = random_values(seed)
-    ours = fmt.quantize(values)
-    theirs = gguf.quantize(values, gguf_type(fmt)).view(np.uint8)
-    assert ours.dtype == np.uint8
-    assert np.array_equal(ours, theirs.reshape(ours.shape))
+def test_quantization_equals_the_reference_bit_for_bit() -> None:
+    for seed in range(4):
+        for fmt in COPIED:
+            values = random_values(seed)
+            ours = fmt.quantize(values)
+            theirs = gguf.quantize(values, gguf_type(fmt)).view(np.uint8)
+            assert ours.dtype == np.uint8
+            assert np.array_equal(ours, theirs.reshape(ours.shape))
 
 
-@pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
-def test_a_quantized_value_is_near_the_original(fmt: Format) -> None:
-    values = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
-    error = np.abs(fmt.dequantize(fmt.quantize(values)) - values).max()
-    assert error <= LARGEST_ERROR[fmt.name]
+def test_a_quantized_value_is_near_the_original() -> None:
+    for fmt in ALL:
+        values = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
+        error = np.abs(fmt.dequantize(fmt.quantize(values)) - values).max()
+        assert error <= LARGEST_ERROR[fmt.name]
 
 
-@pytest.mark.parametrize("fmt", FITTED, ids=lambda fmt: fmt.name)
-def test_a_fitted_format_loses_no_more_than_ggmls_own_quantizer(fmt: Format) -> None:
-    values = weights()
-    loss = root_mean_square(fmt.dequantize(fmt.quantize(values)) - values)
-    assert loss <= GGML_LOSS[fmt.name]
-    assert loss > GGML_LOSS[fmt.name] / 2
+def test_a_fitted_format_loses_no_more_than_ggmls_own_quantizer() -> None:
+    for fmt in FITTED:
+        values = weights()
+        loss = root_mean_square(fmt.dequantize(fmt.quantize(values)) - values)
+        assert loss <= GGML_LOSS[fmt.name]
+        assert loss > GGML_LOSS[fmt.name] / 2
 
 
-@pytest.mark.parametrize("fmt", FITTED, ids=lambda fmt: fmt.name)
-def test_quantizing_again_what_was_quantized_loses_little(fmt: Format) -> None:
-    values = weights()
-    once = fmt.dequantize(fmt.quantize(values))
-    twice = fmt.dequantize(fmt.quantize(once))
-    assert root_mean_square(twice - once) < 0.1 * root_mean_square(once - values)
+def test_quantizing_again_what_was_quantized_loses_little() -> None:
+    for fmt in FITTED:
+        values = weights()
+        once = fmt.dequantize(fmt.quantize(values))
+        twice = fmt.dequantize(fmt.quantize(once))
+        assert root_mean_square(twice - once) < 0.1 * root_mean_square(once - values)
 
 
-@pytest.mark.parametrize("fmt", FITTED, ids=lambda fmt: fmt.name)
-def test_odd_rows_are_fitted_within_a_step_of_their_largest_value(fmt: Format) -> None:
-    values = random_values(6)
-    # Near float16's smallest normal number a scale has fewer bits.
-    values[14:] += np.copysign(np.float32(0.01), values[14:])
-    values[9] = 7
-    values[10] = -7
-    values[11] = np.abs(values[11])
-    values[12] = -np.abs(values[12])
-    values[13] = 1e-42
-    back = fmt.dequantize(fmt.quantize(values))
-    error, largest = np.abs(back - values).max(axis=1), np.abs(values).max(axis=1)
-    assert (error <= LARGEST_ERROR[fmt.name] / 2 * largest + 1e-40).all()
-    assert not back[3].any()
+def test_odd_rows_are_fitted_within_a_step_of_their_largest_value() -> None:
+    for fmt in FITTED:
+        values = random_values(6)
+        # Near float16's smallest normal number a scale has fewer bits.
+        values[14:] += np.copysign(np.float32(0.01), values[14:])
+        values[9] = 7
+        values[10] = -7
+        values[11] = np.abs(values[11])
+        values[12] = -np.abs(values[12])
+        values[13] = 1e-42
+        back = fmt.dequantize(fmt.quantize(values))
+        error, largest = np.abs(back - values).max(axis=1), np.abs(values).max(axis=1)
+        assert (error <= LARGEST_ERROR[fmt.name] / 2 * largest + 1e-40).all()
+        assert not back[3].any()
 
 
-@pytest.mark.parametrize(("bits", "run"), [(1, 32), (2, 1), (2, 4), (2, 32), (4, 1), (4, 64)])
-def test_planes_are_unpacked_as_a_plain_loop_does(bits: int, run: int) -> None:
-    packed = np.random.default_rng(7).integers(0, 256, (3, 2 * run), dtype=np.uint8)
-    codes = unpack_planes(packed, bits, run)
-    plain = [
-        [
-            int(block[start + i]) >> shift & ((1 << bits) - 1)
-            for start in (0, run)
-            for shift in range(0, 8, bits)
-            for i in range(run)
+def test_planes_are_unpacked_as_a_plain_loop_does() -> None:
+    for bits, run in [(1, 32), (2, 1), (2, 4), (2, 32), (4, 1), (4, 64)]:
+        packed = np.random.default_rng(7).integers(0, 256, (3, 2 * run), dtype=np.uint8)
+        codes = unpack_planes(packed, bits, run)
+        plain = [
+            [
+                int(block[start + i]) >> shift & ((1 << bits) - 1)
+                for start in (0, run)
+                for shift in range(0, 8, bits)
+                for i in range(run)
+            ]
+            for block in packed
         ]
-        for block in packed
-    ]
-    assert codes.tolist() == plain
-    assert np.array_equal(pack_planes(codes, bits, run), packed)
+        assert codes.tolist() == plain
+        assert np.array_equal(pack_planes(codes, bits, run), packed)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_head_of_scales_is_packed_and_unpacked_without_loss(seed: int) -> None:
-    packed = np.random.default_rng(seed).integers(0, 256, (500, 12), dtype=np.uint8)
-    assert np.array_equal(pack_scales(*unpack_scales(packed)), packed)
+def test_the_head_of_scales_is_packed_and_unpacked_without_loss() -> None:
+    for seed in range(3):
+        packed = np.random.default_rng(seed).integers(0, 256, (500, 12), dtype=np.uint8)
+        assert np.array_equal(pack_scales(*unpack_scales(packed)), packed)
 
 
 def test_bf16_keeps_nan_and_infinity_and_rounds_to_even() -> None:
@@ -176,7 +176,7 @@ def test_f16_overflow_becomes_infinite_without_a_warning() -> None:
     assert back.tolist() == [[np.inf, -np.inf, 1.0]]
 
 
-@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=lambda fmt: fmt.name)
-def test_rows_that_do_not_fill_blocks_are_refused(fmt: Format) -> None:
-    with pytest.raises(ValueError, match="do not fill"):
-        fmt.quantize(np.zeros((2, 33), dtype=np.float32))
+def test_rows_that_do_not_fill_blocks_are_refused() -> None:
+    for fmt in BLOCK_FORMATS:
+        with pytest.raises(ValueError, match="do not fill"):
+            fmt.quantize(np.zeros((2, 33), dtype=np.float32))
