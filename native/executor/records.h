@@ -27,7 +27,7 @@ enum class OpKind : int32_t {
   Scale = 9,       // outputs[0] = x * `factor`
   Tap = 10,        // rows of x leave the step as its value `tap`
   Experts = 11,    // outputs[0] = mixture of experts of x, the scores being y
-  Given = 12,      // outputs[0] = the rows that the step was handed
+  ExternalInput = 12,  // outputs[0] = rows from outside of the step
 };
 
 /// How an operation's products are computed. Plain: 15 bits of an activation, on AMX bfloat16 tiles
@@ -162,7 +162,7 @@ struct StepRecord {
   SampleResult* results;
   float* logits;              // (num_sampled, vocab_size), or null
   float* const* taps;         // (num_rows, width of the value) each; null if none is wanted
-  const float* given;         // (num_rows, width of the value), or null if the plan has none
+  const float* external;      // (num_rows, width of the value), or null if the plan has none
   const StoreRecord* stores;  // by row, ascending
   const CopyRecord* copies;   // no page is in two of them as `to`, or as both
   int64_t table_stride;

@@ -58,7 +58,7 @@ void run_tap(Worker& worker, const OpRecord& op) {
 }
 
 void run_given(Worker& worker, const OpRecord& op) {
-  const float* values = worker.step.record.given;
+  const float* values = worker.step.record.external;
   const OutputRecord& output = op.outputs[0];
   const int64_t num_rows = worker.step.record.num_rows;
   for (int64_t row = worker.part_begin(num_rows); row < worker.part_end(num_rows); ++row) {
@@ -171,7 +171,7 @@ void run_op(Worker& worker, size_t index) {
       return run_experts(worker, op);
     case OpKind::Tap:
       return run_tap(worker, op);
-    case OpKind::Given:
+    case OpKind::ExternalInput:
       return run_given(worker, op);
   }
 }

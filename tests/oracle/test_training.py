@@ -149,7 +149,7 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
         torch.from_numpy(tokens)[None], torch.from_numpy(hidden)[None], torch.ones(1, length) > 0
     )
     unrolled = [logits for logits, _ in unroll(spec, program, weights, batch)]
-    backend = ReferenceBackend(program, tensors, 4, 16, shown=last_hidden(program))
+    backend = ReferenceBackend(program, tensors, 4, 16, tapped_value=last_hidden(program))
     for start in range(length - depth + 1):  # the newest token's place
         params = SamplingParams(temperature=0, logprobs=0)
         request = Request("r", [int(t) for t in tokens[: start + 1]], 0, params, 0, pages=[[0, 1]])
@@ -157,13 +157,13 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
             request.tokens = [0]
             piece = Slice(request, 0, 1, samples=True, drafts=tuple(range(1, depth)))
             given = np.repeat(hidden[start : start + 1], depth, axis=0)
-            drawn = backend.run(StepPlan((piece,), given=given)).tokens
+            drawn = backend.run(StepPlan((piece,), external=given)).tokens
         else:
             drawn, given = [], hidden[: start + 1]
             for at in range(depth):
                 first = start + at if at else 0
                 piece = Slice(request, first, start + 1 + at - first, samples=True)
-                result = backend.run(StepPlan((piece,), given=given))
+                result = backend.run(StepPlan((piece,), external=given))
                 drawn += result.tokens
                 given = result.hidden
                 if at + 1 < depth:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.programs import program_of_layers
-from twostroke.program import Attention, CacheFormat, CacheGroup, CacheLayer, Given, Program
+from twostroke.program import CacheFormat, CacheGroup, CacheLayer, Program
+from twostroke.program.ops import Attention, ExternalInput
 from twostroke.program.pages import group_layers
 
 
@@ -70,5 +71,5 @@ def test_bytes_of_a_page_follow_those_of_a_value() -> None:
 def test_page_fits_the_largest_group_if_layers_differ() -> None:
     small = Attention("a", "x", "x", "x", 0, 1, 1, 8, 1.0)
     large = Attention("b", "x", "x", "x", 1, 2, 2, 8, 1.0, window=5)
-    mixed = Program("mixed", (Given("x", 16), small, large), 1000, 32768)
+    mixed = Program("mixed", (ExternalInput("x", 16), small, large), 1000, 32768)
     assert mixed.page_bytes(4) == 4 * 2 * 2 * 8 * 2

@@ -10,19 +10,17 @@ import numpy as np
 
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
-from twostroke.program import (
-    Activation,
+from twostroke.program import Activation, Op, Program
+from twostroke.program.ops import (
     Add,
     Attention,
     Embed,
     Expert,
+    ExternalInput,
     GatedActivation,
-    Given,
     Linear,
     Logits,
     MixtureOfExperts,
-    Op,
-    Program,
     RMSNorm,
     Rope,
     Scale,
@@ -38,7 +36,7 @@ NUM_ROWS, NUM_IDS = 7, 12
 EXPERTS = tuple(Expert(f"gate{i}", f"up{i}", f"down{i}") for i in range(6))
 OPS: tuple[Op, ...] = (
     Embed("out", "table", NUM_IDS, 24),
-    Given("out", 24),
+    ExternalInput("out", 24),
     RMSNorm("out", "x", "w", 24, 1e-5, offset=0.5),
     RMSNorm("out", "x", "w", 32, 1e-5, num_groups=4),
     Linear("out", "x", "w", 24, 40),
@@ -66,7 +64,7 @@ def input_width(op: Op, name: str) -> int:
 
 def run(op: Op, inputs: Values, weights: Values, tokens: np.ndarray) -> np.ndarray:
     """Return the output of one operation for one sequence from its beginning."""
-    program = Program("one", (*(Given(name, 1) for name in op.inputs), op), NUM_IDS, 64)
+    program = Program("one", (*(ExternalInput(name, 1) for name in op.inputs), op), NUM_IDS, 64)
     rows = np.arange(len(tokens))
     span = Span(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64))
     cache = PagedCache(program, 1, NUM_ROWS)
@@ -140,7 +138,7 @@ def test_ranks_that_follow_the_sharding_rule_compute_what_one_does() -> None:
         inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}
         weights = {weight.name: random_floats(rng, *weight.shape) for weight in op.weights}
         tokens = rng.integers(0, NUM_IDS, NUM_ROWS)
-        if isinstance(op, Given):
+        if isinstance(op, ExternalInput):
             assert op.sharding.unit is Unit.OPERATION
             continue
         whole = run(op, inputs, weights, tokens)

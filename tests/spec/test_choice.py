@@ -37,7 +37,7 @@ def best_by_search(pace: Pace, batch: BatchShape, odds: list[tuple[float, ...]])
 
     def rates(who: int, expected: float, rows: int):
         if who == len(odds):
-            more = batch.beside(100, rows)
+            more = batch.with_request(100, rows)
             yield expected / pace.seconds(more if rows else batch)
             return
         chance = 1.0
@@ -64,7 +64,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
         for odd in each[:count]:
             chance *= odd
             gained += chance
-    more = batch.beside(100, sum(counts))
+    more = batch.with_request(100, sum(counts))
     rate = (3 + gained) / pace.seconds(more if sum(counts) else batch)
     best = best_by_search(pace, batch, odds)
     plain = 3 / pace.seconds(batch)

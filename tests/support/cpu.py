@@ -15,7 +15,7 @@ from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
 from twostroke.models import ModelSpec, RopeSpec, build_program
-from twostroke.program import Attention
+from twostroke.program.ops import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ import numpy as np
 
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.models.blocks import decoder, residual_layer
-from twostroke.program import Activation, Attention, Given, Program
+from twostroke.program import Activation, Program
+from twostroke.program.ops import Attention, ExternalInput
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def program_of_layers(
         Attention(f"a{i}", "x", "x", "x", i, num_kv_heads, num_kv_heads, head_dim, 1.0, window)
         for i, window in enumerate(windows)
     ]
-    return Program("layers", (Given("x", width), *layers), 1000, context_length)
+    return Program("layers", (ExternalInput("x", width), *layers), 1000, context_length)
 
 
 def random_tensors(

@@ -1,4 +1,4 @@
-"""Readers that run Programs: what every backend offers the engine."""
+"""Readers that run Programs, and the interface that they offer the engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
-    """What the engine must know of a backend; branch on these, never on its name.
+    """Facts about a backend. The engine branches on these, never on the name.
 
-    `one_arithmetic` says that prompt rows and generated rows are computed alike, bit for bit, so
-    that pages filled by either serve the other. `level` names the instruction set of the kernels,
-    or whose limits the backend is held against. There are `num_pages` pages, each for `page_size`
-    tokens of any one cache group; `windows[g]` is how many positions the rows of group g see.
-    Up to `rows_together` rows take as long as the next power of two of them, as kernels compute so
-    many at once.
+    With `one_arithmetic` prompt rows and generated rows are computed alike, bit for bit, so that
+    pages filled by either serve the other. `level` names the instruction set of the kernels, or
+    the one that the backend's speed is compared with. There are `num_pages` pages, each for
+    `page_size` tokens of any one cache group; rows of group g see `windows[g]` positions. Up to
+    `rows_together` rows take as long as the next power of two of them, because kernels compute
+    that many at once.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Backend(Runner, Protocol):
     """A runner that can also show what it computes."""
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
+        """Return the logits (len(tokens), vocab_size) of a sequence, on separate pages.
 
         Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
         while requests are running.
@@ -85,5 +85,5 @@ def check_values(program: Program, values: Sequence[str]) -> None:
     known = program.value_widths
     for name in values:
         if name not in known:
-            message = f"{program.name} computes no value '{name}'.{nearest(name, known)}"
+            message = f"{program.name} does not compute a value '{name}'.{nearest(name, known)}"
             raise UsageError(message)

@@ -1,4 +1,4 @@
-"""A step as rows: which spans of requests it holds, and where their keys and values lie.
+"""A step as rows: the spans of requests in it, and where their keys and values are.
 
 For readers that interpret a Program one operation after another.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Span:
     """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`.
 
-    Keys and values of the rows `above`, at the positions just before `start`, are stored in these
-    pages, too. `copies` are the pages that hold what another does before: (which, what).
+    Keys and values of the rows `above`, at the positions just before `start`, are also stored in
+    these pages. `copies` are pages that first become copies of others: (target, source).
     """
 
     rows: slice
@@ -90,10 +90,10 @@ def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
 
 
 class PageMap:
-    """Where each layer's keys and values lie when all pages are one matrix, a row (slot) a token.
+    """Where each layer's keys and values are if all pages are one matrix with a row for each token.
 
-    A page is `page_size` slots of whichever cache group it was given to, and each layer of the
-    group has its columns beside the others': `width` values in all.
+    A page is `page_size` rows (slots) of the cache group that uses it. Each layer of the group has
+    some columns; together they are at most `width` values wide.
     """
 
     def __init__(self, program: Program, page_size: int) -> None:
@@ -113,12 +113,12 @@ class PageMap:
         """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
         positions = np.arange(first, end)
         pages = span.pages[self._places[layer][0], positions // self.page_size]
-        assert (pages != NO_PAGE).all(), "a row reads behind its window"
+        assert (pages != NO_PAGE).all(), "a row reads before its window"
         slots: Numbers = pages * self.page_size + positions % self.page_size
         return slots
 
     def copies(self, spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
-        """Return the slots of pages that are to hold what others do, and those of the others."""
+        """Return the slots of pages that become copies, and those of their sources."""
         pairs = np.array([pair for span in spans for pair in span.copies], np.int64).reshape(-1, 2)
         slots = pairs[:, :, None] * self.page_size + np.arange(self.page_size)
         return slots[:, 0].ravel(), slots[:, 1].ravel()

@@ -1,4 +1,4 @@
-"""How an engine is to be built: small frozen parts, None where the engine may choose."""
+"""Options of an engine, in small frozen parts; None lets the engine choose."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PAGE_SIZES: Final = (16, 32, 64)
 ACTIVATION_BITS: Final = (15, 9, 8)
 DEFAULT_ACTIVATION_BITS: Final = 15
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
-PARTNER: Final = "auto"  # the draft that the catalogue knows
+PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
-MAX_DRAFTS: Final = 24  # behind one request in one step
+MAX_DRAFTS: Final = 24  # for one request in one step
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeOptions:
-    """Who computes: the backend, its threads, and the instruction-set level of the cpu backend.
+    """The backend, its threads, and the instruction-set level of the cpu backend.
 
     `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
-    one of several. `activation_bits` is what the cpu backend keeps of an activation that meets
-    quantized weights: 8 are up to 1.6 times faster on AVX-512, at prompts and many streams,
-    and change answers as other engines that keep 8 do (docs/adr/0019-eight-bits-as-a-choice.md);
-    9 are 15 where activations are large and 8 elsewhere (docs/adr/0031).
+    one of several. `activation_bits` is the cpu backend's precision of activations at quantized
+    weights: 8 are up to 1.6 times faster on AVX-512 for prompts and many streams, and change
+    answers as they do in other engines with 8 (docs/adr/0019-eight-bits-as-a-choice.md); 9 means 15
+    where activations are large and 8 elsewhere (docs/adr/0031).
     """
 
     backend: str = "auto"
@@ -57,11 +57,11 @@ class ComputeOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The key-value cache: its size and what is kept in it.
+    """The key-value cache: its size and its contents.
 
-    `memory_bytes` None takes what the longest requests may need, within half of the memory that
-    is free. `context_length` None is the model's own. `strict_prefix` keeps pages filled by
-    generated rows out of the prefix cache on backends where these are computed otherwise.
+    `memory_bytes` None is enough for the longest requests, within half of the free memory.
+    `context_length` None is the model's own. `strict_prefix` keeps pages filled by generated rows
+    out of the prefix cache on backends that compute these rows differently.
     `kv_format` is how the cpu backend stores keys and values: "f16" (what "auto" takes), "bf16" for
     models whose keys or values go beyond 65504, or "int8" for about half of the memory
     (docs/adr/0011-keys-are-spread-before-int8.md has what it costs).
@@ -127,9 +127,9 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """How tokens are guessed before they are computed; no answer depends on it, only its time.
+    """How tokens are guessed before they are computed, which changes speed and never an answer.
 
-    `method` is who guesses: "ngram" looks for the same words earlier in the request, in what its
+    `method`: "ngram" looks for the same words earlier in the request, in what its
     caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`
     ("auto": the one that the catalogue knows for this model, if it is in the cache); "lookahead"
     lets the model itself guess several tokens at once; "medusa" and "eagle" are heads that were

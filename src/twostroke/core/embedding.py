@@ -1,4 +1,4 @@
-"""What is wanted of a text that is read for its embedding, checked once when it is built."""
+"""Options of an embedding, checked once when they are built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_SHOWN: Final = 40  # characters of a wrong word that an error repeats
 
 
 class Pooling(Enum):
-    """Which of a text's last hidden states, behind the last norm, make up its embedding."""
+    """The last hidden states, after the last norm, that make up a text's embedding."""
 
     MEAN = "mean"  # of all tokens
     LAST = "last"  # of the last token, which has seen all
@@ -26,8 +26,8 @@ POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
 class EmbeddingParams:
     """How a text becomes a vector, whose length is always 1.
 
-    `pooling` is one of `POOLINGS`; auto is what the model's files say, and the mean where they say
-    nothing. With `dimensions` the vector has only its first so many values, and length 1 again.
+    `pooling` is one of `POOLINGS`; auto is the choice of the model's files, and the mean without
+    one. With `dimensions` only that many first values are kept, scaled to length 1 again.
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.

@@ -38,7 +38,7 @@ def native_dir() -> Path | None:
 
 
 def api_key() -> str | None:
-    """Return the key that `TWOSTROKE_API_KEY` lets clients of a server have, None if not set."""
+    """Return the key for a server's clients from `TWOSTROKE_API_KEY`, None if not set."""
     return os.environ.get("TWOSTROKE_API_KEY")
 
 

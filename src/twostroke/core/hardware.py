@@ -1,4 +1,4 @@
-"""What a machine can do: the limits that every figure is shown beside."""
+"""The limits of a machine, which every measured speed is compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has free: memory and cores, as the operating system tells them."""
+"""Free memory and cores of this machine, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
 
 
 def memory_total() -> int:
-    """Return the bytes of memory that this process may hope for, control groups included."""
+    """Return the bytes of memory that this process can have at most, control groups included."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _cgroup_number("memory.max")
     return total if limit is None else min(total, limit)
@@ -28,7 +28,7 @@ def memory_available() -> int:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
     if limit is not None and used is not None:
-        # Files that were read lately count as used, but give way when memory is asked for.
+        # Cached files count as used, but the system drops them when memory is needed.
         available = min(available, max(0, limit - used + _cgroup_reclaimable()))
     return available
 
@@ -70,14 +70,14 @@ def resolve_num_threads(requested: int | None) -> int:
 
 
 class OthersWatch:
-    """Counts the processor time that other programs take, from its making on."""
+    """Measures the processor time of other programs since it was created."""
 
     def __init__(self) -> None:
-        """Begin."""
+        """Start."""
         self._began_s, self._before_s = time.monotonic(), _others_s()
 
     def share(self) -> float | None:
-        """Return their share of all processors' time so far; None where the system does not say."""
+        """Return their share of all processors' time so far; None if it is unknown."""
         after_s = _others_s()
         if self._before_s is None or after_s is None:
             return None
@@ -130,7 +130,7 @@ def _cgroup_reclaimable() -> int:
 
 
 def _cgroup_words(name: str) -> list[str]:
-    """Return the words of a control group's file; none where there is no such file."""
+    """Return the words of a control group's file; none if the file does not exist."""
     try:
         return (_CGROUP / name).read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory nodes of this machine: which cores are near which memory, and how threads share them."""
+"""Memory nodes of this machine: the cores near each, and how threads are placed on them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class MemoryNode:
 
 
 def memory_nodes(folder: Path = _FOLDER) -> tuple[MemoryNode, ...]:
-    """Return the nodes that have cores for this process; none where the system does not say.
+    """Return the nodes that have cores for this process; none if the system does not report them.
 
-    `folder` is laid out as Documentation/ABI/stable/sysfs-devices-node of Linux says. An account
-    that leaves out a core, or has it on two nodes, is taken for none: threads must not be kept
-    away from cores by a mistake.
+    `folder` is laid out as Documentation/ABI/stable/sysfs-devices-node of Linux says. If a core is
+    missing or on two nodes, no nodes are returned: a mistake must not keep threads away from cores.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -43,11 +42,11 @@ def memory_nodes(folder: Path = _FOLDER) -> tuple[MemoryNode, ...]:
 
 
 def place_threads(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
-    """Return how many threads keep to each node, the first ones to the first; {} if they need not.
+    """Return how many threads to bind to each node, in order; {} for no binding.
 
-    Of `num_threads` equal parts of all cores in a row, each thread goes where the middle of its
-    part lies: so each node has its share of the threads, to less than one, and a thread a core
-    where there are as many. Threads that would all be on one node are left to the system.
+    All cores in a row are divided into `num_threads` equal parts; each thread goes to the node with
+    the middle of its part, so that nodes have their share of threads to less than one. Threads
+    that would all be on one node are left to the system.
     """
     ends: list[int] = []
     for node in nodes:
@@ -61,7 +60,7 @@ def place_threads(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryN
 
 
 def _numbers(path: Path) -> set[int]:
-    """Return what a list such as `0-3,8,10-11` names; nothing where it is missing or damaged."""
+    """Return the numbers in a list such as `0-3,8,10-11`; none if it is missing or damaged."""
     try:
         text = path.read_text().strip()
     except (OSError, ValueError):

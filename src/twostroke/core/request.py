@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
 
 
-NO_PAGE = -1  # stands in a group's list for a page that no row to come will read
+NO_PAGE = -1  # in a group's list: a page that no later row will read
 
 
 class FinishReason(Enum):
@@ -27,10 +27,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What may make a request faster and can never change its tokens.
+    """Advice that may make a request faster and never changes its tokens.
 
-    `speculate` is who guesses its next tokens: a name in `core.config.SPECULATE`. `prediction` is
-    what its caller expects the output to be like, as tokens.
+    `speculate` is the method that guesses its next tokens, a name in `core.config.SPECULATE`.
+    `prediction` is an output that the caller expects, as tokens.
     """
 
     speculate: str = "auto"
@@ -45,8 +45,8 @@ class Request:
     """One sequence of tokens on its way through the engine.
 
     There are no phases: a step computes a slice `tokens[num_computed:num_computed + count]`,
-    and a request whose `num_computed` has caught up with all but its last token is what others
-    call decoding. The scheduler alone changes a request after it was added.
+    and a request whose `num_computed` has caught up with all but its last token is
+    decoding. Only the scheduler changes a request after it was added.
 
     Attributes:
         tokens: prompt followed by output.
@@ -55,8 +55,8 @@ class Request:
         end_ids: tokens that end the request (empty under `ignore_eos`), stop ids included.
         pages: one list for each of the model's cache groups, all equally long: entry i is the id
             of the key-value page that holds the group's part of `tokens[i * page_size:]`, or
-            `NO_PAGE` if it lies wholly behind the group's window. No lists while it waits.
-        hints: who may guess its next tokens, and from what.
+            `NO_PAGE` if it is wholly before the group's window. No lists while it waits.
+        hints: how its next tokens may be guessed, and from which text.
         matcher: says which tokens keep its output within `params.constraint`, if there is one.
         pooling: which of its last hidden states are wanted; then no token is drawn for it. None
             for a request that is to be continued.
@@ -66,9 +66,9 @@ class Request:
         num_accepted: how many of these were right.
         num_preemptions: how often it lost all of its pages.
         num_moves: how often pages that it had were replaced, after a preemption or by a branch's;
-            otherwise its lists only grow, or are emptied behind windows.
+            otherwise its lists only grow, or are emptied before windows.
         salt: separates the prefix cache of one tenant from another's.
-        prompt_field: what its caller calls the prompt, "prompt" or "messages": errors name it.
+        prompt_field: the caller's name for the prompt, "prompt" or "messages", for errors.
         arrival_s: when it was added, on the engine's monotonic clock.
         started_s: when it was first given pages; 0 before that.
     """

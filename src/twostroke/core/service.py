@@ -1,4 +1,4 @@
-"""Classes of service: how urgent a request is to those who run the server."""
+"""Classes of service: the priorities that a server gives to requests."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Final
 
 DEFAULT_SERVICE: Final = "default"
 
-# What each class is to the scheduler: lower goes first (`Request.priority`).
+# `Request.priority` of each class: lower goes first.
 SERVICES: Final[dict[str, int]] = {DEFAULT_SERVICE: 0, "flex": 1, "priority": -1}

@@ -1,4 +1,4 @@
-"""One step of the engine: what is to be computed, and what came of it."""
+"""One step of the engine: its plan and its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from twostroke.core.tree import Branch
 
 
-UNASKED: Final = (None,)  # the log-probabilities of one token of which nobody wants any
+UNASKED: Final = (None,)  # log-probabilities of a token, if none are wanted
 NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its batch does not
 
 
@@ -23,17 +23,15 @@ NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its 
 class Slice:
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
-    The keys and values of these tokens go to the pages in `request.pages`, which
-    already reach far enough.
-    `samples` says that the last of the `count` rows is the request's newest token, so that a token
-    is drawn from its logits. If that one is output there may be `drafts`: guesses of what follows.
-    They are rows like the others, and from the logits of each a token is drawn, too, as if the
-    drafts up to it were the request's own.
-    Drafts are a chain, each following the one before, or behind a slice of one row a tree: then
-    `branches` say which of them begin other paths, in the order of their first drafts.
-    `num_scored` rows, the last before those in which tokens are drawn, are of the prompt, and what
-    is reported of each is how likely the prompt's next token was. Of `num_pooled` rows, the last
-    ones, the hidden states are wanted.
+    Keys and values of these tokens go to the pages in `request.pages`, which already reach far
+    enough. If the last of the `count` rows is the request's newest token, the slice `samples`: a
+    token is drawn from that row's logits. After a newest token of the output there may be `drafts`,
+    guesses of the next tokens; from each draft's logits a token is drawn too, as if the drafts up
+    to it were part of the request. Drafts are a chain or, after a slice of one row, a tree:
+    `branches` are the drafts that begin other paths, in their order.
+
+    The last `num_scored` rows before those that draw report the log-probability of the prompt's
+    next token. The last `num_pooled` rows return their hidden states.
     """
 
     request: Request
@@ -62,28 +60,28 @@ class Slice:
 
     @property
     def scored_tokens(self) -> list[int]:
-        """The tokens that are reported on, each behind a scored row."""
+        """The prompt tokens after the scored rows, whose log-probabilities are reported."""
         end = self.start + self.count + (not self.samples)
         return self.request.tokens[end - self.num_scored : end]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Who computes which of their tokens in this step.
+    """The work of one step: a slice for each of its requests.
 
-    `preempted` lost their pages to make room and wait again; they are not in `slices`. `budget` is
-    how many rows may be added to it as drafts. `given` is what the Program's `Given` reads, (rows,
-    width) in the order of the slices, where it has one.
+    `preempted` requests lost their pages to make room and wait again; they are not in `slices`.
+    Up to `budget` rows may be added as drafts. `external` is the value of the Program's
+    `ExternalInput`, (rows, width) in the order of the slices.
 
-    `requests`, `starts` and `counts` are those of the slices, gathered once as several ask for them
-    in a step; of drafts, which are added later, this would not be true. `is_decode` says that each
-    slice is one row that draws, its request's newest token, but for drafts.
+    `requests`, `starts` and `counts` are those of the slices, collected once because a step needs
+    them several times; drafts, which are added later, are not. With `is_decode` each slice is one
+    row that draws, its request's newest token, apart from drafts.
     """
 
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
     budget: int = 0
-    given: NDArray[np.float32] | None = field(default=None, compare=False)
+    external: NDArray[np.float32] | None = field(default=None, compare=False)
     requests: list[Request] = field(init=False, repr=False, compare=False)
     starts: list[int] = field(init=False, repr=False, compare=False)
     counts: list[int] = field(init=False, repr=False, compare=False)
@@ -109,7 +107,7 @@ class StepPlan:
 
     @property
     def draws(self) -> list[bool]:
-        """Of each row with logits, in order, whether a token is drawn in it; else it is scored."""
+        """For each row with logits, in order: whether it draws a token; otherwise it is scored."""
         return [place >= s.num_scored for s in self.slices for place in range(s.num_with_logits)]
 
 
@@ -124,17 +122,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the backend drew: each slice's `num_drawn` tokens, in the plan's order.
+    """The tokens that a step drew: `num_drawn` of each slice, in the plan's order.
 
-    The first of a slice follows the request's newest token, the others its drafts in their order.
-
-    A token is `NO_TOKEN` where nothing could be drawn; `logprobs[i]` is None unless the request
-    asked. `elapsed_s` is the whole call, `kernel_s` the part of it inside kernels; both are 0.0
-    where the backend does not measure. `hidden` has a row for each drawn token: the backend's
-    `shown` value where the token was drawn, if there is one. `scores` has what was asked for of
-    each scored row, in the plan's order, and None where the logits are unusable. `states` has for
-    each slice with `num_pooled` rows what the logits of these would be computed from (rows, width):
-    their last hidden states, normed. They depend on nothing but the rows.
+    A slice's first token follows the request's newest, the others follow its drafts. A token is
+    `NO_TOKEN` where none could be drawn; `logprobs[i]` is None unless the request asked for it.
+    `elapsed_s` is the whole call, `kernel_s` its part inside kernels; both are 0.0 if not measured.
+    `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the reports of the
+    scored rows, None where logits are unusable. `states` has, for each slice with `num_pooled`
+    rows, their normed last hidden states (rows, width), which depend on these rows alone.
     """
 
     tokens: list[int]
@@ -148,7 +143,7 @@ class StepResult:
 
 @dataclass(slots=True)  # as Slice
 class Delta:
-    """What one step brought one request: new tokens, and perhaps its end.
+    """The outcome of one step for one request: new tokens, and perhaps its end.
 
     `scores` are log-probabilities of the prompt's tokens, in their order, from the second on.
     `states` are the hidden states (rows, width) that were wanted of the rows just computed.
@@ -159,13 +154,3 @@ class Delta:
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     scores: tuple[TokenLogprobs | None, ...] = ()
     states: NDArray[np.float32] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreResult:
-    """Logits of every row of one sequence, for evaluation.
-
-    `logits` is float32 of shape (rows, vocab_size).
-    """
-
-    logits: NDArray[np.float32] = field(repr=False)

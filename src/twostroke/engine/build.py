@@ -129,9 +129,9 @@ def build(
     del loaded  # the tokenizer's tables go with it, before the weights take their memory
     give_back_memory()
     limits = _limits(options.compute, size_of_weights)
-    shown = None if watcher is None and heads is None else last_hidden(program)
+    tap = None if watcher is None and heads is None else last_hidden(program)
     backend = make_backend(
-        tensors, program, options.compute, size, give_back, progress, shown=shown, embeds=True
+        tensors, program, options.compute, size, give_back, progress, tapped_value=tap, embeds=True
     )
     helpers: list[Proposer] = []
     watchers: list[Watcher] = [] if watcher is None else [watcher]

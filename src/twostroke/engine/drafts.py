@@ -134,7 +134,7 @@ class Draft:
                 size,
                 partial(release_tensors, self.loaded.mappings),
                 None,
-                beside=backend,
+                share_threads_with=backend,
             )
         cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[size.kv_format])
         return DraftModel(

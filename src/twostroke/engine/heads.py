@@ -100,8 +100,8 @@ class Heads:
             size,
             lambda _: None,
             None,
-            beside=backend,
-            shown=last_hidden(program),
+            share_threads_with=backend,
+            tapped_value=last_hidden(program),
         )
         stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
         cost = CostModel(program, stored).per_step()

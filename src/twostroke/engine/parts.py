@@ -65,8 +65,8 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
     release: Callable[[Sequence[QuantTensor]], None],
     progress: Progress | None,
     *,
-    beside: Backend | None = None,
-    shown: str | None = None,
+    share_threads_with: Backend | None = None,
+    tapped_value: str | None = None,
     embeds: bool = False,
 ) -> Backend:
     """Return a backend that has read its weights; the last arguments are as in `CpuBackend`.
@@ -76,9 +76,11 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
     It shares the threads of the one `beside` it, where that has any of its own.
     """
     if compute.backend == "reference":
-        return ReferenceBackend(program, tensors, size.num_pages, size.page_size, shown=shown)
+        return ReferenceBackend(
+            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value
+        )
     if compute.backend == "torch":
-        return _torch_backend(tensors, program, compute, size, shown)
+        return _torch_backend(tensors, program, compute, size, tapped_value)
     return CpuBackend(
         program,
         tensors,
@@ -90,8 +92,10 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
         activation_bits=compute.activation_bits,
         release=release,
         progress=progress,
-        beside=beside if isinstance(beside, CpuBackend) else None,
-        shown=shown,
+        share_threads_with=share_threads_with
+        if isinstance(share_threads_with, CpuBackend)
+        else None,
+        tapped_value=tapped_value,
         embeds=embeds,
     )
 
@@ -101,12 +105,14 @@ def _torch_backend(
     program: Program,
     compute: ComputeOptions,
     size: CacheSize,
-    shown: str | None,
+    tapped_value: str | None,
 ) -> Backend:
     device = _torch_device(compute)
     from twostroke.backends.torch import TorchBackend
 
-    return TorchBackend(program, tensors, size.num_pages, size.page_size, device, shown=shown)
+    return TorchBackend(
+        program, tensors, size.num_pages, size.page_size, device, tapped_value=tapped_value
+    )
 
 
 def _torch_device(compute: ComputeOptions) -> str:

@@ -1,4 +1,4 @@
-"""The parts of which decoders are made: each adds a few operations between two named values."""
+"""The parts of decoders: each adds a few operations between two named values."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from twostroke.models.rope import inverse_frequencies, magnitude
-from twostroke.program import (
-    Add,
-    Attention,
-    Embed,
-    Expert,
-    GatedActivation,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    Program,
-    RMSNorm,
-    Rope,
-    Scale,
-)
+from twostroke.program import Program, ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,23 +22,23 @@ if TYPE_CHECKING:
 def decoder(spec: ModelSpec, layer: Layer, *, embedding_scale: float | None = None) -> Program:
     """Return a whole decoder: embedding, `layer(spec, index, x, output)` for each, norm, logits."""
     hidden = spec.hidden_size
-    ops: list[Op] = [Embed("x0", "token_embd.weight", spec.vocab_size, hidden)]
+    parts: list[Op] = [ops.Embed("x0", "token_embd.weight", spec.vocab_size, hidden)]
     if embedding_scale is not None:
-        ops = [Embed("table", "token_embd.weight", spec.vocab_size, hidden)]
-        ops.append(Scale("x0", "table", hidden, embedding_scale))
+        parts = [ops.Embed("table", "token_embd.weight", spec.vocab_size, hidden)]
+        parts.append(ops.Scale("x0", "table", hidden, embedding_scale))
     for index in range(spec.num_layers):
-        ops += layer(spec, index, f"x{index}", f"x{index + 1}")
+        parts += layer(spec, index, f"x{index}", f"x{index + 1}")
     head = "token_embd.weight" if spec.tied_embeddings else "output.weight"
-    ops.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
-    ops.append(Logits("logits", "last", head, hidden, spec.vocab_size, spec.logit_soft_cap))
+    parts.append(norm(spec, "last", f"x{spec.num_layers}", "output_norm"))
+    parts.append(ops.Logits("logits", "last", head, hidden, spec.vocab_size, spec.logit_soft_cap))
     outputs = tuple(f"x{index + 1}" for index in range(spec.num_layers))
-    return Program(spec.name, tuple(ops), spec.vocab_size, spec.context_length, outputs)
+    return Program(spec.name, tuple(parts), spec.vocab_size, spec.context_length, outputs)
 
 
-def norm(spec: ModelSpec, output: str, x: str, weight: str) -> RMSNorm:
+def norm(spec: ModelSpec, output: str, x: str, weight: str) -> ops.RMSNorm:
     """Return the norm of a whole row; `weight` without its ending."""
     epsilon, offset = spec.norm_epsilon, spec.norm_offset
-    return RMSNorm(output, x, f"{weight}.weight", spec.hidden_size, epsilon, offset=offset)
+    return ops.RMSNorm(output, x, f"{weight}.weight", spec.hidden_size, epsilon, offset=offset)
 
 
 def attention(
@@ -64,24 +51,24 @@ def attention(
     """
     name, hidden, dim = f"blk.{layer}", spec.hidden_size, spec.head_dim
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
-    ops: list[Op] = []
+    parts: list[Op] = []
     for part, count in heads.items():
         weight = f"{name}.attn_{part}"
         bias = f"{weight}.bias" if spec.qkv_bias else None
-        ops.append(Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, count * dim, bias))
+        parts.append(ops.Linear(f"{name}.{part}", x, f"{weight}.weight", hidden, count * dim, bias))
     q, k = f"{name}.q", f"{name}.k"
     if query_key_norm is not None:
         groups = dict.fromkeys(heads, 1) if query_key_norm == "row" else heads
-        ops += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
+        parts += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
         q, k = f"{q}.normed", f"{k}.normed"
-    ops += [_rope(spec, layer, q, heads["q"]), _rope(spec, layer, k, heads["k"])]
+    parts += [_rope(spec, layer, q, heads["q"]), _rope(spec, layer, k, heads["k"])]
     mixed = f"{name}.mixed"
-    ops.append(_attend(spec, layer, mixed, f"{q}.roped", f"{k}.roped"))
+    parts.append(_attend(spec, layer, mixed, f"{q}.roped", f"{k}.roped"))
     bias = f"{name}.attn_output.bias" if spec.output_bias else None
-    ops.append(
-        Linear(output, mixed, f"{name}.attn_output.weight", spec.num_heads * dim, hidden, bias)
+    parts.append(
+        ops.Linear(output, mixed, f"{name}.attn_output.weight", spec.num_heads * dim, hidden, bias)
     )
-    return ops
+    return parts
 
 
 def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
@@ -89,10 +76,10 @@ def feed_forward(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     name, hidden, width = f"blk.{layer}", spec.hidden_size, spec.ffn_size
     gate, up, gated = (f"{name}.{part}" for part in ("gate", "up", "gated"))
     return [
-        Linear(gate, x, f"{name}.ffn_gate.weight", hidden, width),
-        Linear(up, x, f"{name}.ffn_up.weight", hidden, width),
-        GatedActivation(gated, gate, up, width, spec.activation),
-        Linear(output, gated, f"{name}.ffn_down.weight", width, hidden),
+        ops.Linear(gate, x, f"{name}.ffn_gate.weight", hidden, width),
+        ops.Linear(up, x, f"{name}.ffn_up.weight", hidden, width),
+        ops.GatedActivation(gated, gate, up, width, spec.activation),
+        ops.Linear(output, gated, f"{name}.ffn_down.weight", width, hidden),
     ]
 
 
@@ -101,13 +88,13 @@ def mixture(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     assert spec.experts is not None
     name, hidden, facts = f"blk.{layer}", spec.hidden_size, spec.experts
     experts = tuple(
-        Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in ("gate", "up", "down")))
+        ops.Expert(*(f"{name}.ffn_{part}.{index}.weight" for part in ("gate", "up", "down")))
         for index in range(facts.count)
     )
     scores = f"{name}.scores"
     return [
-        Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count),
-        MixtureOfExperts(
+        ops.Linear(scores, x, f"{name}.ffn_gate_inp.weight", hidden, facts.count),
+        ops.MixtureOfExperts(
             output,
             x,
             scores,
@@ -133,7 +120,7 @@ def residual_layer(
 ) -> list[Op]:
     """Return the layer that families share: `x + attention(x)`, then the same of a feed-forward.
 
-    Each part may have a norm before it and one behind it. The second part is a mixture of experts
+    Each part may have a norm before it and one after it. The second part is a mixture of experts
     if the spec has experts.
     """
     middle = f"h{layer}"
@@ -163,46 +150,46 @@ def residual(
     ends: tuple[str, str],
     norms: tuple[str | None, str | None],
 ) -> list[Op]:
-    """Return `output = x + part(x)`, `ends` being x and output, with norms before and behind it."""
-    (x, output), (before, behind) = ends, norms
+    """Return `output = x + part(x)`, `ends` being x and output, with norms before and after it."""
+    (x, output), (before, after) = ends, norms
     seen, result = x, f"{output}.part"
-    ops: list[Op] = []
+    parts: list[Op] = []
     if before is not None:
         seen = f"{output}.normed"
-        ops.append(norm(spec, seen, x, f"blk.{layer}.{before}"))
-    ops += part(spec, layer, seen, result)
-    if behind is not None:
-        ops.append(norm(spec, f"{result}.normed", result, f"blk.{layer}.{behind}"))
+        parts.append(norm(spec, seen, x, f"blk.{layer}.{before}"))
+    parts += part(spec, layer, seen, result)
+    if after is not None:
+        parts.append(norm(spec, f"{result}.normed", result, f"blk.{layer}.{after}"))
         result = f"{result}.normed"
-    return [*ops, Add(output, x, result, spec.hidden_size)]
+    return [*parts, ops.Add(output, x, result, spec.hidden_size)]
 
 
 def _window(spec: ModelSpec, layer: int) -> int | None:
     return spec.window.size if spec.window is not None and spec.window.slides[layer] else None
 
 
-def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> Rope:
+def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     rope = spec.rope
     if spec.window is not None and spec.window.slides[layer]:
         rope = spec.window.rope or rope
     angles = inverse_frequencies(rope)
-    return Rope(
+    return ops.Rope(
         f"{x}.roped", x, num_heads, spec.head_dim, angles, rope.interleaved, magnitude(rope)
     )
 
 
 def _query_key_norm(
     spec: ModelSpec, name: str, part: str, num_heads: int, num_groups: int
-) -> RMSNorm:
+) -> ops.RMSNorm:
     width, epsilon = num_heads * spec.head_dim, spec.norm_epsilon
     weight = f"{name}.attn_{part}_norm.weight"
     x = f"{name}.{part}"
-    return RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)
+    return ops.RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)
 
 
-def _attend(spec: ModelSpec, layer: int, output: str, q: str, k: str) -> Attention:
+def _attend(spec: ModelSpec, layer: int, output: str, q: str, k: str) -> ops.Attention:
     dim, scale = spec.head_dim, spec.attention_scale
-    return Attention(
+    return ops.Attention(
         output,
         q,
         k,

@@ -1,4 +1,4 @@
-"""What several families' files say in the same words: sliding windows and experts."""
+"""Fields that several families share: sliding windows and experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twostroke.models.spec import ExpertSpec, WindowSpec
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
 
-# All layers together; far above every known model (Kimi K2 has some 23,000).
+# In all layers together; known models have far fewer (Kimi K2 about 23,000).
 _MAX_EXPERTS_IN_ALL = 1 << 16
 
 
@@ -50,7 +50,7 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
 
 
 def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
-    """Read the window of a family whose layers all slide, or none; null for none.
+    """Read the window of a family in which either all layers slide or none; null for none.
 
     As in transformers, `layer_types` changes nothing here.
     """
@@ -60,7 +60,7 @@ def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
 
 
 def config_window_of_qwen(fields: Fields, num_layers: int) -> WindowSpec | None:
-    """Read a window that is off unless `use_sliding_window`, and leaves the first layers alone."""
+    """Read a window that needs `use_sliding_window` and spares the first layers."""
     if fields.flag("use_sliding_window", default=False):
         whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
         return config_window(fields, tuple(layer >= whole for layer in range(num_layers)))
@@ -110,7 +110,7 @@ def _layer_types(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     known = {"sliding_attention": True, "full_attention": False}
     types = fields.value("layer_types")
     if not isinstance(types, list) or len(types) != num_layers:
-        fields.fault(f"has layer_types that are not a list of {num_layers}, one a layer")
+        fields.fault(f"has layer_types that are not a list of {num_layers}, one for each layer")
     if not all(isinstance(name, str) and name in known for name in types):
         fields.fault(f"has layer_types that are not supported; supported: {', '.join(known)}")
     return tuple(known[name] for name in types)

@@ -1,4 +1,4 @@
-"""What the project must know of a model family: each says it once, in its own file."""
+"""The facts about a model family that other rooms need; each family has a file with its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Return the spec as it is: for families of which a file says nothing special."""
+    """Return the spec as it is: for families without fields of their own."""
     del fields
     return spec
 
@@ -27,8 +27,8 @@ class Family:
     """A model family.
 
     `program` builds the Program. `from_gguf` and `from_config` complete a spec, in which all that
-    families share is read already, with what a GGUF's metadata (keys without the architecture) or
-    a config.json says besides; what they do not honour, they refuse (`Fields.expect`).
+    families share is read already, with further fields of a GGUF's metadata (keys without the
+    architecture) or of a config.json; they refuse what is not supported (`Fields.expect`).
 
     `model_types` are the family's names in config.json, each with the values that transformers
     takes for keys that are left out, where these differ from what the readers take. `layer_names`

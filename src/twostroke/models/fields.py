@@ -10,7 +10,7 @@ from twostroke.core.errors import ModelFormatError, nearest
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-# Far above every known model, and low enough that a damaged file cannot ask for the moon.
+# Far above every known model, and low enough that a damaged file cannot ask for huge memory.
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1 << 10
@@ -28,7 +28,7 @@ _REQUIRED: Any = object()
 class Fields:
     """The values of file `name` by key; each reading checks type and range.
 
-    Every key is meant behind `prefix`. Every fault is a ModelFormatError that names the file, the
+    `prefix` stands before every key. Every fault is a ModelFormatError that names the file, the
     key and the limit.
     """
 
@@ -37,7 +37,7 @@ class Fields:
     prefix: str = ""
 
     def within(self, prefix: str) -> Fields:
-        """Return the same values, whose keys are now meant behind `prefix`."""
+        """Return the same values, with `prefix` before every key."""
         return Fields(self.name, self.values, prefix)
 
     def value(self, key: str) -> Any:
@@ -45,7 +45,7 @@ class Fields:
         return self.values.get(self.prefix + key)
 
     def fault(self, text: str, hint: str = "") -> NoReturn:
-        """Raise a ModelFormatError about this file; `hint` is a sentence behind it."""
+        """Raise a ModelFormatError about this file; `hint` is a further sentence."""
         raise ModelFormatError(f"{self.name!r} {text}.{hint}")
 
     def refuse(self, key: str, problem: str, hint: str = "") -> NoReturn:
@@ -56,13 +56,13 @@ class Fields:
         """Refuse a key that is none of `known`, with the nearest of them."""
         for key in self.values:
             if key not in known:
-                self.fault(f"has {_shown(key)}, which is no key of it", _nearest(key, known))
+                self.fault(f"has {_shown(key)}, which is not one of its keys", _nearest(key, known))
 
     def word(self, key: str, known: Collection[str]) -> str:
         """Return the text at `key`, one of `known`."""
         value = self.text(key)
         if value not in known:
-            self.refuse(key, f"which is none of {', '.join(known)}", _nearest(value, known))
+            self.refuse(key, f"not one of {', '.join(known)}", _nearest(value, known))
         return value
 
     def has(self, key: str) -> bool:
@@ -108,7 +108,7 @@ class Fields:
         return tuple(entries.number(name) for name in entries.values)
 
     def part(self, key: str) -> Fields | None:
-        """Return the object at `key` as fields of their own, or None if there is none."""
+        """Return the object at `key` as `Fields`, or None if there is none."""
         value = self.value(key)
         if value is None:
             return None

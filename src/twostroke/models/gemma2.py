@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # The 27B model alone divides its scores by the root of width / heads; its GGUF does not say so.
 _LAYERS_OF_27B = 46
 
-# What transformers and llama.cpp take where a file is silent.
+# The defaults of transformers and llama.cpp.
 _SCORE_CAP, _LOGIT_CAP, _WINDOW = 50.0, 30.0, 4096
 
 

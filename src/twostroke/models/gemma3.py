@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The 27B model alone divides its scores by the root of width / heads; its GGUF does not say so.
 _LAYERS_OF_27B = 62
 
-# Every so-manieth layer sees everything; the others, which slide, rotate by a base of their own.
+# Every sixth layer sees everything; the others slide, and rotate by another base.
 _PERIOD, _LOCAL_BASE = 6, 10000.0
 
 

@@ -1,4 +1,4 @@
-"""Heads that guess a model's next tokens from its hidden states, as Programs of their own.
+"""Heads that guess a model's next tokens from its hidden states, as separate Programs.
 
 Sources: Medusa (arXiv:2401.10774), EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840), and of the
 reduced vocabulary FR-Spec (arXiv:2502.14856).
@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.models.blocks import norm, residual_layer
 from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
-from twostroke.program import (
-    Add,
-    Embed,
-    Expert,
-    Given,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    Program,
-)
+from twostroke.program import Program, ops
 
 if TYPE_CHECKING:
     from twostroke.program import Op
@@ -89,48 +80,48 @@ def _eagle(spec: HeadsSpec) -> Program:
     """
     layer = spec.layer
     hidden = layer.hidden_size
-    ops: list[Op] = [
-        Embed("embedding", TABLE, layer.vocab_size, hidden),
-        Given("given", hidden),
+    parts: list[Op] = [
+        ops.Embed("embedding", TABLE, layer.vocab_size, hidden),
+        ops.ExternalInput("given", hidden),
         norm(layer, "embedding.normed", "embedding", "embd_norm"),
-        Linear("embedding.part", "embedding.normed", "fc_embd.weight", hidden, hidden),
+        ops.Linear("embedding.part", "embedding.normed", "fc_embd.weight", hidden, hidden),
         norm(layer, "given.normed", "given", "given_norm"),
-        Linear("given.part", "given.normed", "fc_given.weight", hidden, hidden),
-        Add("x0", "embedding.part", "given.part", hidden),
+        ops.Linear("given.part", "given.normed", "fc_given.weight", hidden, hidden),
+        ops.Add("x0", "embedding.part", "given.part", hidden),
         *residual_layer(layer, 0, "x0", "x1"),
     ]
-    return _finished(spec, ops, "x1", layer.vocab_size)
+    return _finished(spec, parts, "x1", layer.vocab_size)
 
 
 def _medusa(spec: HeadsSpec) -> Program:
     """Return residual blocks that all read one hidden state; block i guesses i tokens further on.
 
-    A row's "token" is the number of its block. The blocks are experts of which a row takes the one
-    whose number it bears: the table of scores is a large number on its diagonal.
+    A row's "token" is the number of its block. The blocks are experts, and a row uses the one with
+    its number: the table of scores has a large number on its diagonal.
     """
     layer, count = spec.layer, spec.depth
     hidden = layer.hidden_size
     blocks = tuple(
-        Expert(*(f"blk.{index}.ffn_{part}.weight" for part in ("gate", "up", "down")))
+        ops.Expert(*(f"blk.{index}.ffn_{part}.weight" for part in ("gate", "up", "down")))
         for index in range(count)
     )
-    ops: list[Op] = [
-        Given("given", hidden),
+    parts: list[Op] = [
+        ops.ExternalInput("given", hidden),
         norm(layer, "given.normed", "given", "given_norm"),
-        Embed("scores", NUMBERS, count, count),
-        MixtureOfExperts(
+        ops.Embed("scores", NUMBERS, count, count),
+        ops.MixtureOfExperts(
             "part", "given.normed", "scores", blocks, hidden, layer.ffn_size, 1, normalize=True
         ),
-        Add("x1", "given.normed", "part", hidden),
+        ops.Add("x1", "given.normed", "part", hidden),
     ]
-    return _finished(spec, ops, "x1", count)
+    return _finished(spec, parts, "x1", count)
 
 
-def _finished(spec: HeadsSpec, ops: list[Op], x: str, num_ids: int) -> Program:
+def _finished(spec: HeadsSpec, parts: list[Op], x: str, num_ids: int) -> Program:
     layer = spec.layer
     last: list[Op] = [
         norm(layer, "last", x, "output_norm"),
-        Logits("logits", "last", "output.weight", layer.hidden_size, spec.num_tokens),
+        ops.Logits("logits", "last", "output.weight", layer.hidden_size, spec.num_tokens),
     ]
     name = f"{spec.kind} heads of {layer.name}"
-    return Program(name, (*ops, *last), num_ids, layer.context_length, (x,))
+    return Program(name, (*parts, *last), num_ids, layer.context_length, (x,))

@@ -1,4 +1,4 @@
-"""The Llama family, with Mistral and Mixtral: what the other families are variations of."""
+"""The Llama family, with Mistral and Mixtral; other families are variations of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program(spec: ModelSpec) -> Program:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Read window and experts: GGUF calls Mistral and Mixtral llama, too."""
+    """Read window and experts: GGUF also calls Mistral and Mixtral llama."""
     return replace(
         spec,
         window=gguf_window(fields, (True,) * spec.num_layers),
@@ -42,7 +42,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read window and experts, as far as the model type has them.
 
     A llama with a window is refused: transformers would ignore it, vLLM honour it. A mistral with
-    `layer_types` is what transformers calls a ministral: these say which of its layers slide.
+    `layer_types` is what transformers calls a ministral: they say which layers slide.
     """
     match fields.text("model_type"):
         case "llama":

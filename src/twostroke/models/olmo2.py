@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms behind each part, not before, and norms of queries and keys."""
+"""OLMo 2: Llama with norms after each part, not before, and norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def program(spec: ModelSpec) -> Program:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Refuse OLMo 3, which GGUF calls olmo2, too: its sliding layers rotate differently."""
+    """Refuse OLMo 3, which GGUF also calls olmo2: its sliding layers rotate differently."""
     fields.expect("attention.sliding_window", 0)
     return spec
 

@@ -98,7 +98,7 @@ def _llama3(angle: float, scaling: Llama3Scaling) -> float:
 
 def _yarn(plain: list[float], rope: RopeSpec, scaling: YarnScaling) -> tuple[float, ...]:
     def pair_of(turns: float) -> float:
-        """Return which pair makes so many turns within the original context."""
+        """Return the pair that makes that many turns within the original context."""
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return rope.dim * math.log(ratio) / (2 * math.log(rope.base))
 

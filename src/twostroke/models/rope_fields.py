@@ -1,4 +1,4 @@
-"""What files say about rotary positions, in GGUF's and in transformers' words."""
+"""Reads rotary positions from GGUF metadata and from config.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gguf_rope(
     """Read rope from a GGUF file's metadata (fields of its architecture) and its `ROPE_TABLES`.
 
     `context` is the context length in tokens. The keys are those of the format's specification,
-    what they mean is what llama.cpp makes of them.
+    their meaning is that of llama.cpp.
     """
     for key in ("rope.dimension_sections", "rope.scaling.alpha"):
         fields.expect(key)
@@ -57,7 +57,7 @@ def config_rope(
 ) -> RopeSpec:
     """Read rope from a config.json: `rope_parameters` (transformers 5), or `rope_theta` and others.
 
-    `rope_parameters` may hold one object for each type of layer; `layer_type` says whose is wanted.
+    `rope_parameters` may hold one object for each type of layer; `layer_type` chooses one.
     Older files keep their scaling in `rope_scaling`. `partial` says that the family rotates the
     share of each head that `partial_rotary_factor` names.
     """
@@ -88,7 +88,7 @@ def reach(rope: RopeSpec, context: int) -> int:
         case TableScaling(reach=int(limit)):
             return min(context, limit)
         case YarnScaling(factor=factor, original_context=original):
-            # Files are told to use YaRN by its keys alone; few say the longer context, too.
+            # Files may ask for YaRN by its keys alone; few also say the longer context.
             return min(MAX_CONTEXT, max(context, int(original * factor)))
         case _:
             return context

@@ -1,4 +1,4 @@
-"""What a model file says about its model: sizes and constants, free of any format's names."""
+"""The facts about a model: sizes and constants, independent of the file's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a step's work: how many rows, each behind how much context."""
+"""The shape of a step's work: rows, and the context before each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What `cost` needs to know of a step.
+    """The facts of a step that its cost depends on.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every
-    position up to its own. `num_sampled` rows get logits. Sums over the requests are kept, as
-    several ask for them in a step.
+    position up to its own. `num_sampled` rows get logits. Sums over the requests are kept
+    because a step needs them several times.
     """
 
     starts: tuple[int, ...]
@@ -29,12 +29,12 @@ class BatchShape:
 
     @classmethod
     def prefill(cls, num_tokens: int, start: int = 0) -> BatchShape:
-        """One request computing `num_tokens` at once behind `start` earlier ones."""
+        """One request computing `num_tokens` at once after `start` earlier ones."""
         return cls((start,), (num_tokens,), 1)
 
     @classmethod
     def decode(cls, contexts: tuple[int, ...]) -> BatchShape:
-        """One row for each request, each behind `contexts[i]` tokens."""
+        """One row for each request, each after `contexts[i]` tokens."""
         return cls(contexts, (1,) * len(contexts), len(contexts))
 
     @classmethod
@@ -48,7 +48,7 @@ class BatchShape:
             tuple([start for start, _ in spans]), tuple([count for _, count in spans]), num_sampled
         )
 
-    def beside(self, start: int, count: int) -> BatchShape:
+    def with_request(self, start: int, count: int) -> BatchShape:
         """Return the shape with one more request, whose `count` rows all get logits."""
         num_sampled = self.num_sampled + count
         return BatchShape((*self.starts, start), (*self.counts, count), num_sampled)

@@ -107,12 +107,13 @@ class Embed(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Given(Operation):
-    """`output[r]` is handed to the step from outside (`StepPlan.given`), a row for each token."""
+class ExternalInput(Operation):
+    """`output[r]` comes from outside of the step (`StepPlan.external`), a row for each token."""
 
     width: int
 
     sharding = Sharding(Unit.OPERATION, output=Layout.REPLICATED)
+    label = "external input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +386,7 @@ class Logits(Operation):
 
 Op = (
     Embed
-    | Given
+    | ExternalInput
     | RMSNorm
     | Linear
     | Rope

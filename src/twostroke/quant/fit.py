@@ -36,7 +36,7 @@ def fit_scale(groups: Floats, nearest: Nearest, peaks: Sequence[float]) -> Float
     """Return the scale of each group, float32 (..., 1), for groups (..., size).
 
     `nearest` maps scaled values to codes; each trial makes the value farthest from zero as large
-    as one of `peaks`, in codes, whose sign may be negative.
+    as one of `peaks`, in codes, which may be negative.
     """
     farthest = np.abs(groups).argmax(axis=-1, keepdims=True)
     extreme = np.take_along_axis(groups, farthest, axis=-1)

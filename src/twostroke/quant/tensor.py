@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from twostroke.quant.format import Bytes, Floats, Format
 
-_CHUNK_VALUES = 1 << 18  # what is decoded at once: intermediate arrays stay within the cache
+_CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -190,7 +190,7 @@ class EagleHeads(HeadsProposer[_Follower]):
     def _run(
         self, followers: Sequence[_Follower], slices: Sequence[Slice], given: NDArray[np.float32]
     ) -> None:
-        plan = StepPlan(tuple(slices), given=given)
+        plan = StepPlan(tuple(slices), external=given)
         result = self._compute(plan)
         assert result.hidden is not None
         drawn = zip(followers, slices, result.tokens, result.logprobs, result.hidden, strict=True)

@@ -97,7 +97,7 @@ class MedusaHeads(HeadsProposer[_Follower]):
         others = tuple(range(1, depth))
         slices = [Slice(f.mirror, 0, 1, samples=True, drafts=others) for f in followers]
         given = np.repeat(np.stack([f.hidden for f in followers]), depth, axis=0)
-        plan = StepPlan(tuple(slices), given=given)
+        plan = StepPlan(tuple(slices), external=given)
         result = self._compute(plan)
         for index, follower in enumerate(followers):
             for row in range(index * depth, (index + 1) * depth):

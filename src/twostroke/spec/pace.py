@@ -55,7 +55,7 @@ class Pace:
         start = max(batch.starts)
         plain_s, one_s, two_s = (
             self._fit.seconds(*self._least_s(shape)) * self._spell.factor
-            for shape in (batch, batch.beside(start, 1), batch.beside(start, 2))
+            for shape in (batch, batch.with_request(start, 1), batch.with_request(start, 2))
         )
         return Outlook(
             batch.num_rows,

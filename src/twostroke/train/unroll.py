@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from twostroke.backends.torch.operations import StepState, apply
 from twostroke.models.heads import EAGLE, last_hidden
-from twostroke.program import Attention
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ class NoPages:
     """No pages: attention is computed in this file."""
 
     def spans(
-        self, op: Attention, k: Tensor, v: Tensor
+        self, op: ops.Attention, k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
         """Yield nothing."""
         del op, k, v
@@ -77,7 +77,7 @@ def _eagle(
         )
         values: dict[str, Tensor] = {}
         for op in program.ops:
-            if isinstance(op, Attention):
+            if isinstance(op, ops.Attention):
                 values[op.output] = seen.attend(op, values)
             else:
                 values[op.output] = apply(op, values, state)
@@ -111,7 +111,7 @@ class _Seen:
         self._shape = (pieces, length)
         self._known: list[tuple[Tensor, Tensor]] = []
 
-    def attend(self, op: Attention, values: Mapping[str, Tensor]) -> Tensor:
+    def attend(self, op: ops.Attention, values: Mapping[str, Tensor]) -> Tensor:
         """Return the attention's output (rows, width)."""
         q, k, v = (values[name].unflatten(0, self._shape) for name in op.inputs)
         group = op.num_heads // op.num_kv_heads

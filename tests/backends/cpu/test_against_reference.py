@@ -14,15 +14,14 @@ from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.models import build_program
-from twostroke.program import (
-    Activation,
+from twostroke.program import Activation, Program
+from twostroke.program.ops import (
     Add,
     Attention,
     Embed,
     GatedActivation,
     Linear,
     Logits,
-    Program,
     RMSNorm,
     Rope,
     Scale,

@@ -47,7 +47,7 @@ def test_a_level_that_cannot_run_says_what_is_missing():
     missing = [name for name, report in level_reports().items() if not report.startswith("runs")]
     if not missing:
         pytest.skip("this machine runs every level")
-    with pytest.raises(BackendError, match=r"here run: .*portable"):
+    with pytest.raises(BackendError, match=r"Usable here: .*portable"):
         choose_level(missing[0])
 
 

@@ -11,13 +11,14 @@ from support.programs import PROGRAMS
 from twostroke.backends.cpu.lower import Vector, lower
 from twostroke.backends.cpu.records import NONE, OpKind, Precision, Store
 from twostroke.core.errors import BackendError
-from twostroke.program import Embed, Logits, Program, RMSNorm
+from twostroke.program import Program
+from twostroke.program.ops import Embed, Logits, RMSNorm
 
 
 def test_a_llama_layer_is_five_operations():
     program, _ = tiny_model(num_layers=3)
     lowered = lower(program)
-    kinds = Counter(OpKind(op.kind) for op in lowered.ops)
+    kinds = Counter(OpKind(op.kind) for op in lowered.records)
     assert kinds == {
         OpKind.EMBED: 1,
         OpKind.LINEAR: 9,
@@ -30,11 +31,11 @@ def test_a_llama_layer_is_five_operations():
 
 def test_queries_and_keys_are_turned_and_stored_behind_their_product():
     program, _ = tiny_model()
-    qkv = lower(program).ops[1]
+    qkv = lower(program).records[1]
     q, k, v = qkv.outputs[:3]
     assert (q.rope, k.rope, v.rope) == (0, 0, NONE)
     assert (q.store, k.store, v.store) == (Store.NOTHING, Store.KEYS, Store.VALUES)
-    assert lower(program).ops[2].is_stored
+    assert lower(program).records[2].is_stored
 
 
 def test_buffers_do_not_grow_with_the_number_of_layers():
@@ -44,27 +45,27 @@ def test_buffers_do_not_grow_with_the_number_of_layers():
 
 
 def test_products_with_a_residual_are_added_in_place():
-    ops = lower(tiny_model()[0]).ops
+    ops = lower(tiny_model()[0]).records
     added = [op for op in ops if op.accumulate]
     assert len(added) == 4
     assert {op.outputs[0].buffer for op in added} == {ops[0].outputs[0].buffer}
 
 
 def test_only_the_products_of_a_program_with_routers_are_precise():
-    ops = lower(PROGRAMS["experts"]).ops
+    ops = lower(PROGRAMS["experts"]).records
     precise = {OpKind(op.kind) for op in ops if op.precision == Precision.PRECISE}
     assert precise == {OpKind.LINEAR}
     assert all(op.precision == Precision.PRECISE for op in ops if op.kind == OpKind.LINEAR)
-    assert not any(op.precision == Precision.PRECISE for op in lower(tiny_model()[0]).ops)
+    assert not any(op.precision == Precision.PRECISE for op in lower(tiny_model()[0]).records)
 
 
 @pytest.mark.parametrize(("bits", "precision"), [(9, Precision.MIXED), (8, Precision.COARSE)])
 def test_fewer_bits_are_for_all_products_but_those_that_routers_hang_on(
     bits: int, precision: Precision
 ):
-    ops = lower(tiny_model()[0], activation_bits=bits).ops
+    ops = lower(tiny_model()[0], activation_bits=bits).records
     assert {op.precision for op in ops} == {precision}
-    ops = lower(PROGRAMS["experts"], activation_bits=bits).ops
+    ops = lower(PROGRAMS["experts"], activation_bits=bits).records
     of_kind = {OpKind(op.kind): op.precision for op in ops}
     assert of_kind[OpKind.LINEAR] == Precision.PRECISE
     assert of_kind[OpKind.EXPERTS] == of_kind[OpKind.LOGITS] == precision
@@ -78,7 +79,7 @@ def test_heads_that_the_kernels_cannot_run_are_refused():
 
 def test_what_follows_a_product_is_done_behind_it():
     """Biases and norms of heads need no operation of their own, a post-norm is added at once."""
-    kinds = Counter(OpKind(op.kind) for op in lower(PROGRAMS["post norms"]).ops)
+    kinds = Counter(OpKind(op.kind) for op in lower(PROGRAMS["post norms"]).records)
     assert kinds == {
         OpKind.EMBED: 1,  # and scaled
         OpKind.LINEAR: 6,
@@ -87,7 +88,7 @@ def test_what_follows_a_product_is_done_behind_it():
         OpKind.NORM: 4,  # and added
         OpKind.LOGITS: 1,
     }
-    qkv = lower(PROGRAMS["biases"]).ops[1]
+    qkv = lower(PROGRAMS["biases"]).records[1]
     assert all(output.bias != NONE for output in qkv.outputs[: qkv.num_outputs])
 
 
@@ -105,12 +106,12 @@ def test_one_vector_with_two_offsets_is_two_vectors():
 def test_a_tapped_value_is_neither_fused_away_nor_overwritten():
     program, _ = tiny_model()
     names = list(program.value_widths)[:-1]
-    taps = [op for op in lower(program, names).ops if op.kind == OpKind.TAP]
+    taps = [op for op in lower(program, names).records if op.kind == OpKind.TAP]
     assert sorted(op.tap for op in taps) == list(range(len(names)))
     few = lower(program, ["x1"])
-    assert len(few.ops) == len(lower(program).ops) + 1
-    place = next(i for i, op in enumerate(few.ops) if op.kind == OpKind.TAP)
-    assert few.ops[place].x == few.ops[place - 1].outputs[0].buffer
+    assert len(few.records) == len(lower(program).records) + 1
+    place = next(i for i, op in enumerate(few.records) if op.kind == OpKind.TAP)
+    assert few.records[place].x == few.records[place - 1].outputs[0].buffer
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -119,7 +120,7 @@ def test_each_operation_of_a_program_is_run_by_exactly_one_record(name, has_taps
     program = PROGRAMS[name]
     taps = [op.output for op in program.ops[::3] if not isinstance(op, Logits)] if has_taps else []
     lowered = lower(program, taps)
-    assert len(lowered.parts) == len(lowered.ops)
+    assert len(lowered.parts) == len(lowered.records)
     assert Counter(op for parts in lowered.parts for op in parts) == Counter(program.ops)
-    for op, parts in zip(lowered.ops, lowered.parts, strict=True):
+    for op, parts in zip(lowered.records, lowered.parts, strict=True):
         assert bool(parts) == (op.kind != OpKind.TAP)

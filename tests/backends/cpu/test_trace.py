@@ -41,7 +41,7 @@ def test_tapping_the_layers_does_not_change_the_logits(model, generated):
 
 
 def test_an_unknown_value_names_the_nearest(model):
-    with pytest.raises(UsageError, match=r"no value 'logit'.*Did you mean 'logits'"):
+    with pytest.raises(UsageError, match=r"not compute a value 'logit'.*Did you mean 'logits'"):
         ReferenceBackend(*model, 1, 16).trace(TOKENS, ["logit"])
     with cpu_backend(model, "portable", 4) as backend, pytest.raises(UsageError, match="'x9'"):
         backend.trace(TOKENS, ["x9"])

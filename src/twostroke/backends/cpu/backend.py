@@ -38,7 +38,7 @@ _PAGE_UNIT = 16  # tokens
 class CpuBackend:
     """Runs a Program on this machine's processor."""
 
-    def __init__(  # noqa: PLR0913 - one argument a thing that only the builder knows
+    def __init__(  # noqa: PLR0913 - facts that only the builder knows
         self,
         program: Program,
         tensors: Mapping[str, QuantTensor],
@@ -51,19 +51,19 @@ class CpuBackend:
         activation_bits: int = DEFAULT_ACTIVATION_BITS,
         release: Callable[[Sequence[QuantTensor]], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
-        beside: CpuBackend | None = None,
-        shown: str | None = None,
+        share_threads_with: CpuBackend | None = None,
+        tapped_value: str | None = None,
         embeds: bool = False,
     ) -> None:
         """Pack the weights and reserve the pages, which take memory only once they are used.
 
-        One `beside` another computes on that one's threads, and must be closed before it: two sets
-        of threads would spin against each other. `level` None means the best one, `kv_format` is
-        a name in `cache.FORMATS`, `activation_bits` one of `core.config.ACTIVATION_BITS`.
-        `release(tensors)` is called with tensors that will not be read again, `progress(done,
-        total)` with bytes of weights as they are packed. Steps hand out the value `shown` of the
-        rows in which they draw; with `embeds`, whose only `shown` value can be the last hidden
-        state, also the normed states of slices that want them.
+        `level` None means the best one, `kv_format` is a name in `cache.FORMATS`,
+        `activation_bits` one of `core.config.ACTIVATION_BITS`. A backend that is given another in
+        `share_threads_with` must be closed first: two sets of threads would spin against each
+        other. `release(tensors)` is called with tensors that are not read again, `progress(done,
+        total)` with bytes of weights as they are packed. Steps return `tapped_value` for the rows
+        that draw; with `embeds` they return the normed last hidden states of slices that ask for
+        them, and `tapped_value` can only be the last hidden state.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -80,22 +80,21 @@ class CpuBackend:
         self._scored = lower(program, activation_bits=activation_bits)
         self._lowered = self._scored
         self._norm = LastNorm(program, tensors) if embeds else None
-        tapped = shown if self._norm is None else self._norm.hidden
-        assert shown in (None, tapped), "one value can leave a step"
+        tapped = tapped_value if self._norm is None else self._norm.hidden
+        assert tapped_value in (None, tapped), "a step can return one value"
         if tapped is not None:
             self._lowered = lower(program, (tapped,), activation_bits=activation_bits)
         self._library = load_library(choice.level)
         self._weights: PackedWeights | None = None
         self._plan: NativePlan | None = None
-        self._owns_pool = beside is None
-        self._pool: int | None = (
-            create_pool(self._library, num_threads) if beside is None else beside._pool  # noqa: SLF001
-        )
+        self._owns_pool = share_threads_with is None
+        shared = None if share_threads_with is None else share_threads_with._pool  # noqa: SLF001
+        self._pool: int | None = shared or create_pool(self._library, num_threads)
         try:
             pages = PlanPages(num_pages, page_size, kv_format)
             self._prepare(tensors, pages, release, progress)
         except BaseException:
-            self.close()  # whatever stopped the loading, Ctrl-C included: its memory is large
+            self.close()  # even on Ctrl-C: the weights are large
             raise
         self.facts = facts = self._facts(pages, choice.level, num_threads)
         longest = PageGroups(page_size, facts.windows).most_tokens(
@@ -107,7 +106,7 @@ class CpuBackend:
             -(-longest // page_size),
             one_arithmetic=facts.one_arithmetic,
             tapped_width=0 if tapped is None else program.value_widths[tapped],
-            is_shown=shown is not None,
+            returns_tapped=tapped_value is not None,
         )
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -122,7 +121,7 @@ class CpuBackend:
         return StepResult(tokens, logprobs, elapsed_s, step.kernel_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence, on pages of its own.
+        """Return the logits (len(tokens), vocab_size) of a sequence, on separate pages.
 
         Its rows are computed as prompt, or as `generated` ones. For evaluation; must not be called
         while requests are running.
@@ -227,7 +226,7 @@ class CpuBackend:
         *,
         generated: bool,
     ) -> None:
-        """Compute a sequence on pages of its own; see `NativePlan.evaluate`."""
+        """Compute a sequence on separate pages; see `NativePlan.evaluate`."""
         pool, weights, _ = self._loaded
         page_size = self.facts.page_size
         num_groups = len(self.facts.windows)

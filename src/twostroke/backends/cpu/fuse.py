@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from twostroke.program import (
-    Add,
-    Embed,
-    GatedActivation,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    RMSNorm,
-    Scale,
-)
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -40,10 +31,10 @@ def fuse(program: Program, kept: Collection[str] = ()) -> list[tuple[Op, ...]]:
     return runs
 
 
-def _run_length(ops: tuple[Op, ...], uses: Counter[str]) -> int:
-    """Return how many operations the longest run at the beginning of `ops` has."""
-    first, *following = ops
-    if isinstance(first, RMSNorm) and first.num_groups == 1:
+def _run_length(rest: tuple[Op, ...], uses: Counter[str]) -> int:
+    """Return how many operations the longest run at the beginning of `rest` has."""
+    first, *following = rest
+    if isinstance(first, ops.RMSNorm) and first.num_groups == 1:
         readers = _readers(first, following)
         if readers and len(readers) == uses[first.output]:
             return 1 + len(readers) + _ends_in_gate(readers, following[len(readers) :], uses)
@@ -51,22 +42,24 @@ def _run_length(ops: tuple[Op, ...], uses: Counter[str]) -> int:
     return 2 if is_pair else 1
 
 
-def _readers(norm: RMSNorm, following: list[Op]) -> list[Linear] | list[Logits]:
+def _readers(norm: ops.RMSNorm, following: list[Op]) -> list[ops.Linear] | list[ops.Logits]:
     """Return the products right after `norm` that read its output, or the logits alone."""
-    readers: list[Linear] = []
+    readers: list[ops.Linear] = []
     for op in following:
-        if not readers and isinstance(op, Logits) and op.x == norm.output:
+        if not readers and isinstance(op, ops.Logits) and op.x == norm.output:
             return [op]
-        if not isinstance(op, Linear) or op.x != norm.output:
+        if not isinstance(op, ops.Linear) or op.x != norm.output:
             break
         readers.append(op)
     return readers
 
 
-def _ends_in_gate(readers: list[Linear] | list[Logits], rest: list[Op], uses: Counter[str]) -> bool:
+def _ends_in_gate(
+    readers: list[ops.Linear] | list[ops.Logits], rest: list[Op], uses: Counter[str]
+) -> bool:
     follower = rest[0] if rest else None
     return (
-        isinstance(follower, GatedActivation)
+        isinstance(follower, ops.GatedActivation)
         and [op.output for op in readers] == [follower.gate, follower.up]
         and all(uses[op.output] == 1 and len(op.weights) == 1 for op in readers)
     )
@@ -74,9 +67,9 @@ def _ends_in_gate(readers: list[Linear] | list[Logits], rest: list[Op], uses: Co
 
 def _is_pair(first: Op, second: Op) -> bool:
     match first, second:
-        case ((Linear(bias=None) | RMSNorm() | MixtureOfExperts()), Add(b=name)):
+        case ((ops.Linear(bias=None) | ops.RMSNorm() | ops.MixtureOfExperts()), ops.Add(b=name)):
             return name == first.output
-        case Embed(), Scale(x=name):
+        case ops.Embed(), ops.Scale(x=name):
             return name == first.output
         case _:
             return False

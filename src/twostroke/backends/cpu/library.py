@@ -1,4 +1,4 @@
-"""The native libraries: which instruction-set level runs here and why, and their C interface."""
+"""The native libraries: the instruction-set levels that run here, and their C interface."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _X86_LEVELS = {
     "avx512": (2, "AVX-512 F, BW, DQ, VL and VNNI"),
     "avx2": (1, "AVX2, FMA and F16C"),
 }
-# Best first; each with its bit in `ts_probe` and what it needs of the processor.
+# Best first; each with its bit in `ts_probe` and the instructions that it needs.
 _LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | _PORTABLE
-# Chosen only by name: the AMX level on emulated tiles, for tests on machines without them.
+# Chosen by name only: the AMX level on emulated tiles, for tests on machines without AMX.
 _EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
 
 _SIGNATURES = {
@@ -74,7 +74,7 @@ def choose_level(requested: str | None) -> LevelChoice:
     if wanted is None:
         level = next((name for name in _LEVELS if _obstacle(name) is None), None)
         if level is None:
-            load_library("portable")  # which says what is wrong with it
+            load_library("portable")  # raises the reason
             raise BackendError("No native library runs here; reinstall twostroke.")
         better = [f"{name}: {_obstacle(name)}" for name in _LEVELS if _bit(name) > _bit(level)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
@@ -83,11 +83,11 @@ def choose_level(requested: str | None) -> LevelChoice:
     if wanted not in known:
         hint = nearest(wanted, known)
         message = (
-            f"There is no instruction-set level '{wanted}' ({knob}); here run: {usable}.{hint}"
+            f"There is no instruction-set level '{wanted}' ({knob}). Usable here: {usable}.{hint}"
         )
         raise UsageError(message)
     if obstacle := _obstacle(wanted):
-        message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}; here run: {usable}."
+        message = f"Level '{wanted}' ({knob}) cannot be used: {obstacle}. Usable here: {usable}."
         raise BackendError(message)
     return LevelChoice(wanted, knob)
 
@@ -109,7 +109,7 @@ def load_library(level: str) -> ctypes.CDLL:
         places = ", ".join(str(folder) for folder in _folders())
         message = f"The native library of level '{level}' is in none of: {places}."
         knob = "unset TWOSTROKE_NATIVE_DIR" if env.native_dir() else "run `make build`"
-        raise BackendError(f"{message} To mend it, {knob}, or reinstall twostroke.")
+        raise BackendError(f"{message} To fix this, {knob}, or reinstall twostroke.")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():

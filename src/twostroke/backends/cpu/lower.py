@@ -21,26 +21,14 @@ from twostroke.backends.cpu.records import (
 )
 from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
-from twostroke.program import (
-    Add,
-    Attention,
-    Embed,
-    GatedActivation,
-    Given,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    RMSNorm,
-    Rope,
-    Scale,
-)
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from twostroke.program import Op, Program
 
-_PLAIN = {Given: OpKind.GIVEN, Add: OpKind.ADD}
+_PLAIN = {ops.ExternalInput: OpKind.EXTERNAL_INPUT, ops.Add: OpKind.ADD}
 _PRECISIONS = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
 )
@@ -61,16 +49,16 @@ class Vector:
 class Lowered:
     """A Program for the native executor.
 
-    Records name weights, vectors, ropes and buffers by their place in these tuples;
+    `records` name weights, vectors, ropes and buffers by their place in these tuples;
     `buffer_widths` are values a row. `parts[i]` are the Program's operations that record i runs:
     each is in exactly one of them.
     """
 
-    ops: tuple[OpRecord, ...]
+    records: tuple[OpRecord, ...]
     parts: tuple[tuple[Op, ...], ...]
     matrices: tuple[str, ...]
     vectors: tuple[Vector, ...]
-    ropes: tuple[Rope, ...]
+    ropes: tuple[ops.Rope, ...]
     experts: tuple[ExpertRecord, ...]
     buffer_widths: tuple[int, ...]
 
@@ -80,7 +68,7 @@ def lower(
 ) -> Lowered:
     """Lower a Program whose values `taps` leave the step.
 
-    `activation_bits` is what quantized weights meet, except in front of routers.
+    `activation_bits` is the precision of activations at quantized weights, except before routers.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
@@ -91,14 +79,14 @@ def lower(
 
 def _check(program: Program) -> None:
     for op in program.ops:
-        if isinstance(op, Attention | Rope) and (
+        if isinstance(op, ops.Attention | ops.Rope) and (
             op.head_dim % _HEAD_UNIT or op.head_dim > _MAX_HEAD_DIM
         ):
             message = f"{program.name}: heads of {op.head_dim} values; the cpu backend runs"
             raise BackendError(f"{message} multiples of {_HEAD_UNIT} up to {_MAX_HEAD_DIM}.")
-        if isinstance(op, MixtureOfExperts) and not 1 <= op.num_used <= len(op.experts):
+        if isinstance(op, ops.MixtureOfExperts) and not 1 <= op.num_used <= len(op.experts):
             message = f"{program.name}: a row uses {op.num_used} of {len(op.experts)} experts"
-            raise BackendError(f"{message}; it must be at least one, and no more than there are.")
+            raise BackendError(f"{message}; it must use at least one, and at most all of them.")
 
 
 class _Lowering:
@@ -110,29 +98,31 @@ class _Lowering:
         for op in program.ops:
             for name in op.inputs:
                 self._readers.setdefault(name, []).append(op)
-        self._buffers = Buffers(Counter({n: len(ops) for n, ops in self._readers.items()}))
+        self._buffers = Buffers(
+            Counter({name: len(found) for name, found in self._readers.items()})
+        )
         self._matrices: Table[str] = Table()
         self._vectors: Table[Vector] = Table()
-        self._ropes: Table[Rope] = Table()
+        self._ropes: Table[ops.Rope] = Table()
         self._precision = _PRECISIONS[activation_bits]
-        self._has_routers = any(isinstance(op, MixtureOfExperts) for op in program.ops)
-        self._absorbed: set[str] = set()  # outputs of what is done right behind a product
-        self._stored: set[str] = set()  # keys and values that go to the pages behind their product
+        self._has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
+        self._absorbed: set[str] = set()  # outputs of operations done right after a product
+        self._stored: set[str] = set()  # keys and values that go to the pages after their product
         self._experts: list[ExpertRecord] = []
-        self._ops: list[OpRecord] = []
+        self._records: list[OpRecord] = []
         self._parts: list[tuple[Op, ...]] = []
 
     def lower(self) -> Lowered:
         tapped: set[str] = set()
         for run in fuse(self._program, self._taps):
             self._lower_run(run)
-            # At once, before the buffer is taken over by another value.
+            # At once, before another value takes over the buffer.
             for name in self._taps:
                 if name not in tapped and name in self._buffers.of_value:
                     tapped.add(name)
                     self._tap(name)
         return Lowered(
-            tuple(self._ops),
+            tuple(self._records),
             tuple(self._parts),
             tuple(self._matrices.places),
             tuple(self._vectors.places),
@@ -145,19 +135,24 @@ class _Lowering:
         match run:
             case (op,):
                 self._single(op)
-            case (RMSNorm() as norm, Logits() as logits):
+            case (ops.RMSNorm() as norm, ops.Logits() as logits):
                 self._logits(norm, logits)
-            case (RMSNorm() as norm, Add() as add):
+            case (ops.RMSNorm() as norm, ops.Add() as add):
                 self._norm_add(norm, add)
-            case (RMSNorm() as norm, Linear() as gate, Linear() as up, GatedActivation() as act):
+            case (
+                ops.RMSNorm() as norm,
+                ops.Linear() as gate,
+                ops.Linear() as up,
+                ops.GatedActivation() as act,
+            ):
                 self._gated(norm, gate, up, act)
-            case (RMSNorm() as norm, *linears):
-                self._linears(norm, [op for op in linears if isinstance(op, Linear)])
-            case (Linear() as linear, Add() as add):
+            case (ops.RMSNorm() as norm, *linears):
+                self._linears(norm, [op for op in linears if isinstance(op, ops.Linear)])
+            case (ops.Linear() as linear, ops.Add() as add):
                 self._linear_add(linear, add)
-            case (MixtureOfExperts() as mixture, Add() as add):
+            case (ops.MixtureOfExperts() as mixture, ops.Add() as add):
                 self._mixture(mixture, add)
-            case (Embed() as embed, Scale() as scale):
+            case (ops.Embed() as embed, ops.Scale() as scale):
                 self._embed(embed, scale)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {run}.")
@@ -166,31 +161,31 @@ class _Lowering:
         match op:
             case _ if op.output in self._absorbed:
                 pass
-            case Linear():
+            case ops.Linear():
                 self._linears(None, [op])
-            case Logits():
+            case ops.Logits():
                 self._logits(None, op)
-            case Attention():
+            case ops.Attention():
                 self._attention(op)
-            case Embed():
+            case ops.Embed():
                 self._embed(op)
-            case RMSNorm():
+            case ops.RMSNorm():
                 self._emit(OpKind.NORM, op, norm=op)
-            case Rope():
+            case ops.Rope():
                 self._emit(OpKind.ROPE, op, rope=self._rope(op))
-            case GatedActivation():
+            case ops.GatedActivation():
                 self._emit(OpKind.ACTIVATION, op).activation = ACTIVATIONS[op.activation]
-            case MixtureOfExperts():
+            case ops.MixtureOfExperts():
                 self._mixture(op, None)
-            case Scale():
+            case ops.Scale():
                 self._emit(OpKind.SCALE, op).factor = op.factor
-            case Given() | Add():
+            case ops.ExternalInput() | ops.Add():
                 self._emit(_PLAIN[type(op)], op)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {type(op).__name__}.")
 
     def _emit(
-        self, kind: OpKind, op: Op, norm: RMSNorm | None = None, rope: int = NONE
+        self, kind: OpKind, op: Op, norm: ops.RMSNorm | None = None, rope: int = NONE
     ) -> OpRecord:
         """Append a record with up to two inputs and one output."""
         record = self._record(kind, op.inputs[0] if op.inputs else None, norm)
@@ -202,7 +197,7 @@ class _Lowering:
         self._append(record, op.inputs, op)
         return record
 
-    def _embed(self, op: Embed, scale: Scale | None = None) -> None:
+    def _embed(self, op: ops.Embed, scale: ops.Scale | None = None) -> None:
         parts = (op,) if scale is None else (op, scale)
         record = self._record(OpKind.EMBED, None, None)
         record.width, record.factor = op.width, 1.0 if scale is None else scale.factor
@@ -211,7 +206,7 @@ class _Lowering:
         self._add_output(record, _output(buffer, op.width, weight=weight))
         self._append(record, (), *parts)
 
-    def _norm_add(self, norm: RMSNorm, add: Add) -> None:
+    def _norm_add(self, norm: ops.RMSNorm, add: ops.Add) -> None:
         if self._buffers.reads_left[add.a] > 1:
             self._single(norm)
             self._single(add)
@@ -222,8 +217,8 @@ class _Lowering:
         self._add_output(record, _output(record.y, norm.width))
         self._append(record, [norm.x, add.a], norm, add)
 
-    def _linears(self, norm: RMSNorm | None, linears: list[Linear]) -> None:
-        """Append products of one input, with what can be done to them while they are at hand."""
+    def _linears(self, norm: ops.RMSNorm | None, linears: list[ops.Linear]) -> None:
+        """Append products of one input, and the operations that can follow each at once."""
         x = linears[0].x if norm is None else norm.x
         for start in range(0, len(linears), MAX_OUTPUTS):
             record = self._record(OpKind.LINEAR, x, norm)
@@ -234,28 +229,28 @@ class _Lowering:
             self._append(record, (), *parts)
         self._buffers.done([x])
 
-    def _product(self, record: OpRecord, op: Linear, parts: list[Op]) -> OutputRecord:
-        """Return the output of a product; it and what is done behind it are added to `parts`."""
+    def _product(self, record: OpRecord, op: ops.Linear, parts: list[Op]) -> OutputRecord:
+        """Return the output of a product; adds the operations of that output to `parts`."""
         parts.append(op)
         output = _output(NONE, op.width, weight=self._matrices.place(op.weight))
         if op.bias is not None:
             output.bias = self._vectors.place(Vector(op.bias))
         name = op.output
         reader = self._only_reader(name)
-        if isinstance(reader, RMSNorm) and self._is_of_heads(reader):
+        if isinstance(reader, ops.RMSNorm) and self._is_of_heads(reader):
             name = reader.output
             output.norm = self._vectors.place(Vector(reader.weight, reader.offset))
             output.head_dim, output.epsilon = reader.width // reader.num_groups, reader.epsilon
             self._absorbed.add(name)
             parts.append(reader)
             reader = self._only_reader(name)
-        if isinstance(reader, Rope):
+        if isinstance(reader, ops.Rope):
             name, output.rope = reader.output, self._rope(reader)
             self._absorbed.add(name)
             parts.append(reader)
             reader = self._only_reader(name)
         if (
-            isinstance(reader, Attention)
+            isinstance(reader, ops.Attention)
             and name in (reader.k, reader.v)
             and record.layer in (NONE, reader.layer)
         ):
@@ -265,13 +260,15 @@ class _Lowering:
         output.buffer = self._buffers.write(name, op.width)
         return output
 
-    def _is_of_heads(self, norm: RMSNorm) -> bool:
+    def _is_of_heads(self, norm: ops.RMSNorm) -> bool:
         """Whether a norm's groups are heads, so small that one thread can compute each."""
         dim = norm.width // norm.num_groups
         reader = self._only_reader(norm.output)
-        return isinstance(reader, Rope | Attention) and reader.head_dim == dim
+        return isinstance(reader, ops.Rope | ops.Attention) and reader.head_dim == dim
 
-    def _gated(self, norm: RMSNorm, gate: Linear, up: Linear, act: GatedActivation) -> None:
+    def _gated(
+        self, norm: ops.RMSNorm, gate: ops.Linear, up: ops.Linear, act: ops.GatedActivation
+    ) -> None:
         record = self._record(OpKind.GATED, norm.x, norm)
         record.width, record.activation = gate.in_width, ACTIVATIONS[act.activation]
         buffer = self._buffers.write(act.output, act.width)
@@ -280,7 +277,7 @@ class _Lowering:
             self._add_output(record, _output(buffer, act.width, weight=weight))
         self._append(record, [norm.x], norm, gate, up, act)
 
-    def _linear_add(self, linear: Linear, add: Add) -> None:
+    def _linear_add(self, linear: ops.Linear, add: ops.Add) -> None:
         if self._buffers.reads_left[add.a] > 1:
             self._linears(None, [linear])
             self._single(add)
@@ -293,7 +290,7 @@ class _Lowering:
         self._add_output(record, _output(buffer, linear.width, weight=weight))
         self._append(record, [linear.x, add.a], linear, add)
 
-    def _mixture(self, op: MixtureOfExperts, add: Add | None) -> None:
+    def _mixture(self, op: ops.MixtureOfExperts, add: ops.Add | None) -> None:
         """Append a mixture of experts, and its sum with an earlier value."""
         if add is not None and self._buffers.reads_left[add.a] > 1:
             self._mixture(op, None)
@@ -317,7 +314,7 @@ class _Lowering:
         self._add_output(record, _output(buffer, op.width))
         self._append(record, inputs, *parts)
 
-    def _logits(self, norm: RMSNorm | None, op: Logits) -> None:
+    def _logits(self, norm: ops.RMSNorm | None, op: ops.Logits) -> None:
         x = op.x if norm is None else norm.x
         record = self._record(OpKind.LOGITS, x, norm)
         record.width, record.soft_cap = op.in_width, op.soft_cap or 0
@@ -325,7 +322,7 @@ class _Lowering:
         self._add_output(record, _output(NONE, op.width, weight=weight))
         self._append(record, [x], *([] if norm is None else [norm]), op)
 
-    def _attention(self, op: Attention) -> None:
+    def _attention(self, op: ops.Attention) -> None:
         record = self._record(OpKind.ATTENTION, op.q, None)
         record.y, record.z = self._buffers.of_value[op.k], self._buffers.of_value[op.v]
         record.layer, record.num_heads, record.scale = op.layer, op.num_heads, op.scale
@@ -343,10 +340,10 @@ class _Lowering:
         record.tap = self._taps.index(name)
         self._append(record, ())
 
-    def _record(self, kind: OpKind, x: str | None, norm: RMSNorm | None) -> OpRecord:
+    def _record(self, kind: OpKind, x: str | None, norm: ops.RMSNorm | None) -> OpRecord:
         record = OpRecord(kind=kind, y=NONE, z=NONE, norm=NONE, layer=NONE, num_groups=1)
         record.precision = self._precision
-        # Where a router reads what products made, a hair decides which experts compute a row.
+        # With routers, the smallest difference in a product can change the choice of experts.
         if self._has_routers and kind in {OpKind.LINEAR, OpKind.GATED}:
             record.precision = Precision.PRECISE
         record.x = NONE if x is None else self._buffers.of_value[x]
@@ -356,8 +353,8 @@ class _Lowering:
         return record
 
     def _append(self, record: OpRecord, inputs: Iterable[str], *parts: Op) -> None:
-        """Append a record that runs `parts`, whose `inputs` are then read."""
-        self._ops.append(record)
+        """Append a record that runs `parts` and reads `inputs`."""
+        self._records.append(record)
         self._parts.append(parts)
         self._buffers.done(inputs)
 
@@ -366,9 +363,11 @@ class _Lowering:
         record.outputs[record.num_outputs] = output
         record.num_outputs += 1
 
-    def _rope(self, op: Rope) -> int:
+    def _rope(self, op: ops.Rope) -> int:
         """Return the place of a rotation; equal ones share their angles."""
-        angles = Rope("", "", 1, op.head_dim, op.inverse_frequencies, op.interleaved, op.magnitude)
+        angles = ops.Rope(
+            "", "", 1, op.head_dim, op.inverse_frequencies, op.interleaved, op.magnitude
+        )
         return self._ropes.place(angles)
 
     def _only_reader(self, name: str) -> Op | None:
@@ -377,5 +376,5 @@ class _Lowering:
 
 
 def _output(buffer: int, width: int, weight: int = NONE, rope: int = NONE) -> OutputRecord:
-    """Return an output that nothing but perhaps a rotation follows."""
+    """Return an output that at most a rotation follows."""
     return OutputRecord(weight=weight, bias=NONE, buffer=buffer, width=width, norm=NONE, rope=rope)

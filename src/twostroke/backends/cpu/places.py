@@ -1,4 +1,4 @@
-"""Where a lowered Program's values and weights lie: buffers that are used again, and tables."""
+"""Places for a lowered Program's values and weights: reused buffers, and tables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Table(Generic[T]):
-    """Things in the order in which they were first met."""
+    """Things in the order of their first use."""
 
     places: dict[T, int] = field(default_factory=dict)
 
     def place(self, thing: T) -> int:
-        """Return the place of a thing, a new one if it is new."""
+        """Return the place of a thing; a new thing gets the next place."""
         return self.places.setdefault(thing, len(self.places))
 
 
 @dataclass(slots=True)
 class Buffers:
-    """Which buffer holds which value: one is used again once its value was read for the last time.
+    """The buffer of each value; a buffer is reused after the last read of its value.
 
-    Buffers of one width only, so that rows stay dense.
+    A buffer is only reused for values of the same width, so that rows stay dense.
     """
 
     reads_left: Counter[str]

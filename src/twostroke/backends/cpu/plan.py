@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from twostroke.backends.cpu.lower import Lowered
     from twostroke.backends.cpu.weights import PackedWeights
-    from twostroke.program import Program, Rope
+    from twostroke.program import Program, ops
 
     Array = NDArray[np.float32]
 
 _EVALUATED_ROWS = 512  # rows of a step when a whole sequence is evaluated
-_NOT_THERE = 2  # what `ts_step` returns for a token or a page that does not exist
+_NOT_THERE = 2  # `ts_step` returns it for a token or a page that does not exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class OpTime:
 
 
 class NativePlan:
-    """Runs steps of a Program over `num_pages` pages of its own."""
+    """Runs steps of a Program over its own `num_pages` pages."""
 
     def __init__(
         self,
@@ -65,27 +65,27 @@ class NativePlan:
         weights: PackedWeights,
         pages: PlanPages,
     ) -> None:
-        """Make a plan with pages of its own; `pool` and `weights` must outlive it.
+        """Make a plan and its pages; `pool` and `weights` must outlive it.
 
         Raises:
             MemoryLimitError: there is no room for the pages.
         """
         self._library = library
         self.num_pages, page_size = pages.num_pages, pages.page_size
-        self._num_ops = len(lowered.ops)
+        self._num_ops = len(lowered.records)
         records = [weights.record(name) for name in lowered.matrices]
         vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
         ropes = [_rope_record(rope) for rope in lowered.ropes]
         layers = _layer_records(program)
         record = PlanRecord(
-            (OpRecord * len(lowered.ops))(*lowered.ops),
+            (OpRecord * len(lowered.records))(*lowered.records),
             (WeightRecord * len(records))(*records),
             (c_void_p * len(vectors))(*vectors),
             (RopeRecord * len(ropes))(*ropes),
             (LayerRecord * len(layers))(*layers),
             (ExpertRecord * len(lowered.experts))(*lowered.experts),
             (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
-            len(lowered.ops),
+            len(lowered.records),
             len(records),
             len(vectors),
             len(ropes),
@@ -106,7 +106,7 @@ class NativePlan:
         """Compute one step.
 
         Raises:
-            MemoryLimitError: there is no room for a step of so many rows.
+            MemoryLimitError: there is no room for a step of that many rows.
             BackendError: a token or a page that does not exist; nothing was computed.
         """
         outcome = self._library.ts_step(self._plan, byref(step))
@@ -159,7 +159,7 @@ class NativePlan:
         return [OpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def copy_page(self, source: int, target: int) -> None:
-        """Let one page hold what another does."""
+        """Copy a page."""
         assert 0 <= source < self.num_pages
         assert 0 <= target < self.num_pages
         self._library.ts_plan_copy_page(self._plan, source, target)
@@ -181,7 +181,7 @@ def _layer_records(program: Program) -> list[LayerRecord]:
     ]
 
 
-def _rope_record(rope: Rope) -> RopeRecord:
+def _rope_record(rope: ops.Rope) -> RopeRecord:
     num_pairs = len(rope.inverse_frequencies)
     frequencies = (c_double * num_pairs)(*rope.inverse_frequencies)
     return RopeRecord(

@@ -14,7 +14,7 @@ MAX_OUTPUTS = 4
 
 
 class OpKind(IntEnum):
-    """What an operation record does."""
+    """The kind of an operation record."""
 
     EMBED = 0
     NORM = 1
@@ -28,10 +28,10 @@ class OpKind(IntEnum):
     SCALE = 9
     TAP = 10
     EXPERTS = 11
-    GIVEN = 12
+    EXTERNAL_INPUT = 12
 
 
-# What the kernels call the functions of a gate.
+# The kernels' numbers for the functions of a gate.
 ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
@@ -45,7 +45,7 @@ class Precision(IntEnum):
 
 
 class Store(IntEnum):
-    """What becomes of a product once it is computed."""
+    """The pages' part that a product is stored in."""
 
     NOTHING = 0
     KEYS = 1
@@ -128,7 +128,7 @@ class RopeRecord(ctypes.Structure):
 
 
 class LayerRecord(ctypes.Structure):
-    """What one attention layer stores."""
+    """The keys and values of one attention layer."""
 
     _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32), ("group", c_int32))
 
@@ -192,7 +192,7 @@ class SliceRecord(ctypes.Structure):
 
 
 class StoreRecord(ctypes.Structure):
-    """A row that is stored in the pages of another table, too."""
+    """A row that is also stored in the pages of another table."""
 
     _fields_ = (("row", c_int32), ("table", c_int32))
 
@@ -215,7 +215,7 @@ class StepRecord(ctypes.Structure):
         ("results", c_void_p),
         ("logits", c_void_p),
         ("taps", POINTER(c_void_p)),
-        ("given", c_void_p),
+        ("external", c_void_p),
         ("stores", c_void_p),
         ("copies", c_void_p),
         ("table_stride", c_int64),

@@ -1,4 +1,4 @@
-"""The norm behind the last layer, for rows that have no logits and whose states are wanted."""
+"""The norm after the last layer, for rows whose states are wanted without logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import BackendError
-from twostroke.program import RMSNorm
+from twostroke.program import ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LastNorm:
-    """Makes of a Program's last hidden states what its logits are computed from.
+    """Norms a Program's last hidden states, as its logits do.
 
-    A kernel that computes logits does this itself, of its rows alone. A row's result does not
-    depend on how many there are.
+    The kernel for logits norms its own rows only. A row's result does not depend on the number of
+    rows.
     """
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor]) -> None:
@@ -32,8 +32,8 @@ class LastNorm:
             BackendError: there is no such norm before the logits.
         """
         norms = [op for op in program.ops if op.output == program.last_states]
-        if not norms or not isinstance(norms[0], RMSNorm) or norms[0].num_groups != 1:
-            raise BackendError(f"{program.name}: its logits are not computed behind a norm of rows")
+        if not norms or not isinstance(norms[0], ops.RMSNorm) or norms[0].num_groups != 1:
+            raise BackendError(f"{program.name}: its logits are not computed from a norm of rows.")
         self._op = norms[0]
         self._weight = tensors[self._op.weight].dequantize() + np.float64(self._op.offset)
 
@@ -45,7 +45,7 @@ class LastNorm:
     def __call__(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return normed rows (rows, width)."""
         wide = rows.astype(np.float64)
-        with np.errstate(all="ignore"):  # what is not finite is told by who reads it
+        with np.errstate(all="ignore"):  # readers check for numbers that are not finite
             mean_square = np.mean(wide * wide, axis=1, keepdims=True)
             normed = wide / np.sqrt(mean_square + self._op.epsilon) * self._weight
             return np.asarray(normed, np.float32)

@@ -1,4 +1,4 @@
-"""Step plans as the flat arrays that the native executor reads, kept from step to step."""
+"""Step plans as the flat arrays of the native executor, kept from step to step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """What a step drew and reported: the parts of a `StepResult`."""
+    """Tokens and reports of a step: the parts of a `StepResult`."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 
 class StepArrays:
-    """Flattens plans; what does not change from one step to the next is not touched again."""
+    """Flattens plans; parts that do not change between steps are not written again."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class StepArrays:
         *,
         one_arithmetic: bool,
         tapped_width: int = 0,
-        is_shown: bool = False,
+        returns_tapped: bool = False,
     ) -> None:
         """`max_pages` is the most that one request's list in one of the cache groups can hold.
 
-        With a `tapped_width` steps have one tap, of values of that width, which are handed out of
-        rows that draw if it `is_shown`.
+        With a `tapped_width` steps have one tap, of values of that width. With `returns_tapped`
+        results have its values for the rows that draw.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -62,10 +62,10 @@ class StepArrays:
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = np.zeros(0, np.int32)
         self._tapped = np.zeros((0, tapped_width), np.float32)
-        self._is_shown = is_shown
+        self._returns_tapped = returns_tapped
         self._taps = (c_void_p * 1)()
         self._has_scores = False
-        self._pooled: dict[Request, int] = {}  # one behind the last of the rows that are wanted
+        self._pooled: dict[Request, int] = {}  # the end of the rows that are wanted
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
@@ -86,12 +86,12 @@ class StepArrays:
         if has_branches or record.num_stores or record.num_copies:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
-        record.taps = self._taps if self._is_shown or self._pooled else None
-        record.given = None if plan.given is None else plan.given.ctypes.data
+        record.taps = self._taps if self._returns_tapped or self._pooled else None
+        record.external = None if plan.external is None else plan.external.ctypes.data
         return sampling
 
     def _fill_plain(self, plan: StepPlan) -> None:
-        """Write a row for each request, of its newest token, behind which one is drawn."""
+        """Write a row for each request, of its newest token, and draw the next."""
         count = len(plan.slices)
         self._reserve(count, count, count)
         if self._num_plain < count:
@@ -134,7 +134,7 @@ class StepArrays:
     def _sample(
         self, parts: Sequence[Slice], requests: Sequence[Request], ends: NDArray[np.int32]
     ) -> None:
-        """Write what is wanted of the rows with logits, of which a slice may have several."""
+        """Write how to sample each row with logits; a slice may have several."""
         self._samples = self._sampling.rows(requests, parts)
         spans = [
             range(e - part.num_with_logits, e) for e, part in zip(ends.tolist(), parts, strict=True)
@@ -142,9 +142,9 @@ class StepArrays:
         self._sampled[: len(self._samples)] = list(chain(*spans))
 
     def _lay_out(self, parts: Sequence[Slice]) -> None:
-        """Cut slices with branches into runs of rows, each with page tables of its own.
+        """Divide slices with branches into runs of rows, each with its own page tables.
 
-        What is in `_slices` is one record for each of the parts.
+        `_slices` has one record for each of the parts.
         """
         whole = self._slices[: len(parts)].tolist()
         runs: list[list[int]] = []
@@ -179,7 +179,7 @@ class StepArrays:
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
     def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> Drawn:
-        """Return what the last step drew, in the plan's order, and what it showed of these rows."""
+        """Return what the last step drew and reported, in the plan's order."""
         num_sampled = self.record.num_sampled
         results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
         rows = self._samples
@@ -199,7 +199,7 @@ class StepArrays:
             draws = np.array(plan.draws, bool)
             scores = read_scores(results[~draws])
             results, drawn, rows = results[draws], drawn[draws], rows[draws]
-        hidden = self._tapped[drawn] if self._is_shown else None
+        hidden = self._tapped[drawn] if self._returns_tapped else None
         return Drawn(*read_results(results, rows), hidden, scores)
 
     def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
@@ -210,7 +210,7 @@ class StepArrays:
         return [self._tapped[end - count : end] for end, count in ends]
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request."""
+        """Drop the state of a request."""
         self.tables.forget(request)
         self._sampling.forget(request)
 
@@ -234,14 +234,11 @@ class StepArrays:
                 prompt.append(Slice(request, start, num_prompt, samples=False))
                 start, count = start + num_prompt, count - num_prompt
                 generated.append(Slice(request, start, count, part.samples, part.drafts))
-                assert not part.branches, "a tree stands behind one row of output"
-        return StepPlan((*generated, *prompt), given=plan.given), len(generated)
+                assert not part.branches, "a tree follows one row of output"
+        return StepPlan((*generated, *prompt), external=plan.external), len(generated)
 
     def _reserve(self, num_tokens: int, num_slices: int, num_sampled: int) -> None:
-        """Have room, and if it must be made, for twice as much as asked for.
-
-        Arrays stay where they are as long as they are large enough.
-        """
+        """Make room; arrays that are too small are replaced by ones of twice the size."""
         enough = num_slices <= len(self._slices) and num_sampled <= self._sampled.size
         if enough and num_tokens <= self._tokens.size:
             return
@@ -276,9 +273,9 @@ class PageTables:
     """One row of page ids a request and in it one part a cache group, copied as its pages grow.
 
     The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. The
-    scheduler only appends to a request's pages, empties places behind a window, or replaces some
-    and counts that (`num_moves`). What stands in a place wholly behind the window of a slice's
-    first row is not to be read: it may be `NO_PAGE`, or a page that has become another's.
+    scheduler only appends to a request's pages, empties places before a window, or replaces some
+    and counts that (`num_moves`). A place wholly before the window of a slice's first row must not
+    be read: it may be `NO_PAGE`, or a page that another request has now.
     """
 
     def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
@@ -306,7 +303,7 @@ class PageTables:
         return self._last_rows
 
     def branch(self, index: int, request_row: int, branch: Branch) -> int:
-        """Return the row of the step's branch number `index`, behind what is in its request's."""
+        """Return the row of the step's branch `index`: its request's first pages, then its own."""
         if index == len(self._branches):
             self._branches.append(self._take_row())
         row = self._branches[index]
@@ -316,7 +313,7 @@ class PageTables:
         return row
 
     def forget(self, request: Request) -> None:
-        """Free a request's row; one that is not there is no error."""
+        """Free a request's row; an unknown request is ignored."""
         if entry := self._entries.pop(request, None):
             self._free.append(entry.row)
             self._last = None
@@ -357,7 +354,7 @@ class PageTables:
 
 @dataclass(slots=True)
 class _Entry:
-    """A request's row, and since which move what is in it stands there."""
+    """A request's row, and the request's `num_moves` when it was copied."""
 
     row: int
     num_moves: int

@@ -1,4 +1,4 @@
-"""Weights in the form that the kernels read: packed once at load, straight from the file."""
+"""Weights in the kernels' layout: packed once at load, straight from the file."""
 
 from __future__ import annotations
 

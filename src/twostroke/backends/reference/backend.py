@@ -36,13 +36,13 @@ class ReferenceBackend:
         num_pages: int,
         page_size: int,
         *,
-        shown: str | None = None,
+        tapped_value: str | None = None,
     ) -> None:
         """Dequantize the Program's weights and reserve its pages.
 
-        Steps hand out the value `shown` of the rows in which they draw.
+        Steps return `tapped_value` for the rows in which they draw.
         """
-        self._program, self._shown = program, shown
+        self._program, self._tapped_value = program, tapped_value
         self._logits = program.ops[-1].output
         self._weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
         self._cache = PagedCache(program, num_pages, page_size)
@@ -63,12 +63,14 @@ class ReferenceBackend:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.given)
+        state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.external)
         self._cache.copy_pages(state.spans)
-        shown, last = self._shown, self._program.last_states
-        values = self._forward(state, frozenset([last] if shown is None else [last, shown]))
+        tapped_value, last = self._tapped_value, self._program.last_states
+        values = self._forward(
+            state, frozenset([last] if tapped_value is None else [last, tapped_value])
+        )
         drawn, scores = draw_all(plan, values[self._logits])
-        hidden = None if shown is None else values[shown][state.sampled[plan.draws]]
+        hidden = None if tapped_value is None else values[tapped_value][state.sampled[plan.draws]]
         elapsed = time.perf_counter() - started
         tokens, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
         states = [values[last][rows] for rows in pooled_rows(plan.slices)]

@@ -1,4 +1,4 @@
-"""What each operation means, in NumPy float32: the definition of right, slow on purpose."""
+"""The meaning of each operation, in NumPy float32: the definition of right, slow on purpose."""
 
 from __future__ import annotations
 
@@ -8,21 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends.spans import PageMap
-from twostroke.program import (
-    Activation,
-    Add,
-    Attention,
-    Embed,
-    GatedActivation,
-    Given,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    Op,
-    RMSNorm,
-    Rope,
-    Scale,
-)
+from twostroke.program import Activation, Op, ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +35,7 @@ class PagedCache:
         return self._map.slots(span, layer, first, end)
 
     def copy_pages(self, spans: Sequence[Span]) -> None:
-        """Let the first pages of branches begin as those of their requests do."""
+        """Copy the first pages of branches from their requests."""
         targets, sources = self._map.copies(spans)
         self._memory[targets] = self._memory[sources]
 
@@ -69,7 +55,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What the operations of one step share besides values."""
+    """Inputs of a step's operations besides values."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -77,7 +63,7 @@ class StepState:
     sampled: NDArray[np.int64]
     weights: Mapping[str, Array]
     cache: PagedCache
-    given: Array | None = None
+    external: Array | None = None
 
 
 def apply(  # noqa: PLR0911 - one return an operation
@@ -85,29 +71,29 @@ def apply(  # noqa: PLR0911 - one return an operation
 ) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""
     match op:
-        case Embed():
+        case ops.Embed():
             return state.weights[op.table][state.tokens]
-        case Given():
-            assert state.given is not None
-            return state.given
-        case RMSNorm():
+        case ops.ExternalInput():
+            assert state.external is not None
+            return state.external
+        case ops.RMSNorm():
             return _rms_norm(op, values[op.x], state.weights[op.weight])
-        case Linear():
+        case ops.Linear():
             product: Array = values[op.x] @ state.weights[op.weight].T
             return product if op.bias is None else product + state.weights[op.bias]
-        case Rope():
+        case ops.Rope():
             return _rope(op, values[op.x], state.positions)
-        case Attention():
+        case ops.Attention():
             return _attention(op, values, state)
-        case GatedActivation():
+        case ops.GatedActivation():
             return _activate(op.activation, values[op.gate]) * values[op.up]
-        case MixtureOfExperts():
+        case ops.MixtureOfExperts():
             return _mix_experts(op, values[op.x], values[op.scores], state.weights)
-        case Scale():
+        case ops.Scale():
             return values[op.x] * np.float32(op.factor)
-        case Add():
+        case ops.Add():
             return values[op.a] + values[op.b]
-        case Logits():
+        case ops.Logits():
             logits: Array = values[op.x][state.sampled] @ state.weights[op.weight].T
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
 
@@ -128,7 +114,7 @@ def _activate(activation: Activation, x: Array) -> Array:
 
 
 def _mix_experts(
-    op: MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
+    op: ops.MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
 ) -> Array:
     shares = np.exp(scores - scores.max(axis=1, keepdims=True))  # (rows, experts)
     shares /= shares.sum(axis=1, keepdims=True)
@@ -147,7 +133,7 @@ def _mix_experts(
     return output
 
 
-def _rms_norm(op: RMSNorm, x: Array, weight: Array) -> Array:
+def _rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
     scale = weight if op.offset == 0 else weight + np.float32(op.offset)
@@ -155,7 +141,7 @@ def _rms_norm(op: RMSNorm, x: Array, weight: Array) -> Array:
     return np.asarray(normed, np.float32).reshape(x.shape)
 
 
-def _rope(op: Rope, x: Array, positions: NDArray[np.int64]) -> Array:
+def _rope(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
     cosine = (np.cos(angles) * op.magnitude).astype(np.float32)[:, None, :]
     sine = (np.sin(angles) * op.magnitude).astype(np.float32)[:, None, :]
@@ -171,7 +157,7 @@ def _rope(op: Rope, x: Array, positions: NDArray[np.int64]) -> Array:
     return rotated.reshape(x.shape)
 
 
-def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> Array:
+def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState) -> Array:
     q, k, v = (values[name] for name in op.inputs)
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
@@ -190,7 +176,7 @@ def _attention(op: Attention, values: Mapping[str, Array], state: StepState) -> 
     return output
 
 
-def _attend(op: Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.bool_]) -> Array:
+def _attend(op: ops.Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.bool_]) -> Array:
     group = op.num_heads // op.num_kv_heads
     output = np.empty(q.shape, np.float32)
     for head in range(op.num_heads):

@@ -40,13 +40,13 @@ class TorchBackend:
         page_size: int,
         device: str = "cpu",
         *,
-        shown: str | None = None,
+        tapped_value: str | None = None,
     ) -> None:
         """Dequantize the Program's weights onto `device` and reserve its pages there.
 
-        Steps hand out the value `shown` of the rows in which they draw.
+        Steps return `tapped_value` for the rows in which they draw.
         """
-        self._program, self._shown = program, shown
+        self._program, self._tapped_value = program, tapped_value
         self._model = TorchModel(program, tensors, device)
         self._pages = Pages(program, num_pages, page_size, self._model.device)
         self.facts = BackendFacts(
@@ -74,15 +74,17 @@ class TorchBackend:
             torch.from_numpy(sampled).to(device),
             self._model.weights,
             PagedStep(self._pages, spans),
-            None if plan.given is None else torch.from_numpy(plan.given).to(device),
+            None if plan.external is None else torch.from_numpy(plan.external).to(device),
         )
-        shown, last = self._shown, self._program.last_states
+        tapped_value, last = self._tapped_value, self._program.last_states
         with torch.inference_mode():
-            values = self._model.run(state, (last,) if shown is None else (last, shown))
+            values = self._model.run(
+                state, (last,) if tapped_value is None else (last, tapped_value)
+            )
             rows = values[self._program.ops[-1].output].cpu().numpy()
             hidden = None
-            if shown is not None:
-                hidden = values[shown][state.sampled[plan.draws]].cpu().numpy()
+            if tapped_value is not None:
+                hidden = values[tapped_value][state.sampled[plan.draws]].cpu().numpy()
             states = [values[last][part].cpu().numpy() for part in pooled_rows(plan.slices)]
         kernel_s = time.perf_counter() - started
         drawn, scores = draw_all(plan, rows)

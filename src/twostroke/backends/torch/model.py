@@ -78,7 +78,7 @@ class TorchModel:
 
 
 def choose_device(wanted: str) -> str:
-    """Return the device that `wanted` stands for; "auto" is a GPU where PyTorch sees one.
+    """Return the device for `wanted`; "auto" is a GPU where PyTorch sees one.
 
     Raises:
         BackendError: PyTorch has no such device here.
@@ -89,5 +89,5 @@ def choose_device(wanted: str) -> str:
     count = torch.cuda.device_count() if has_gpu else 0
     known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     if wanted not in known:
-        raise BackendError(f"PyTorch has no device '{wanted}' here; there are: {', '.join(known)}.")
+        raise BackendError(f"PyTorch has no device '{wanted}' here. Devices: {', '.join(known)}.")
     return wanted

@@ -1,4 +1,4 @@
-"""What each operation means, in PyTorch: differentiable, on whatever device its weights are."""
+"""The operations in PyTorch: differentiable, on the device of their weights."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.program import (
-    Activation,
-    Add,
-    Attention,
-    Embed,
-    GatedActivation,
-    Given,
-    Linear,
-    Logits,
-    MixtureOfExperts,
-    RMSNorm,
-    Rope,
-    Scale,
-)
+from twostroke.program import Activation, ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What the operations of one step share besides values.
+    """Inputs of a step's operations besides values.
 
     `tokens`, `positions` (rows) and `sampled` (rows that get logits) are int64 on the weights'
     device. `keeper` stores the step's keys and values and finds those that its rows see.
@@ -44,7 +31,7 @@ class StepState:
     sampled: Tensor
     weights: Mapping[str, Tensor]
     keeper: Keeper
-    given: Tensor | None = None
+    external: Tensor | None = None
 
 
 def apply(  # noqa: PLR0911 - one return an operation
@@ -53,40 +40,40 @@ def apply(  # noqa: PLR0911 - one return an operation
     """Return what `op` writes, (rows, width), given the values written so far."""
     weights = state.weights
     match op:
-        case Embed():
+        case ops.Embed():
             return functional.embedding(state.tokens, weights[op.table])
-        case Given():
-            assert state.given is not None
-            return state.given
-        case RMSNorm():
+        case ops.ExternalInput():
+            assert state.external is not None
+            return state.external
+        case ops.RMSNorm():
             return _rms_norm(op, values[op.x], weights[op.weight])
-        case Linear():
+        case ops.Linear():
             bias = None if op.bias is None else weights[op.bias]
             return functional.linear(values[op.x], weights[op.weight], bias)
-        case Rope():
+        case ops.Rope():
             return _rope(op, values[op.x], state.positions)
-        case Attention():
+        case ops.Attention():
             return _attention(op, values, state)
-        case GatedActivation():
+        case ops.GatedActivation():
             return _activate(op.activation, values[op.gate]) * values[op.up]
-        case MixtureOfExperts():
+        case ops.MixtureOfExperts():
             return _mix_experts(op, values[op.x], values[op.scores], weights)
-        case Scale():
+        case ops.Scale():
             return values[op.x] * op.factor
-        case Add():
+        case ops.Add():
             return values[op.a] + values[op.b]
-        case Logits():
+        case ops.Logits():
             logits = functional.linear(values[op.x][state.sampled], weights[op.weight])
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
 
 
-def _rms_norm(op: RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
+def _rms_norm(op: ops.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
     grouped = x.reshape(len(x), op.num_groups, -1)
     normed = functional.rms_norm(grouped, (grouped.shape[-1],), weight + op.offset, op.epsilon)
     return normed.reshape(x.shape)
 
 
-def _rope(op: Rope, x: Tensor, positions: Tensor) -> Tensor:
+def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
     frequencies = torch.tensor(op.inverse_frequencies, dtype=torch.float64, device=x.device)
     angles = positions[:, None] * frequencies  # (rows, pairs)
     cosine = (angles.cos() * op.magnitude).to(x.dtype)[:, None, :]
@@ -106,7 +93,7 @@ def _rope(op: Rope, x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1).reshape(x.shape)
 
 
-def _attention(op: Attention, values: Mapping[str, Tensor], state: StepState) -> Tensor:
+def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState) -> Tensor:
     q, k, v = (values[name] for name in op.inputs)
     outputs = []
     for rows, keys, vals, first in state.keeper.spans(op, k, v):
@@ -119,7 +106,7 @@ def _attention(op: Attention, values: Mapping[str, Tensor], state: StepState) ->
     return torch.cat(outputs)
 
 
-def _attend(op: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _attend(op: ops.Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Return (rows, width); q is (rows, heads, head_dim), k and v (context, kv_heads, head_dim)."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first
     if op.soft_cap is None:
@@ -147,7 +134,7 @@ def _activate(activation: Activation, x: Tensor) -> Tensor:
 
 
 def _mix_experts(
-    op: MixtureOfExperts, x: Tensor, scores: Tensor, weights: Mapping[str, Tensor]
+    op: ops.MixtureOfExperts, x: Tensor, scores: Tensor, weights: Mapping[str, Tensor]
 ) -> Tensor:
     shares = scores.softmax(dim=-1)  # (rows, experts)
     chosen = scores.argsort(dim=-1, descending=True, stable=True)[:, : op.num_used]

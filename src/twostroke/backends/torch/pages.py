@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from twostroke.backends.spans import Span
-    from twostroke.program import Attention, Program
+    from twostroke.program import Program, ops
 
     Seen = tuple[slice, Tensor, Tensor, int]
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Keeper(Protocol):
     """Stores a step's keys and values and finds those that its rows attend to."""
 
-    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
         """Yield (rows, keys, values, position of the first key) for each span of rows.
 
         `k` and `v` are the step's own, (rows, width); the yielded ones (context, kv_heads,
@@ -33,7 +33,7 @@ class Keeper(Protocol):
 class OneSequence:
     """A whole sequence at once: nothing outlives the step, and gradients flow through."""
 
-    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
         """Yield the only span."""
         shape = (len(k), op.num_kv_heads, op.head_dim)
         yield slice(0, len(k)), k.reshape(shape), v.reshape(shape), 0
@@ -63,7 +63,7 @@ class PagedStep:
             targets, sources = (torch.from_numpy(slots).to(device) for slots in found)
             pages.memory[targets] = pages.memory[sources]
 
-    def spans(self, op: Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
+    def spans(self, op: ops.Attention, k: Tensor, v: Tensor) -> Iterator[Seen]:
         """Store the step's keys and values, then yield each span's own with what it can see."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:

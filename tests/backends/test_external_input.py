@@ -51,8 +51,8 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
         for name, shape in program.weight_shapes.items()
     } | {TABLE: model.tensors[TABLE], NUMBERS: numbers_table(depth)}
     shown = last_hidden(program)
-    right = ReferenceBackend(program, tensors, 8, 16, shown=shown)
-    tested = cpu(level, program, tensors, 8, 16, shown=shown)
+    right = ReferenceBackend(program, tensors, 8, 16, tapped_value=shown)
+    tested = cpu(level, program, tensors, 8, 16, tapped_value=shown)
     params = SamplingParams(temperature=0, logprobs=0)
     for start, count in ((0, 5), (5, 1), (6, 3), (9, 30), (39, 1)):
         pieces = []
@@ -62,7 +62,7 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
             request = Request(str(number), tokens[: start + count], 0, params, 0, pages=pages)
             pieces.append(Slice(request, start, count, samples=True))
         rows = rng.standard_normal((2 * count, model.spec.hidden_size)).astype(np.float32)
-        plan = StepPlan(tuple(pieces), given=rows)
+        plan = StepPlan(tuple(pieces), external=rows)
         expected, found = right.run(plan), tested.run(plan)
         assert expected.hidden is not None
         assert found.hidden is not None
@@ -74,7 +74,7 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
 @pytest.mark.parametrize("level", LEVELS)
 def test_states_are_shown_of_drawn_rows_in_the_plans_order(model: LoadedModel, level: str) -> None:
     program = build_program(model.spec)
-    backend = cpu(level, program, model.tensors, 8, 16, shown=last_hidden(program))
+    backend = cpu(level, program, model.tensors, 8, 16, tapped_value=last_hidden(program))
     plain = cpu(level, program, model.tensors, 8, 16)
     params = SamplingParams(temperature=0)
     tokens = list(range(20, 32))
