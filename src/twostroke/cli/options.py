@@ -21,7 +21,7 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import BOUNDS, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,8 @@ F = TypeVar("F", bound="Callable[..., Any]")
 T = TypeVar("T")
 
 _BATCH = BatchOptions()
+_TEMPERATURE: Final = 0.7
+_NUMBERS: Final = tuple(name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"})
 _NO_DRAFT: Final = "none"
 
 
@@ -45,37 +47,18 @@ def sampling_options(function: F) -> F:
     return add_options(
         function,
         "Choosing tokens",
-        (("--max-tokens",), {"type": int, "help": "Most tokens to write [default: the context]."}),
-        (
-            ("--temperature",),
-            {"type": float, "default": 0.7, "help": "0 always takes the likeliest token."},
-        ),
-        (("--seed",), {"type": int, "help": "The same seed gives the same answer again."}),
-        (("--top-k",), {"type": int, "default": 0, "help": "Among the k likeliest; 0: all."}),
-        (
-            ("--top-p",),
-            {"type": float, "default": 1.0, "help": "Among the likeliest that sum to p."},
-        ),
-        (
-            ("--min-p",),
-            {"type": float, "default": 0.0, "help": "Among those with p times the best's chance."},
-        ),
-        (
-            ("--repetition-penalty",),
-            {"type": float, "default": 1.0, "help": "Above 1: against tokens met before."},
-        ),
-        (
-            ("--presence-penalty",),
-            {"type": float, "default": 0.0, "help": "Against tokens written before."},
-        ),
-        (
-            ("--frequency-penalty",),
-            {"type": float, "default": 0.0, "help": "The same, for each time."},
-        ),
+        *(_number_option(name) for name in _NUMBERS),
         (("--stop",), {"multiple": True, "help": "Stop before this text; repeatable."}),
-        (("--min-tokens",), {"type": int, "default": 0, "help": "Do not end before so many."}),
         (("--ignore-eos",), {"is_flag": True, "help": "Do not stop at end tokens."}),
     )
+
+
+def _number_option(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    bounds = BOUNDS[name]
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+    default = _TEMPERATURE if name == "temperature" else defaults[name]
+    attributes = {"type": bounds.kind, "default": default, "help": bounds.description}
+    return (f"--{name.replace('_', '-')}",), attributes
 
 
 def compute_options(function: F) -> F:
@@ -83,7 +66,7 @@ def compute_options(function: F) -> F:
     return add_options(
         function,
         "Machine",
-        (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Who computes."}),
+        (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Compute backend."}),
         (
             ("--threads", "num_threads"),
             {"type": int, "help": "Compute threads [default: one per core]."},
@@ -95,8 +78,7 @@ def compute_options(function: F) -> F:
             {
                 "type": int,
                 "default": DEFAULT_ACTIVATION_BITS,
-                "help": "Kept against quantized weights: 15; less near: 9, faster, and 8, fastest; "
-                "not faster at the level 'portable'.",
+                "help": "Precision of activations for quantized weights; 9 and 8 are faster.",
             },
         ),
         (
@@ -112,13 +94,13 @@ def compute_options(function: F) -> F:
             {
                 "type": OneOf(KV_FORMATS),
                 "default": "auto",
-                "help": "Their numbers: f16 (auto), bf16, or int8 in half the room.",
+                "help": "Format of keys and values: f16 (auto), bf16, or int8 (half the memory).",
             },
         ),
-        (("--page-size",), {"type": int, "default": 16, "help": "Tokens a page of that memory."}),
+        (("--page-size",), {"type": int, "default": 16, "help": "Tokens per page of that memory."}),
         (
             ("--prefix-cache/--no-prefix-cache",),
-            {"default": True, "help": "Reuse what prompts have in common."},
+            {"default": True, "help": "Reuse the common beginning of prompts."},
         ),
         (("--strict-prefix",), {"is_flag": True, "help": "Never reuse pages of generated tokens."}),
     )
@@ -134,20 +116,24 @@ def batch_options(function: F) -> F:
             {
                 "type": OneOf(POLICIES),
                 "default": _BATCH.policy,
-                "help": "Who joins when; static waits for a whole batch.",
+                "help": "When requests join a batch; static waits until it is full.",
             },
         ),
         (
             ("--max-running",),
-            {"type": int, "help": "Most requests side by side [default: 256]."},
+            {"type": int, "help": "Most requests that run at once [default: 256]."},
         ),
         (
             ("--token-budget",),
-            {"type": int, "default": _BATCH.token_budget, "help": "Most tokens a step."},
+            {"type": int, "default": _BATCH.token_budget, "help": "Most tokens per step."},
         ),
         (
             ("--batch-size",),
-            {"type": int, "default": _BATCH.batch_size, "help": "Of dynamic and static batches."},
+            {
+                "type": int,
+                "default": _BATCH.batch_size,
+                "help": "Size of dynamic and static batches.",
+            },
         ),
         (
             ("--max-wait", "max_wait_s"),
@@ -178,7 +164,7 @@ def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
             {
                 "type": OneOf(SPECULATE),
                 "default": "auto",
-                "help": "Who guesses tokens; answers stay the same.",
+                "help": "How tokens are guessed ahead; answers stay the same.",
             },
         ),
         (
@@ -186,7 +172,7 @@ def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
             {
                 "default": draft,
                 "metavar": "MODEL|auto|none",
-                "help": "A smaller model, to guess for this one; auto: the catalogue's, if here.",
+                "help": "A smaller model that guesses ahead; auto: the catalogue's, if cached.",
             },
         ),
         (
@@ -195,7 +181,7 @@ def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
         ),
         (
             ("--drafts", "count"),
-            {"type": int, "help": "Always guess so many [default: as many as pay]."},
+            {"type": int, "help": "Always guess this many tokens [default: as many as save time]."},
         ),
     )
 
@@ -228,20 +214,7 @@ def _taken(kind: type[T], given: dict[str, Any]) -> T:
 
 def sampling_params(given: dict[str, Any], constraint: Constraint | None = None) -> SamplingParams:
     """Take the sampling options out of `given` and build them."""
-    names = (
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "stop",
-        "ignore_eos",
-    )
+    names = (*_NUMBERS, "stop", "ignore_eos")
     return SamplingParams(**{name: given.pop(name) for name in names}, constraint=constraint)
 
 

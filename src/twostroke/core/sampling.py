@@ -28,27 +28,36 @@ MAX_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values that a number may have, both ends among them; `above` leaves out `low`."""
+    """A number's meaning, and its values with both ends; `above` leaves out `low`."""
 
     kind: type[int | float]
     low: float
     high: float
+    description: str = ""
     above: bool = False
 
 
-# Of the fields that are numbers. What describes the server's requests reads them, too.
+# The server's descriptions and the options of the command line are made from these.
 BOUNDS: Final[Mapping[str, Bounds]] = {
-    "max_tokens": Bounds(int, 1, MAX_ID),
-    "min_tokens": Bounds(int, 0, MAX_ID),
-    "temperature": Bounds(float, 0.0, 100.0),
-    "top_k": Bounds(int, 0, MAX_ID),
-    "top_p": Bounds(float, 0.0, 1.0, above=True),
-    "min_p": Bounds(float, 0.0, 1.0),
-    "repetition_penalty": Bounds(float, 0.0, 100.0, above=True),
-    "presence_penalty": Bounds(float, -2.0, 2.0),
-    "frequency_penalty": Bounds(float, -2.0, 2.0),
-    "seed": Bounds(int, -(2**63), MAX_SEED),
-    "n": Bounds(int, 1, MAX_CHOICES),
+    "max_tokens": Bounds(int, 1, MAX_ID, "The most tokens to generate; left out: as many as fit."),
+    "min_tokens": Bounds(int, 0, MAX_ID, "Do not end before this many tokens."),
+    "temperature": Bounds(float, 0.0, 100.0, "0 always takes the likeliest token."),
+    "top_k": Bounds(int, 0, MAX_ID, "Draw from the k likeliest tokens; 0: from all."),
+    "top_p": Bounds(
+        float, 0.0, 1.0, "Draw from the likeliest tokens with this total probability.", above=True
+    ),
+    "min_p": Bounds(float, 0.0, 1.0, "Draw from tokens at least p times as likely as the best."),
+    "repetition_penalty": Bounds(
+        float, 0.0, 100.0, "Above 1: makes tokens of prompt and answer less likely.", above=True
+    ),
+    "presence_penalty": Bounds(
+        float, -2.0, 2.0, "Above 0: makes tokens of the answer less likely."
+    ),
+    "frequency_penalty": Bounds(
+        float, -2.0, 2.0, "The same, for each time that the answer has the token."
+    ),
+    "seed": Bounds(int, -(2**63), MAX_SEED, "The same seed gives the same answer again."),
+    "n": Bounds(int, 1, MAX_CHOICES, "How many answers; answer i has the seed plus i."),
     "logprobs": Bounds(int, 0, MAX_LOGPROBS),
     "prompt_logprobs": Bounds(int, 0, MAX_LOGPROBS),
 }

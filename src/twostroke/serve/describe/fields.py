@@ -108,28 +108,20 @@ def in_bodies(facts: Facts) -> dict[str, Schema]:
         len(str(facts.vocab_size - 1)),
     )
     return {
+        **{
+            name: _text(bounds.description) for name, bounds in BOUNDS.items() if bounds.description
+        },
         "model": _text("A name of the model, as `/v1/models` lists them; left out: the first.")
         | {"examples": [facts.names[0]]},
         "messages": _text("The conversation, oldest first.")
         | {"minItems": 1, "maxItems": MAX_MESSAGES},
         "stream": _text("Whether the answer comes in pieces, as server-sent events."),
-        "max_tokens": _text("The most tokens to generate."),
-        "min_tokens": _text("No end before that many tokens; at most `max_tokens`."),
-        "temperature": _text("0 takes the likeliest token always; 1 is the model's own odds."),
-        "top_p": _text("Draw from the fewest tokens that have this much probability together."),
-        "top_k": _text("Draw from the k likeliest tokens; 0 from all."),
-        "min_p": _text("Draw from tokens at least this likely, relative to the likeliest."),
-        "n": _text("How many answers; answer i has the seed plus i."),
-        "seed": _text("The same request with the same seed has the same answer."),
         "stop": _text("Texts before which the answer ends.") | {**_TEXT_SIZE, **_TEXTS},
         "stop_sequences": _text("Texts before which the answer ends.") | _TEXTS,
         "stop_token_ids": _text("Tokens that end the answer.")
         | {"maxItems": MAX_STOP_IDS, "items": {"type": "integer", **ids}},
         "include_stop_str_in_output": _text("Whether the stop text is part of the answer."),
         "ignore_eos": _text("Whether to go on behind the model's end token."),
-        "repetition_penalty": _text("Above 1 makes tokens less likely that were there before."),
-        "presence_penalty": _text("Above 0 makes tokens less likely that the answer has."),
-        "frequency_penalty": _text("The same, for each time that the answer has them."),
         "logit_bias": _text("What is added to the logits of tokens, by id.")
         | {
             "propertyNames": {"pattern": f"^(0|[1-9][0-9]{{0,{num_digits - 1}}})$"},

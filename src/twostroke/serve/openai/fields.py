@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from twostroke.core.errors import RequestError, nearest
-from twostroke.core.sampling import MAX_STOPS, SamplingParams
+from twostroke.core.sampling import BOUNDS, MAX_STOPS, SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.client import Caller
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
@@ -34,20 +34,6 @@ TIERS: Final = {
 }
 
 _UNSUPPORTED: Final = "is not supported yet: leave it out."
-_SAME_NAME: Final = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "n",
-    "ignore_eos",
-)
 
 # What would change the answer and is not there yet is refused, unless its value asks for nothing.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -150,6 +136,12 @@ class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
+
+
+_SAME_NAME: Final = (
+    *(name for name in CommonFields.__struct_fields__ if name in BOUNDS),
+    "ignore_eos",
+)
 
 
 def check_neutral(
