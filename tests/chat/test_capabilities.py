@@ -11,7 +11,7 @@ from support import talkers
 from support.byte_tokenizer import CHATML, byte_metadata
 from support.chats import TOOL_CHATS, TOOLS
 from twostroke.chat.call_forms import FORMS, HERMES
-from twostroke.chat.capabilities import Manners
+from twostroke.chat.capabilities import TemplateCapabilities
 from twostroke.chat.conversation import Chat
 from twostroke.tokenize import Tokenizer, from_gguf
 
@@ -81,16 +81,18 @@ def result(call_id: str, content: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_form_and_manners_are_found_in_the_template(
+def test_form_and_capabilities_are_found_in_the_template(
     template: str, form: str, fields: dict[str, Any]
 ) -> None:
-    assert Chat(tokenizer_of(template)).manners == Manners(FORMS[form], shows_tools=True, **fields)
+    assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(
+        FORMS[form], shows_tools=True, **fields
+    )
 
 
 def test_a_model_is_told_its_own_form_where_the_template_shows_no_tools() -> None:
     chat = Chat(tokenizer_of(talkers.DEEPSEEK_WITHOUT_TOOLS))
     form = FORMS["deepseek"]
-    assert chat.manners == Manners(
+    assert chat.capabilities == TemplateCapabilities(
         form, writes_calls=True, writes_results=True, has_null_content=True
     )
     text = chat.render([USER], TOOLS).text
@@ -101,15 +103,15 @@ def test_a_model_is_told_its_own_form_where_the_template_shows_no_tools() -> Non
 
 @pytest.mark.parametrize("template", [CHATML, talkers.TAGS, talkers.THINKS, "{{ 1 / 0 }}"])
 def test_templates_without_a_known_form_get_words(template: str) -> None:
-    assert Chat(tokenizer_of(template)).manners == Manners(HERMES)
+    assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(HERMES)
 
 
 def test_a_vocabulary_can_tell_the_form() -> None:
     marks = ("<|tool_call|>", "<|/tool_call|>")
-    assert Chat(tokenizer_of(talkers.PHI)).manners == Manners(HERMES)
+    assert Chat(tokenizer_of(talkers.PHI)).capabilities == TemplateCapabilities(HERMES)
     for kind in (CONTROL, USER_DEFINED):
-        manners = Chat(tokenizer_of(talkers.PHI, *marks, kind=kind)).manners
-        assert manners == Manners(FORMS["phi"], shows_tools_of_system=True)
+        capabilities = Chat(tokenizer_of(talkers.PHI, *marks, kind=kind)).capabilities
+        assert capabilities == TemplateCapabilities(FORMS["phi"], shows_tools_of_system=True)
 
 
 @pytest.mark.parametrize(

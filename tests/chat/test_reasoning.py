@@ -30,7 +30,7 @@ def tokenizer_of(template: str, *marks: str) -> Tokenizer:
 def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Preface | None:
     chat = Chat(tokenizer_of(template))
     thinking = Thinking(**asked) if asked else Thinking()
-    return chat.preface(chat.render(messages, thinking=thinking))
+    return chat.turn(chat.render(messages, thinking=thinking)).preface
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_where_the_prompt_leaves_off_decides(
 
 def test_tokens_of_the_vocabulary_are_marks_too() -> None:
     chat = Chat(tokenizer_of(CHATML, "<think>", "</think>"))
-    assert chat.preface(chat.render([USER])) == ANEW
+    assert chat.turn(chat.render([USER])).preface == ANEW
     with pytest.raises(RequestError, match="does not support reasoning"):
         chat.render([USER], thinking=Thinking(True, param="thinking"))
 
@@ -86,7 +86,7 @@ def test_a_text_that_is_gone_on_from_may_end_in_reasoning(
     chat = Chat(tokenizer_of(talkers.THINKS))
     messages = [USER, {"role": "assistant", "content": text}]
     prompt = chat.render(messages, continue_final_message=True)
-    assert chat.preface(prompt, text) == expected
+    assert chat.turn(prompt, continued=text).preface == expected
 
 
 def test_effort_reaches_a_template_that_knows_it() -> None:

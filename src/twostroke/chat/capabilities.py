@@ -1,4 +1,4 @@
-"""What a chat template makes of tools, calls and results, found out by rendering small chats."""
+"""Whether a chat template supports tools, calls and results: found by rendering small chats."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _SHOWN: Final[dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Manners:
-    """How a template is to be given what it shows; what it does not show is put into words.
+class TemplateCapabilities:
+    """What a chat template supports; text in the prompt replaces what it does not.
 
     Attributes:
         form: how the model writes calls.
-        shows_tools: whether it takes tools.
-        shows_tools_of_system: whether it takes them as JSON from the system message.
-        writes_calls: whether it takes the calls of an answer.
-        writes_results: whether it takes messages of the role tool.
+        shows_tools: whether the prompt shows the variable `tools`.
+        shows_tools_of_system: whether it shows tools as JSON in the system message.
+        writes_calls: whether it shows the calls of earlier answers.
+        writes_results: whether it shows messages of the role tool.
         takes_several: whether an answer may have more than one call.
         has_short_ids: whether ids of calls must be nine letters or digits.
-        has_null_content: whether an answer of calls alone has null for its content.
-        has_text_arguments: whether arguments are JSON in a string.
+        has_null_content: whether an answer with calls and no text needs null content.
+        has_text_arguments: whether arguments are a string of JSON, not an object.
     """
 
     form: CallForm = HERMES
@@ -57,8 +57,8 @@ class Manners:
     has_text_arguments: bool = False
 
 
-def manners_of(template: ChatTemplate, tokenizer: Tokenizer) -> Manners:
-    """Return how a template is to be given tools; one that knows no form gets all in words."""
+def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
+    """Return what a template supports of tools, calls and results."""
     probe = _Probe(template)
     shown = probe.render([_USER])
     shows_tools = _TOOL in shown
@@ -71,7 +71,7 @@ def manners_of(template: ChatTemplate, tokenizer: Tokenizer) -> Manners:
     null = replace(probe, content=None)
     if null.written() and null.size() < probe.size():  # an empty text would be a turn of its own
         probe = null
-    return Manners(
+    return TemplateCapabilities(
         form,
         shows_tools=shows_tools,
         writes_calls=True,
@@ -83,18 +83,24 @@ def manners_of(template: ChatTemplate, tokenizer: Tokenizer) -> Manners:
     )
 
 
-def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> Manners:
-    """Return the manners of a template that does not write calls, of which `shown` tells."""
+def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> TemplateCapabilities:
+    """Return the capabilities of a template that does not write calls; `shown` has tools."""
     forms = FORMS.values()
     if _TOOL in shown:
         form = next((form for form in forms if form.is_shown(shown)), None)
         results = probe.writes_results(has_calls=False)
-        return Manners(form, shows_tools=True, writes_results=results) if form else _WORDS
+        return (
+            TemplateCapabilities(form, shows_tools=True, writes_results=results) if form else _NONE
+        )
     form = next((form for form in forms if form.is_known_to(tokenizer)), None)
-    return Manners(form, shows_tools_of_system=True) if form and probe.reads_system() else _WORDS
+    return (
+        TemplateCapabilities(form, shows_tools_of_system=True)
+        if form and probe.reads_system()
+        else _NONE
+    )
 
 
-_WORDS: Final = Manners()
+_NONE: Final = TemplateCapabilities()
 
 
 @dataclass(frozen=True, slots=True)

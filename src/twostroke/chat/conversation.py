@@ -1,23 +1,69 @@
-"""A model's conversations: messages and tools to a prompt, and where its reasoning begins."""
+"""A model's conversations: messages and tools in; a prompt and how to read its answer out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from twostroke.chat.capabilities import manners_of
+from twostroke.chat.capabilities import find_capabilities
 from twostroke.chat.messages import check_are_messages, checked_messages
-from twostroke.chat.reasoning import AS_IT_IS, marks_of, preface_of, variables_of, with_reasoning
+from twostroke.chat.reader import Reading
+from twostroke.chat.reasoning import AS_IT_IS, find_marks, preface_of, variables_of, with_reasoning
 from twostroke.chat.tool_prompt import fitted
+from twostroke.chat.tools import ToolForm
+from twostroke.sample.lark import special_marks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from twostroke.chat.capabilities import Manners
-    from twostroke.chat.reasoning import Marks, Thinking
+    from twostroke.chat.capabilities import TemplateCapabilities
+    from twostroke.chat.reasoning import ReasoningMarks, Thinking
     from twostroke.chat.template import ChatTemplate
+    from twostroke.chat.tools import Tools
     from twostroke.core.preface import Preface
+    from twostroke.core.sampling import SamplingParams
     from twostroke.tokenize import Prompt, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
+
+    `preface` is the reasoning that may come first, `calls` the tools that may be called.
+    """
+
+    prompt: Prompt
+    preface: Preface | None
+    calls: ToolForm | None
+    tokenizer: Tokenizer
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the form of calls, which begins after the reasoning.
+
+        The marks of both are shown, although they may be special tokens.
+        """
+        constraint = params.constraint
+        marks: tuple[str, ...] = ()
+        if self.calls is not None:
+            constraint, marks = self.calls.constraint(), self.calls.form.all_marks
+        if self.preface is not None:
+            marks = (self.preface.begin, self.preface.end, *marks)
+            constraint = constraint and replace(constraint, preface=self.preface)
+        if not marks:
+            return params
+        shown_ids = frozenset(special_marks(marks, self.tokenizer).values())
+        return replace(params, constraint=constraint, preface=self.preface, shown_ids=shown_ids)
+
+    def reading(self, *, splits_reasoning: bool = True) -> Reading:
+        """Return how to read answers; reasoning may stay part of their text."""
+        reading = Reading(preface=self.preface if splits_reasoning else None)
+        if self.calls is None:
+            return reading
+        tools = self.calls.tools
+        return replace(
+            reading, functions=tools.names, form=self.calls.form, is_forced=tools.is_forced
+        )
 
 
 class Chat:
@@ -33,20 +79,24 @@ class Chat:
         return ChatTemplate.for_tokenizer(self._tokenizer)
 
     @cached_property
-    def manners(self) -> Manners:
-        """How tools are shown, and in which form they are called."""
-        return manners_of(self._template, self._tokenizer)
+    def capabilities(self) -> TemplateCapabilities:
+        """What the template supports of tools and calls."""
+        return find_capabilities(self._template, self._tokenizer)
 
     @cached_property
-    def _marks(self) -> Marks | None:
-        return marks_of(self._template, self._tokenizer)
+    def _marks(self) -> ReasoningMarks | None:
+        return find_marks(self._template, self._tokenizer)
 
-    def preface(self, prompt: Prompt, continued: str = "") -> Preface | None:
-        """Return the reasoning that may come first in what follows a prompt.
+    def turn(self, prompt: Prompt, tools: Tools | None = None, *, continued: str = "") -> Turn:
+        """Return how to answer a rendered prompt, in which `tools` may be called.
 
-        `continued` is the text that is to be gone on from, where it is a message's.
+        `continued` is the text of the last message, where the answer continues it.
         """
-        return None if self._marks is None else preface_of(self._marks, prompt, continued)
+        preface = None if self._marks is None else preface_of(self._marks, prompt, continued)
+        calls = None
+        if tools is not None:
+            calls = ToolForm(tools, self.capabilities.form, self._tokenizer, preface)
+        return Turn(prompt, preface, calls, self._tokenizer)
 
     def render(
         self,
@@ -59,12 +109,12 @@ class Chat:
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
-        A template that knows nothing of tools is given them, and calls of them, in words. The last
-        message may be one to be continued. `thinking` is what is asked of the model's reasoning.
+        Where the template does not support tools, text describes them and calls of them. The answer
+        may continue the last message. `thinking` says what the request asks of the reasoning.
 
         Raises:
-            RequestError: the messages are not as they should be, or do not suit the template, or
-                it cannot do what is asked of it.
+            RequestError: the messages are malformed, or the template refuses them or lacks what
+                the request asks for.
             ModelFormatError: the model's template is not valid.
         """
         template = self._template
@@ -72,9 +122,9 @@ class Chat:
         check_are_messages(messages)
         if tools or any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             checked = checked_messages(messages, has_text_arguments=True)
-            messages = fitted(checked, tools, self.manners)
-            shown = tools if tools and self.manners.shows_tools else None
-            is_text = self.manners.has_text_arguments
+            messages = fitted(checked, tools, self.capabilities)
+            shown = tools if tools and self.capabilities.shows_tools else None
+            is_text = self.capabilities.has_text_arguments
         return template.render(
             with_reasoning(messages, template.keys),
             add_generation_prompt=add_generation_prompt,

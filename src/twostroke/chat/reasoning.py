@@ -39,7 +39,7 @@ _KEYS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ReasoningMarks:
     """The texts around a model's reasoning; `is_of_template` if its chat template writes them."""
 
     begin: str
@@ -65,18 +65,18 @@ class Thinking:
 AS_IT_IS: Final = Thinking()
 
 
-def marks_of(template: ChatTemplate, tokenizer: Tokenizer) -> Marks | None:
+def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks | None:
     """Return how a model marks its reasoning, if its template or its vocabulary says so."""
     for begin, end in _PAIRS:
         if end in template.source:
-            return Marks(begin, end, is_of_template=True)
+            return ReasoningMarks(begin, end, is_of_template=True)
     for begin, end in _PAIRS:
         if tokenizer.find(begin) is not None and tokenizer.find(end) is not None:
-            return Marks(begin, end, is_of_template=False)
+            return ReasoningMarks(begin, end, is_of_template=False)
     return None
 
 
-def preface_of(marks: Marks, prompt: Prompt, continued: str) -> Preface | None:
+def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface | None:
     """Return the reasoning that may come first behind a prompt, or None if it is over by then.
 
     `continued` is the text at its end that is to be gone on from, if any.
@@ -92,7 +92,7 @@ def preface_of(marks: Marks, prompt: Prompt, continued: str) -> Preface | None:
 
 
 def variables_of(
-    thinking: Thinking, known: Collection[str], marks: Marks | None
+    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
     """Return the variables of a template that do what is asked; it reads those that are `known`.
 
@@ -130,7 +130,9 @@ def with_reasoning(
     ]
 
 
-def _switched(thinking: Thinking, known: Collection[str], marks: Marks | None) -> dict[str, object]:
+def _switched(
+    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
+) -> dict[str, object]:
     is_on, effort = thinking.is_on, thinking.effort
     if effort is not None and effort not in EFFORTS:
         raise RequestError(f"must be one of {', '.join(EFFORTS)}.", field=thinking.param)
@@ -148,7 +150,7 @@ def _switched(thinking: Thinking, known: Collection[str], marks: Marks | None) -
     raise RequestError(reason, field=thinking.param)
 
 
-def _reasons(marks: Marks | None) -> bool:
+def _reasons(marks: ReasoningMarks | None) -> bool:
     return marks is not None and marks.is_of_template
 
 

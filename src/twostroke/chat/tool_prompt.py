@@ -1,4 +1,4 @@
-"""Tools, their calls and results as a chat template can show them, in words if not otherwise."""
+"""Tools, calls and results in the form that a chat template supports, else as plain text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from twostroke.chat.capabilities import Manners
+    from twostroke.chat.capabilities import TemplateCapabilities
 
 _SHORT_ID: Final = 9  # characters
 _INSTRUCTIONS: Final = """\
@@ -21,57 +21,61 @@ The result comes in the next message. Without need of a function, answer as usua
 
 
 def fitted(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], manners: Manners
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    capabilities: TemplateCapabilities,
 ) -> list[dict[str, Any]]:
-    """Return a conversation as a template of these manners takes it.
+    """Return the messages as a template with these capabilities can show them.
 
-    `tools` are put in where it does not take them by themselves.
+    The system message describes `tools` where the template does not show them.
     """
-    told = [dict(message) for message in messages]
-    if manners.writes_calls and not manners.takes_several:
-        told = list(_one_by_one(told))
-    told = [_fitted(message, manners) for message in told]
-    if manners.shows_tools_of_system and tools:
-        if told[0]["role"] != "system":
-            told.insert(0, {"role": "system", "content": ""})
-        told[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    elif tools and not manners.shows_tools:
-        _instruct(told, tools, manners)
-    return told if manners.writes_results else _joined(told)
+    shown = [dict(message) for message in messages]
+    if capabilities.writes_calls and not capabilities.takes_several:
+        shown = list(_one_by_one(shown))
+    shown = [_fitted(message, capabilities) for message in shown]
+    if capabilities.shows_tools_of_system and tools:
+        if shown[0]["role"] != "system":
+            shown.insert(0, {"role": "system", "content": ""})
+        shown[0]["tools"] = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    elif tools and not capabilities.shows_tools:
+        _instruct(shown, tools, capabilities)
+    return shown if capabilities.writes_results else _joined(shown)
 
 
 def _instruct(
-    told: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], manners: Manners
+    shown: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    capabilities: TemplateCapabilities,
 ) -> None:
-    """Let the system message say what may be called, and how."""
+    """Describe in the system message which functions can be called, and how."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = _INSTRUCTIONS.format(tools=described, form=manners.form.example())
-    if told and told[0]["role"] == "system":
-        told[0] = told[0] | {"content": f"{told[0]['content']}\n\n{instructions}"}
+    instructions = _INSTRUCTIONS.format(tools=described, form=capabilities.form.example())
+    if shown and shown[0]["role"] == "system":
+        shown[0] = shown[0] | {"content": f"{shown[0]['content']}\n\n{instructions}"}
     else:
-        told.insert(0, {"role": "system", "content": instructions})
+        shown.insert(0, {"role": "system", "content": instructions})
 
 
-def _fitted(message: dict[str, Any], manners: Manners) -> dict[str, Any]:
+def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict[str, Any]:
     content, calls = message.get("content") or "", message.get("tool_calls")
     if message["role"] == "tool":
-        if not manners.writes_results:
+        if not capabilities.writes_results:
             return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        if manners.has_short_ids and "tool_call_id" in message:
+        if capabilities.has_short_ids and "tool_call_id" in message:
             message["tool_call_id"] = _short(message["tool_call_id"])
         return message
     if not calls:
         return message | {"content": content}
-    if not manners.writes_calls:
+    if not capabilities.writes_calls:
         functions = [call["function"] for call in calls]
-        written = manners.form.write((f["name"], _arguments(f)) for f in functions)
+        written = capabilities.form.write((f["name"], _arguments(f)) for f in functions)
         del message["tool_calls"]
         return message | {"content": "\n".join(filter(None, [content, written]))}
-    if manners.has_text_arguments:
+    if capabilities.has_text_arguments:
         calls = [_with_text(call) for call in calls]
-    if manners.has_short_ids:
+    if capabilities.has_short_ids:
         calls = [call | {"id": _short(str(call.get("id")))} for call in calls]
-    without = None if manners.has_null_content else ""
+    without = None if capabilities.has_null_content else ""
     return message | {"content": content or without, "tool_calls": calls}
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from twostroke.chat.reasoning import AS_IT_IS
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
-from twostroke.sample.lark import special_marks
 from twostroke.schedule.limits import too_long
 from twostroke.tokenize import TooManyTokensError, encode_infill
 
@@ -19,10 +18,9 @@ if TYPE_CHECKING:
 
     from twostroke.chat.conversation import Chat
     from twostroke.chat.reasoning import Thinking
-    from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
-    from twostroke.tokenize import InfillTokens, Prompt, Tokenizer
+    from twostroke.tokenize import InfillTokens, Prompt
 
 _MOST_SHOWN: Final = 60  # characters of what is no prompt
 
@@ -124,35 +122,14 @@ def encode_chat(
 def encode_turn(
     card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
 ) -> tuple[list[int], SamplingParams]:
-    """Return the token ids of a conversation, and how to answer it: perhaps behind reasoning.
+    """Return the token ids of a conversation, and how to answer it.
 
     Raises:
         RequestError: as `encode_chat`.
     """
     chat = chat_of(card)
-    prompt = chat.render(messages)
-    params = behind_preface(params, chat.preface(prompt), card.tokenizer)
-    return encode_rendered(card, prompt), params
-
-
-def behind_preface(
-    params: SamplingParams,
-    preface: Preface | None,
-    tokenizer: Tokenizer,
-    marks: Sequence[str] = (),
-) -> SamplingParams:
-    """Return parameters that apply behind a preface, if there is one.
-
-    Its marks, and further `marks`, are shown though they may be special tokens.
-    """
-    constraint = params.constraint
-    if preface is not None:
-        marks = (preface.begin, preface.end, *marks)
-        constraint = constraint and replace(constraint, preface=preface)
-    if not marks:
-        return params
-    shown_ids = frozenset(special_marks(marks, tokenizer).values())
-    return replace(params, constraint=constraint, preface=preface, shown_ids=shown_ids)
+    turn = chat.turn(chat.render(messages))
+    return encode_rendered(card, turn.prompt), turn.constrained(params)
 
 
 def chat_of(card: ModelCard) -> Chat:

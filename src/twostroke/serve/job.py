@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
-from twostroke.chat.tools import ToolForm
 from twostroke.core.errors import (
     RequestError,
 )
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
-    behind_preface,
     chat_of,
     encode_gap,
     encode_rendered,
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from twostroke.chat.conversation import Turn
     from twostroke.chat.reasoning import Thinking
-    from twostroke.chat.tools import Tools
+    from twostroke.chat.tools import ToolForm, Tools
     from twostroke.core.embedding import EmbeddingParams
-    from twostroke.core.preface import Preface
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
@@ -78,10 +76,10 @@ class Conversation:
             thinking=self.thinking,
         )
 
-    def preface(self, card: ModelCard, rendered: Rendered) -> Preface | None:
-        """Return the marks of the reasoning that may begin the answer; None without any."""
+    def turn(self, card: ModelCard, tools: Tools | None) -> Turn:
+        """Return its prompt, and how answers that may call `tools` are held and read."""
         continued = self.messages[-1].get("content") or "" if self.continues else ""
-        return chat_of(card).preface(rendered, continued)
+        return chat_of(card).turn(self.render(card), tools, continued=continued)
 
 
 Prompt = str | list[int] | Conversation
@@ -171,24 +169,10 @@ class Job:
     def _encode_chat(
         self, prompt: Conversation, card: ModelCard, hints: Hints, *, splits_reasoning: bool
     ) -> Encoded:
-        rendered = prompt.render(card)
-        params = self.params
-        tokens = [encode_rendered(card, rendered, self.caller.prompt_field)]
-        preface = prompt.preface(card, rendered)
-        if preface is None and self.tools is None:
-            return Encoded(tokens, params, hints)
-        reading = Reading(preface=preface if splits_reasoning else None)
-        if self.tools is None:
-            params = behind_preface(params, preface, card.tokenizer)
-            return Encoded(tokens, params, hints, reading)
-        form = chat_of(card).manners.form
-        calls = ToolForm(self.tools, form, card.tokenizer, preface)
-        params = behind_preface(params, preface, card.tokenizer, form.all_marks)
-        params = replace(params, constraint=calls.constraint())
-        reading = replace(
-            reading, functions=self.tools.names, form=form, is_forced=self.tools.is_forced
-        )
-        return Encoded(tokens, params, hints, reading, calls)
+        turn = prompt.turn(card, self.tools)
+        tokens = [encode_rendered(card, turn.prompt, self.caller.prompt_field)]
+        reading = turn.reading(splits_reasoning=splits_reasoning)
+        return Encoded(tokens, turn.constrained(self.params), hints, reading, turn.calls)
 
 
 @dataclass(frozen=True, slots=True)
