@@ -9,6 +9,7 @@ import pytest
 
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces
+from support.operations import NUM_IDS, OPS, input_width
 from support.programs import PROGRAMS, random_tensors
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
@@ -19,6 +20,7 @@ from twostroke.program.ops import (
     Add,
     Attention,
     Embed,
+    ExternalInput,
     GatedActivation,
     Linear,
     Logits,
@@ -169,6 +171,33 @@ def test_operations_that_are_not_fused_are_as_the_reference_says(level):
         actual = backend.score(tokens)
     expected = ReferenceBackend(program, tensors, 1, 16).score(tokens)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+
+
+def program_around(op):
+    """Return a Program in which the operation writes the value "out" from random inputs."""
+    embed = Embed("embedded", "embedding", NUM_IDS, 64)
+    inputs = [
+        Linear(name, "embedded", f"{name}.weight", 64, input_width(op, name)) for name in op.inputs
+    ]
+    last = () if isinstance(op, Logits) else (Logits("logits", "embedded", "head", 64, NUM_IDS),)
+    return Program("one", (embed, *inputs, op, *last), NUM_IDS, 64)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_operation_alone_is_as_the_reference_says(level):
+    rng = np.random.default_rng(4)
+    tokens = rng.integers(0, NUM_IDS, 40).tolist()
+    for op in OPS:
+        if isinstance(op, ExternalInput):  # see test_external_input.py
+            continue
+        program = program_around(op)
+        tensors = random_tensors(program)
+        expected = ReferenceBackend(program, tensors, 3, 16).trace(tokens, ["out"])["out"]
+        with cpu_backend((program, tensors), level, 3) as backend:
+            for generated in (False, True):
+                actual = backend.trace(tokens, ["out"], generated=generated)["out"]
+                atol = 4e-3 * np.abs(expected).max()
+                np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=str(op))
 
 
 @pytest.fixture(scope="module")

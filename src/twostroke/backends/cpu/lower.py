@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from twostroke.program import Op, Program
 
-_PLAIN = {ops.ExternalInput: OpKind.EXTERNAL_INPUT, ops.Add: OpKind.ADD}
 _PRECISIONS = dict(
     zip(ACTIVATION_BITS, (Precision.PLAIN, Precision.MIXED, Precision.COARSE), strict=True)
 )
@@ -157,7 +156,7 @@ class _Lowering:
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {run}.")
 
-    def _single(self, op: Op) -> None:
+    def _single(self, op: Op) -> None:  # noqa: C901 - a case for each operation
         match op:
             case _ if op.output in self._absorbed:
                 pass
@@ -179,8 +178,10 @@ class _Lowering:
                 self._mixture(op, None)
             case ops.Scale():
                 self._emit(OpKind.SCALE, op).factor = op.factor
-            case ops.ExternalInput() | ops.Add():
-                self._emit(_PLAIN[type(op)], op)
+            case ops.ExternalInput():
+                self._emit(OpKind.EXTERNAL_INPUT, op)
+            case ops.Add():
+                self._emit(OpKind.ADD, op)
             case _:
                 raise BackendError(f"The cpu backend has no kernel for {type(op).__name__}.")
 

@@ -66,7 +66,7 @@ class StepState:
     external: Array | None = None
 
 
-def apply(  # noqa: PLR0911 - one return an operation
+def apply(  # noqa: PLR0911 - a case for each operation
     op: Op, values: Mapping[str, Array], state: StepState
 ) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""

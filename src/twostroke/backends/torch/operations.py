@@ -34,7 +34,7 @@ class StepState:
     external: Tensor | None = None
 
 
-def apply(  # noqa: PLR0911 - one return an operation
+def apply(  # noqa: PLR0911 - a case for each operation
     op: Op, values: Mapping[str, Tensor], state: StepState
 ) -> Tensor:
     """Return what `op` writes, (rows, width), given the values written so far."""

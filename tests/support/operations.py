@@ -1,0 +1,51 @@
+"""Examples of every operation, for the tests that hold for all of them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from twostroke.program import Activation, Op
+from twostroke.program.ops import (
+    Add,
+    Attention,
+    Embed,
+    Expert,
+    ExternalInput,
+    GatedActivation,
+    Linear,
+    Logits,
+    MixtureOfExperts,
+    RMSNorm,
+    Rope,
+    Scale,
+)
+
+NUM_IDS = 12
+EXPERTS = tuple(Expert(f"gate{i}", f"up{i}", f"down{i}") for i in range(6))
+OPS: tuple[Op, ...] = (
+    Embed("out", "table", NUM_IDS, 24),
+    ExternalInput("out", 24),
+    RMSNorm("out", "x", "w", 24, 1e-5, offset=0.5),
+    RMSNorm("out", "x", "w", 32, 1e-5, num_groups=4),
+    Linear("out", "x", "w", 24, 40),
+    Linear("out", "x", "w", 24, 40, "b"),
+    Rope("out", "x", 4, 16, (1.0, 0.1, 0.01), interleaved=False),
+    Rope("out", "x", 4, 16, (1.0, 0.1), interleaved=True),
+    Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
+    Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
+    GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
+    MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
+    Scale("out", "x", 24, 0.7),
+    Add("out", "a", "b", 24),
+    Logits("out", "x", "w", 24, NUM_IDS, soft_cap=3.0),
+)
+assert {type(op) for op in OPS} == set(get_args(Op)), "an operation has no example"
+
+
+def input_width(op: Op, name: str) -> int:
+    """Return the width of one of an operation's inputs."""
+    if isinstance(op, Attention) and name != op.q:
+        return op.num_kv_heads * op.head_dim
+    if isinstance(op, MixtureOfExperts) and name == op.scores:
+        return len(op.experts)
+    return op.in_width if isinstance(op, Linear | Logits) else op.width
