@@ -167,7 +167,7 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
         ),
         (
             {"input": [{"type": "web_search_call", "id": "x"}]},
-            "input[0].type got 'web_search_call'",
+            "got 'web_search_call'",
             "input[0].type",
         ),
         ({"input": [{"role": "tool", "content": ""}]}, "function_call_output", "input[0].role"),
