@@ -241,7 +241,7 @@ def test_methods_of_a_path_are_told_in_one_order(server: LiveServer) -> None:
     for path, methods in (("/v1/models", "GET, HEAD"), ("/v1/responses/a", "DELETE, GET, HEAD")):
         response = server.http.put(path)
         assert response.headers["allow"] == methods
-        assert response.json()["error"]["message"].endswith(f"it takes {methods}.")
+        assert response.json()["error"]["message"].endswith(f"only {methods}.")
 
 
 @pytest.mark.parametrize(

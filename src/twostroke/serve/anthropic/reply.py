@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class UsageBody(msgspec.Struct, frozen=True):
-    """Anthropic's usage object: input tokens are those that the prefix cache did not have.
+    """Anthropic's usage object; input tokens are those that the prefix cache did not have.
 
-    Whatever is computed is cached without being asked, and costs nothing more: none of it counts
-    as the creation of a cache.
+    Caching is automatic and free, so no token counts as cache creation.
     """
 
     input_tokens: int
@@ -42,14 +41,14 @@ class TextBody(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBody(msgspec.Struct, tag_field="type", tag="thinking"):
-    """A block of reasoning; clients want a signature and send it back, nobody checks it."""
+    """A block of reasoning; clients expect a signature and send it back; we do not check it."""
 
     thinking: str
     signature: str
 
 
 class ToolUseBody(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool; in a stream the input comes in pieces behind it."""
+    """A call of a tool; in a stream its input follows in pieces."""
 
     id: str
     name: str
@@ -60,7 +59,7 @@ BlockBody = TextBody | ThinkingBody | ToolUseBody
 
 
 class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
-    """A message; the reason why it ended and the stop sequence are null while it goes on."""
+    """A message; stop reason and stop sequence are null until it ends."""
 
     id: str
     role: str
@@ -86,7 +85,7 @@ class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
 
 
 class Ping(msgspec.Struct, tag_field="type", tag="ping"):
-    """Nothing."""
+    """An event without meaning, which Anthropic's streams have."""
 
 
 class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
@@ -102,7 +101,7 @@ class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
 
 
 class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
-    """The signature of the reasoning, which is over."""
+    """The signature of a complete block of reasoning."""
 
     signature: str
 
@@ -114,14 +113,14 @@ class InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """A block goes on."""
+    """A block grows."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    """A block is over."""
+    """A block is complete."""
 
     index: int
 
@@ -134,7 +133,7 @@ class StopBody(msgspec.Struct):
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """What is known of the message at its end; usage is that of the whole."""
+    """The end of the message, with the usage of all of it."""
 
     delta: StopBody
     usage: UsageBody
@@ -163,7 +162,7 @@ class MessageEncoder:
         self._timings: TimingsBody | UnsetType = UNSET
 
     def write(self, event: events.Event) -> bytes:
-        """Return the named events of an event."""
+        """Return the named server-sent events of an event."""
         match event:
             case events.Added():
                 block = event.block

@@ -123,11 +123,14 @@ class ChatEncoder:
             None if reply.job.include_usage else UNSET,
             tier_of(reply.job),
         )
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
         self._scored: dict[int, list[TokenLogprob]] = {}  # by choice; until its next chunk
 
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
         match event:
+            case events.Added(block=block) if block.kind is events.BlockKind.TEXT:
+                return self._write_text(block.choice, event.text)
             case events.Added():
                 return self._write(event.block.choice, _delta(event.block, event.text))
             case events.Began():
@@ -177,6 +180,17 @@ class ChatEncoder:
             usage,
             tier_of(reply.job),
         )
+
+    def _write_text(self, index: int, text: str) -> bytes:
+        """Write what most chunks have; all of it but the text is encoded once for each choice."""
+        if index in self._scored:
+            return self._write(index, Delta(content=text))
+        around = self._around_text.get(index)
+        if around is None:
+            before, key, after = self._write(index, Delta(content="")).partition(b'"content":')
+            around = before + key, after.removeprefix(b'""')
+            self._around_text[index] = around
+        return encode_json(text).join(around)
 
     def _write(self, index: int, delta: Delta) -> bytes:
         choice = self._choice

@@ -19,7 +19,7 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens; `bytes` is the truth where it is a part of a character."""
+    """One of the likeliest tokens; `bytes` is exact even for a part of a character."""
 
     token: str
     logprob: float
@@ -45,7 +45,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a completion; `text_offset` counts characters from the text's start.
 
-    The first token of a prompt that is repeated follows nothing and has none.
+    The first token of an echoed prompt has no log-probability.
     """
 
     tokens: list[str]
@@ -117,16 +117,16 @@ class CompletionScorer:
 
 
 class Offsets:
-    """Counts characters of an answer or a prompt, so that each token knows where it begins.
+    """Counts characters, to find where each token of an answer or a prompt begins.
 
     A token inside a character begins where that character does.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int = 0, prompt: str = "") -> None:
-        """Begin at `start`, or in the text of a `prompt`, which may show special tokens, too."""
+        """Begin at `start`, or in the text of a `prompt`, which may contain special tokens."""
         self._prompt = prompt
         self._decoder = _UTF8("replace")
-        self._untold = tokenizer.special_ids  # which the text leaves out
+        self._untold = tokenizer.special_ids  # absent from the text
         self._strip_space = tokenizer.strip_space
         self._offset = start
 

@@ -17,16 +17,13 @@ DONE: Final = b"data: [DONE]\n\n"  # the end of a stream
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompts came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """How many tokens were reasoning, and how many were guessed ahead.
-
-    Of the latter, right ones are part of the answer, wrong ones of nothing.
-    """
+    """Tokens of reasoning, and drafted tokens; only accepted ones are in the answer."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -44,11 +41,11 @@ class UsageBody(msgspec.Struct, frozen=True):
 
 
 class TimingsBody(msgspec.Struct, frozen=True):
-    """How long an answer took, in seconds; ours, sent when `return_timings` asks for it.
+    """Durations of an answer in seconds, our extension; sent if `return_timings` is set.
 
-    `ttft_s` includes `queue_s`, and `e2e_s` everything up to the last token. `tpot_s`, the mean
-    time between tokens, and `decode_tokens_per_s` are null for an answer of one token. The tokens
-    are those of its prompt that the prefix cache had, and those of guesses.
+    `ttft_s` includes `queue_s`; `e2e_s` ends with the last token. `tpot_s` (the mean time between
+    tokens) and `decode_tokens_per_s` are null for an answer of one token. `cached_tokens` are
+    prompt tokens found in the prefix cache; accepted and rejected ones are drafts.
     """
 
     queue_s: float
@@ -62,7 +59,7 @@ class TimingsBody(msgspec.Struct, frozen=True):
 
 
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
-    """Return OpenAI's form of a usage, with what of the completion was reasoning."""
+    """Return OpenAI's form of a usage."""
     return UsageBody(
         usage.prompt_tokens,
         usage.completion_tokens,
@@ -73,7 +70,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
 
 
 def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
-    """Return what happened when, as durations."""
+    """Return the durations of an answer."""
     tpot_s = timings.tpot_s(usage.completion_tokens)
     return TimingsBody(
         queue_s=timings.queue_s,
@@ -88,12 +85,12 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
 
 
 def tier_of(job: Job) -> str | UnsetType:
-    """Return what the response says of its class of service, if anything."""
+    """Return the class of service to report, if the request named one."""
     return UNSET if job.tier is None else job.tier
 
 
 def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
-    """Return OpenAI's word for why an answer ended; one with calls ends so that they are made."""
+    """Return OpenAI's finish reason."""
     if reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if has_calls else "stop"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ResponsesEncoder:
-    """Fills the response, block by block, and tells of it by numbered events; each is an item."""
+    """Fills the response item by item, one for each block, and reports it by numbered events."""
 
     def __init__(self, reply: Reply) -> None:
         """Write `reply`."""
@@ -44,12 +44,12 @@ class ResponsesEncoder:
         self._body = begun(reply)
         self._body.output = []
         self._block: events.ContentBlock | None = None  # the open one
-        self._scored: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._scored: list[TokenLogprob] = []  # of tokens ahead of their text
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
 
     def write(self, event: events.Event) -> bytes:
-        """Return the named events of an event."""
+        """Return the named server-sent events of an event."""
         data = b""
         for one in self._take(event):  # each is written before the body changes further
             one.sequence_number = self._num_events
@@ -65,7 +65,7 @@ class ResponsesEncoder:
         return self._body
 
     def _take(self, event: events.Event) -> Iterator[sent.StreamEvent]:
-        """Note an event in the response, and yield what a stream tells of it."""
+        """Apply an event to the response, and yield the stream's events of it."""
         match event:
             case events.Added():
                 yield from self._add(event.block, event.text)

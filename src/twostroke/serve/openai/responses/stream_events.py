@@ -11,7 +11,7 @@ from twostroke.serve.openai.responses.body import OutputItem, OutputPart, Respon
 
 
 class StreamEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    """What all events have; `type` is the tag."""
+    """The common fields of all events; `type` is the tag."""
 
     sequence_number: int = 0
 
@@ -55,7 +55,7 @@ class OutputTextDelta(StreamEvent, tag="response.output_text.delta"):
 
 
 class OutputTextDone(StreamEvent, tag="response.output_text.done"):
-    """A text is whole."""
+    """A text is complete."""
 
     item_id: str
     output_index: int
@@ -65,7 +65,7 @@ class OutputTextDone(StreamEvent, tag="response.output_text.done"):
 
 
 class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
-    """A piece of what is thought."""
+    """A piece of the reasoning."""
 
     item_id: str
     output_index: int
@@ -74,7 +74,7 @@ class ReasoningTextDelta(StreamEvent, tag="response.reasoning_text.delta"):
 
 
 class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
-    """What was thought is whole."""
+    """The reasoning is complete."""
 
     item_id: str
     output_index: int
@@ -83,7 +83,7 @@ class ReasoningTextDone(StreamEvent, tag="response.reasoning_text.done"):
 
 
 class ContentPartDone(StreamEvent, tag="response.content_part.done"):
-    """A part of an item is over."""
+    """A part of an item is complete."""
 
     item_id: str
     output_index: int
@@ -100,7 +100,7 @@ class CallArgumentsDelta(StreamEvent, tag="response.function_call_arguments.delt
 
 
 class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"):
-    """A call's arguments are whole."""
+    """A call's arguments are complete."""
 
     item_id: str
     output_index: int
@@ -109,7 +109,7 @@ class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"
 
 
 class OutputItemDone(StreamEvent, tag="response.output_item.done"):
-    """An item is over."""
+    """An item is complete."""
 
     output_index: int
     item: OutputItem
@@ -122,13 +122,13 @@ class ResponseCompleted(StreamEvent, tag="response.completed"):
 
 
 class ResponseIncomplete(StreamEvent, tag="response.incomplete"):
-    """The last event of an answer that was too long."""
+    """The last event of an answer that reached the token limit."""
 
     response: ResponseBody
 
 
 class ResponseFailed(StreamEvent, tag="response.failed"):
-    """The last event of an answer that something went wrong with."""
+    """The last event of an answer that failed."""
 
     response: ResponseBody
 
