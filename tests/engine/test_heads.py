@@ -148,7 +148,7 @@ def test_a_slow_first_step_says_nothing_of_others(
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind]) as llm:
         (proposer,) = llm.engine.client.loop._speculator._proposers
-        propose, run, now_s, guessed = proposer.propose, proposer._runner.run, 0.0, []
+        propose, run, now_s, guessed = proposer.propose, proposer._runner.runner.run, 0.0, []
 
         def slow_at_first(plan: Any) -> Any:
             nonlocal now_s
@@ -161,11 +161,11 @@ def test_a_slow_first_step_says_nothing_of_others(
             guessed.append(found[0] is not None)
             return found
 
-        monkeypatch.setattr(proposer._runner, "run", slow_at_first)
+        monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
         clock = SimpleNamespace(monotonic=lambda: now_s)
-        monkeypatch.setattr("twostroke.spec.heads.time", clock)
+        monkeypatch.setattr("twostroke.spec.sequences.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
-        monkeypatch.setattr("twostroke.spec.balance.Balance.may_ask", lambda _: True)
+        monkeypatch.setattr("twostroke.spec.worth.Account.may_ask", lambda _: True)
         llm.generate(PROMPTS[:1], GREEDY)
     assert sum(guessed) > 20
 

@@ -309,7 +309,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
         with LLM(str(path), options) as llm:
             _, draft, _ = llm.engine.client.loop._speculator._proposers
             assert isinstance(draft, DraftModel)
-            found.append(draft._runner.facts.num_pages)
+            found.append(draft._runner.runner.facts.num_pages)
             assert found[-1] == llm.engine.facts.num_pages
     assert found[0] < found[1]
 
@@ -345,4 +345,4 @@ def test_a_draft_that_fails_takes_no_answer_along(
         assert everything(llm) == plain
         assert llm.engine.client.loop._speculator._proposers == ()
         assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
-    assert caplog.text.count("DraftModel failed, and is asked no more.") == 1
+    assert caplog.text.count("DraftModel failed and is not used any more.") == 1

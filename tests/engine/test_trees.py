@@ -19,7 +19,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.core.tree import ROOT
 from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.schedule import Continuous, drafting
-from twostroke.spec import Always, Outcome, Pace, Price, Proposal, Speculator
+from twostroke.spec import Always, Outcome, Price, Proposal, Speculator, StepTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,8 +162,8 @@ def test_an_engine_answers_the_same_with_trees(
             for prompt, answer in zip(prompts, expected, strict=True)
         }
         guesser = GuessesTrees(outputs)
-        pace = Pace(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
-        speculator = Speculator([guesser], Always(24), pace)
+        step_time = StepTime(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
+        speculator = Speculator([guesser], Always(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             found = complete(client, prompts, params)

@@ -10,11 +10,10 @@ from twostroke.cache import PagePool
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError
 from twostroke.schedule import (
+    Batched,
     Continuous,
-    Dynamic,
     Scheduler,
     SchedulerConfig,
-    Static,
     make_policy,
 )
 
@@ -58,7 +57,7 @@ def test_continuous_lets_requests_join_at_any_step():
 
 
 def test_dynamic_starts_a_full_batch_at_once_and_lets_nobody_join():
-    bench = Bench(Dynamic(2, 10.0))
+    bench = Bench(Batched(2, 10.0))
     bench.add("a")
     assert bench.step() == []
     bench.add("b", "c")
@@ -69,7 +68,7 @@ def test_dynamic_starts_a_full_batch_at_once_and_lets_nobody_join():
 
 
 def test_dynamic_starts_an_incomplete_batch_after_the_first_has_waited():
-    bench = Bench(Dynamic(3, 10.0))
+    bench = Bench(Batched(3, 10.0))
     bench.add("a")
     bench.now_s += 6
     bench.add("b")
@@ -81,7 +80,7 @@ def test_dynamic_starts_an_incomplete_batch_after_the_first_has_waited():
 
 
 def test_static_starts_only_full_batches():
-    bench = Bench(Static(2))
+    bench = Bench(Batched(2))
     bench.add("a")
     bench.now_s += 1e6
     assert bench.step() == []
@@ -92,7 +91,7 @@ def test_static_starts_only_full_batches():
     assert bench.step() == []
 
 
-@pytest.mark.parametrize("policy", [Static(3), Dynamic(3, 1e6)])
+@pytest.mark.parametrize("policy", [Batched(3), Batched(3, 1e6)])
 def test_flush_starts_what_is_left_in_batches(policy):
     bench = Bench(policy)
     bench.add("a", "b", "c", "d", max_tokens=1)
@@ -104,14 +103,14 @@ def test_flush_starts_what_is_left_in_batches(policy):
 
 
 def test_flush_of_an_empty_queue_is_forgotten():
-    bench = Bench(Static(2))
+    bench = Bench(Batched(2))
     bench.scheduler.flush()
     bench.add("a")
     assert bench.step() == []
 
 
 def test_a_batch_takes_the_most_urgent():
-    bench = Bench(Static(2))
+    bench = Bench(Batched(2))
     bench.add("a")
     bench.add("b", priority=5)
     bench.scheduler.cancel("a")
@@ -120,7 +119,7 @@ def test_a_batch_takes_the_most_urgent():
 
 
 def test_preempted_request_rejoins_its_batch():
-    bench = Bench(Static(3), num_pages=6)
+    bench = Bench(Batched(3), num_pages=6)
     bench.add("a", "b", "c", max_tokens=10)
     bench.add("d", "e", "f", max_tokens=1)
     ids = set()
@@ -137,10 +136,10 @@ def test_preempted_request_rejoins_its_batch():
 
 def test_batch_that_cannot_run_together_is_refused():
     with pytest.raises(UsageError, match="max_running"):
-        Bench(Static(9))
+        Bench(Batched(9))
 
 
-@pytest.mark.parametrize("make", [lambda: Static(0), lambda: Dynamic(True, 1.0)])
+@pytest.mark.parametrize("make", [lambda: Batched(0), lambda: Batched(True, 1.0)])
 def test_batch_size_is_checked(make):
     with pytest.raises(UsageError, match="at least 1"):
         make()
@@ -149,11 +148,11 @@ def test_batch_size_is_checked(make):
 @pytest.mark.parametrize("wait_s", [-1.0, float("nan"), float("inf")])
 def test_waiting_time_is_checked(wait_s):
     with pytest.raises(UsageError, match="max_wait_s"):
-        Dynamic(2, wait_s)
+        Batched(2, wait_s)
 
 
 def test_policies_are_made_by_name():
     options = {"batch_size": 4, "max_wait_s": 0.5}
     assert make_policy(BatchOptions("continuous", **options)) == Continuous()
-    assert make_policy(BatchOptions("dynamic", **options)) == Dynamic(4, 0.5)
-    assert make_policy(BatchOptions("static", **options)) == Static(4)
+    assert make_policy(BatchOptions("dynamic", **options)) == Batched(4, 0.5)
+    assert make_policy(BatchOptions("static", **options)) == Batched(4)

@@ -8,7 +8,7 @@ from collections import Counter
 from support.fake_model import FakeModel, expected_output
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
-from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
+from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
 
 ROOM = 48
 NUM_SCHEDULES = 400
@@ -25,7 +25,7 @@ def random_scheduler(rng):
     max_running = rng.randint(1, 12)
     config = SchedulerConfig(ROOM, max_running, max_running + rng.choice((0, 3, 16, 200)))
     size = rng.randint(1, max_running)
-    policy = rng.choice((Continuous(), Dynamic(size, 0.0), Static(size)))
+    policy = rng.choice((Continuous(), Batched(size, 0.0), Batched(size)))
     return Scheduler(config, pool, index, policy), model
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.core.tree import ROOT
+from twostroke.spec.acceptance import AcceptanceRate
 from twostroke.spec.guesses import Guesses
-from twostroke.spec.hope import Hope
-from twostroke.spec.odds import Odds
 from twostroke.spec.proposal import Outcome
 
 TOKEN_IDS = (10, 20, 30, 40)
@@ -18,7 +17,9 @@ TOKEN_IDS = (10, 20, 30, 40)
 
 def guesses_of(*draws: tuple[int, dict[int, float]]) -> Guesses:
     """Return guesses of which each was drawn with these chances beside it."""
-    found = Guesses(Odds([(kind + 0.5) / 10 for kind in range(10)]).for_request(), Hope(0.6, 0.6))
+    found = Guesses(
+        AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request(), 10
+    )
     for drawn, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
@@ -70,23 +71,23 @@ def test_a_text_that_is_guessed_wrong_is_left_alone_and_tried_again() -> None:
     proposal = found.proposal("eagle", 8)
     assert proposal is not None
     for _ in range(40):
-        found.learn(proposal, Outcome([0], [], [10]))
-    assert found.hope.value < 0.1
-    assert found.hope.is_lost(0.2)
-    assert not found.hope.is_lost(0.01)
+        found.rate.learn(proposal, Outcome([0], [], [10]))
+    assert found.rate.first < 0.1
+    assert not found.rate.pays(0.2)
+    assert found.rate.pays(0.01)
     tries = 0
-    while found.hope.is_lost(0.2):
+    while not found.rate.pays(0.2):
         tries += 1
     assert 10 < tries < 1000
 
 
 def test_odds_learn_from_leaves_too() -> None:
     found = guesses_of((0, {0: 0.55, 1: 0.45}))
-    before = found.odds.of(4)
+    before = found.rate.of(4)
     for _ in range(30):
         proposal = found.proposal("eagle", 8)
         assert proposal is not None
         leaf = proposal.tokens.index(20)
-        found.learn(proposal, Outcome(range(2), [leaf], [20, 30, 30]))
-    assert found.odds.of(4) > before + 0.2
-    assert found.odds.of(5) < 0.4
+        found.rate.learn(proposal, Outcome(range(2), [leaf], [20, 30, 30]))
+    assert found.rate.of(4) > before + 0.2
+    assert found.rate.of(5) < 0.4

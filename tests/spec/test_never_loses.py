@@ -28,22 +28,21 @@ from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.spec import (
     Always,
     Chooser,
-    Pace,
+    NgramProposer,
     Proposal,
     Speculator,
+    StepTime,
     WhilePaying,
-    context,
+    ngram,
     speculator,
 )
-from twostroke.spec.context import ContextProposer
-from twostroke.spec.odds import Odds
+from twostroke.spec.acceptance import AcceptanceRate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from twostroke.core.step import StepPlan
     from twostroke.spec import Outcome, Price, Proposer
-    from twostroke.spec.odds import RequestOdds
 
 MACHINE = Hardware("test", 2, 1 << 34, bandwidth=18e9, peak=600e9, peak_kind="any", source="test")
 COST = StepCost(((once, Cost(0, 85_000_000)), (each_row, Cost(270_000_000, 1000))))
@@ -100,8 +99,8 @@ class Drafting:
     clock: Clock
     texts: dict[str, list[int]]
     name: str = "ngram"
-    odds: Odds = field(default_factory=lambda: Odds((0.5,)))
-    requests: dict[Request, RequestOdds] = field(default_factory=dict)
+    odds: AcceptanceRate = field(default_factory=lambda: AcceptanceRate((0.5,)))
+    requests: dict[Request, AcceptanceRate] = field(default_factory=dict)
 
     def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
         self.clock.now_s += 4 * READING_S * len(requests)
@@ -143,8 +142,8 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.noise = Noise(random.Random(self.seed + 1000))
-        known = Pace(COST, MACHINE, rows_together=8)
-        proposer: Proposer = ContextProposer()
+        known = StepTime(COST, MACHINE, rows_together=8)
+        proposer: Proposer = NgramProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)
         self.speculator = Speculator([proposer], self.chooser or WhilePaying(known), known)
@@ -211,13 +210,13 @@ def drawn(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Clock]:
     clock = Clock()
-    for module in (speculator, context):
+    for module in (speculator, ngram):
         monkeypatch.setattr(module, "time", clock)
     yield clock
     assert not caplog.records, "a proposer that fails is asked no more"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_text_is_slower_at_any_load(clock, seed):
     simulation = Simulation(clock, seed)
     for name, text in TEXTS.items():
@@ -260,7 +259,7 @@ class Hopeless:
 
     num_asked: int = 0
 
-    def terms(self, batch: BatchShape) -> Hopeless:
+    def budget(self, batch: BatchShape) -> Hopeless:
         self.num_asked += 1
         return self
 

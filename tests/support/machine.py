@@ -24,7 +24,7 @@ from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.core.embedding import Pooling
 from twostroke.core.errors import OverloadedError
 from twostroke.core.request import NO_PAGE, FinishReason
-from twostroke.schedule import Continuous, Dynamic, Scheduler, SchedulerConfig, Static
+from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
 from twostroke.schedule.holdings import held
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_overtakes=rng.choice((1, 4, 1000)),
         )
         batch = rng.randint(1, max_running)
-        policy = rng.choice((Continuous(), Continuous(), Dynamic(batch, 1.0), Static(batch)))
+        policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
         self.scheduler = self.scheduler_class(config, self.pool, self.index, policy, self.clock)
 
     def clock(self) -> float:

@@ -11,7 +11,7 @@ from support.vectors import embedder_of
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.schedule import Continuous, Dynamic, Policy, Scheduler, SchedulerConfig, Static
+from twostroke.schedule import Batched, Continuous, Policy, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ class Setting:
         policies: tuple[Policy, ...] = (
             Continuous(),
             Continuous(),
-            Dynamic(min(4, max_running), 0.0),
-            Static(min(3, max_running)),
+            Batched(min(4, max_running), 0.0),
+            Batched(min(3, max_running)),
         )
         num_pages = chance.randint(fewest_pages, most_pages)
         return cls(

@@ -60,6 +60,8 @@ class Request:
         matcher: says which tokens keep its output within `params.constraint`, if there is one.
         pooling: which of its last hidden states are wanted; then no token is drawn for it. None
             for a request that is to be continued.
+        num_final: how many of its tokens will stay; None for all. Those after them are guesses of a
+            model that follows another one, and may be taken back.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
         num_drafted: tokens that were guessed and computed before they were known.
@@ -90,6 +92,7 @@ class Request:
     started_s: float = 0.0
     num_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
+    num_final: int | None = None
     num_cached: int = 0
     num_scored: int = 0
     num_drafted: int = 0
@@ -117,6 +120,13 @@ class Request:
     def num_pending(self) -> int:
         """How many tokens are not computed yet; 0 only once it is finished."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_settled(self) -> int:
+        """How many tokens are computed and will stay."""
+        if self.num_final is None:
+            return self.num_computed
+        return min(self.num_computed, self.num_final)
 
     @property
     def num_unscored(self) -> int:

@@ -32,7 +32,7 @@ from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import Always, ContextProposer, Lookahead, Pace, Speculator, WhilePaying
+from twostroke.spec import Always, Lookahead, NgramProposer, Speculator, StepTime, WhilePaying
 from twostroke.weights import LoadedModel, release_tensors
 
 if TYPE_CHECKING:
@@ -209,16 +209,16 @@ def build_speculator(
     Up to `rows_together` rows take as long as the next power of two of them (`BackendFacts`).
     `helpers` are proposers with models of their own.
     """
-    pace = Pace(cost, limits.hardware() if limits else None, rows_together)
+    step_time = StepTime(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
     if options.method in {"auto", "ngram"}:
-        proposers.append(ContextProposer())
+        proposers.append(NgramProposer())
     proposers += helpers
     if options.method == "lookahead":
         proposers.append(Lookahead())
     on_request = [Lookahead()] if options.method == "auto" else []
-    chooser = WhilePaying(pace) if options.count is None else Always(options.count)
-    return Speculator(proposers, chooser, pace, on_request, watchers)
+    chooser = WhilePaying(step_time) if options.count is None else Always(options.count)
+    return Speculator(proposers, chooser, step_time, on_request, watchers)
 
 
 def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:

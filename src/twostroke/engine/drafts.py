@@ -25,7 +25,7 @@ from twostroke.engine.sizing import size_cache
 from twostroke.fetch import known_draft
 from twostroke.models import build_program
 from twostroke.program.cost import CostModel
-from twostroke.spec import DraftModel, Pace, Words
+from twostroke.spec import DraftModel, StepTime, Words
 from twostroke.tokenize import Translation
 from twostroke.weights import release_tensors
 
@@ -139,7 +139,7 @@ class Draft:
         cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[size.kv_format])
         return DraftModel(
             runner,
-            Pace(cost.per_step(), hardware, runner.facts.rows_together),
+            StepTime(cost.per_step(), hardware, runner.facts.rows_together),
             vocab_size=target.cost.program.vocab_size,
             own_vocab_size=program.vocab_size,
             context_length=length,

@@ -14,7 +14,7 @@ from twostroke.engine.sizing import CacheSize
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.spec import EagleHeads, HeadsOdds, MedusaHeads, Pace
+from twostroke.spec import EagleHeads, HeadAccuracy, MedusaHeads, StepTime
 from twostroke.weights import load_heads, numbers_table, target_identity
 
 if TYPE_CHECKING:
@@ -105,12 +105,18 @@ class Heads:
         )
         stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
         cost = CostModel(program, stored).per_step()
-        pace = Pace(cost, hardware, runner.facts.rows_together)
-        odds = HeadsOdds(facts.accepted, facts.right_if_sure)
-        name, token_ids = facts.spec.kind, facts.token_ids
-        if name == EAGLE:
-            return EagleHeads(name, runner, pace, odds, token_ids, context_length=length)
-        return MedusaHeads(name, runner, pace, odds, token_ids)
+        step_time = StepTime(cost, hardware, runner.facts.rows_together)
+        accuracy = HeadAccuracy(facts.accepted, facts.right_if_sure)
+        if facts.spec.kind != EAGLE:
+            return MedusaHeads(runner, step_time, accuracy, facts.token_ids)
+        return EagleHeads(
+            runner,
+            step_time,
+            accuracy,
+            facts.token_ids,
+            context_length=length,
+            max_running=max_running,
+        )
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
         """Return all weights; matrices in blocks of 8 bits for kernels that read such."""

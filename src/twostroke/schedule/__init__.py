@@ -1,21 +1,19 @@
-"""Who computes which of their tokens in the next step, and what came of the last one."""
+"""Plans steps: which request computes which of its tokens, and what came of it."""
 
 from __future__ import annotations
 
-from twostroke.schedule.config import SchedulerConfig, SchedulerStats
-from twostroke.schedule.policy import Continuous, Dynamic, Policy, Queue, Static, make_policy
+from twostroke.schedule.config import SchedulerConfig, SchedulerStats, SchedulerView
+from twostroke.schedule.policy import Batched, Continuous, Policy, Queue, make_policy
 from twostroke.schedule.scheduler import Scheduler
-from twostroke.schedule.view import SchedulerView
 
 __all__ = [
+    "Batched",
     "Continuous",
-    "Dynamic",
     "Policy",
     "Queue",
     "Scheduler",
     "SchedulerConfig",
     "SchedulerStats",
     "SchedulerView",
-    "Static",
     "make_policy",
 ]

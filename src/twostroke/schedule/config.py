@@ -1,10 +1,14 @@
-"""What a scheduler is told once, and what it tells about itself."""
+"""The limits of a scheduler, and snapshots of its state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from twostroke.core.errors import Field, UsageError
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +70,20 @@ class SchedulerStats:
     num_prompt_tokens: int
     num_hit_tokens: int
     num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """A copy of the running requests, by rank, and of the state of all pages.
+
+    `held[i]` are the pages of `running[i]`, a tuple for each cache group (with `NO_PAGE`). `counts`
+    are the references to each page; `cached` are the unreferenced pages in the prefix cache.
+    `waiting_since_s` is the arrival of the request that has waited longest, if any waits.
+    """
+
+    stats: SchedulerStats
+    running: tuple[Request, ...]
+    held: tuple[tuple[tuple[int, ...], ...], ...]
+    counts: tuple[int, ...]
+    cached: tuple[int, ...]
+    waiting_since_s: float | None

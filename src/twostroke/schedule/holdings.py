@@ -9,7 +9,7 @@ from twostroke.core.request import NO_PAGE
 if TYPE_CHECKING:
     from twostroke.cache import PagePool, PrefixHit
     from twostroke.core.request import Request
-    from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.waiting import Ticket
 
 
 class Holdings:
@@ -50,7 +50,7 @@ class Holdings:
         any; the others are the first to be evicted.
         """
         request, groups = ticket.request, self._groups
-        firsts = groups.first_seen(request.num_computed)
+        firsts = groups.first_seen(request.num_settled)
         sought_from = groups.first_seen(ticket.num_known * groups.page_size)
         for pages, first, sought in zip(request.pages, firsts, sought_from, strict=True):
             for place in range(first - 1, -1, -1):
@@ -62,7 +62,7 @@ class Holdings:
                     self._pool.release([page])
                 else:
                     self._pool.leave_behind(page)
-        ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_computed))
+        ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_settled))
 
     def give_back(self, request: Request) -> None:
         """Release all pages of a request; the deepest will be evicted first."""

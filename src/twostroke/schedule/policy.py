@@ -1,8 +1,7 @@
 """When waiting requests may start: continuous, dynamic and static batching.
 
-A policy only opens the door; who goes first, who gets which tokens and who must give way is the
-scheduler's, the same under every policy. A request that was called once needs no second call, also
-when it is preempted.
+A policy only says how many requests may start. Their order, their tokens and preemption are the
+scheduler's, the same under every policy. A preempted request needs no second call.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What a policy decides on.
+    """The state that a policy decides on.
 
-    `num_active` requests were called and have not ended, `num_waiting` were not called yet, the
-    first of them since `oldest_s`; at least one waits. `is_flushed` says that no more will come.
+    `num_active` requests were called and have not ended; `num_waiting`, at least one, were not
+    called yet. The first of these came at `oldest_s`. After a flush no more will come.
     """
 
     num_waiting: int
@@ -48,7 +47,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Continuous:
-    """Everyone may start at every step."""
+    """Any request may start at any step."""
 
     @property
     def max_batch(self) -> int | None:
@@ -65,17 +64,23 @@ class Continuous:
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic:
-    """A batch starts with `size` requests or `max_wait_s` after the first; none joins it later."""
+class Batched:
+    """A batch of `size` requests starts at once, and none joins it later.
+
+    After a flush, or `max_wait_s` after its first request if that is given, it starts with fewer.
+    """
 
     size: int
-    max_wait_s: float
+    max_wait_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an empty batch and a time that is none."""
-        _check_size(self.size)
-        if not (math.isfinite(self.max_wait_s) and self.max_wait_s >= 0):
-            reason = f"must be a number of seconds, got {self.max_wait_s!r}."
+        """Refuse an empty batch and an impossible time."""
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            reason = f"must be an integer of at least 1, got {self.size!r}."
+            raise UsageError(reason, field="batch_size")
+        wait_s = self.max_wait_s
+        if wait_s is not None and not (math.isfinite(wait_s) and wait_s >= 0):
+            reason = f"must be a number of seconds, got {wait_s!r}."
             raise UsageError(reason, field="max_wait_s")
 
     @property
@@ -88,50 +93,21 @@ class Dynamic:
         return min(queue.num_waiting, self.size) if self.wait_s(queue) == 0 else 0
 
     def wait_s(self, queue: Queue) -> float | None:
-        """What is left of the first one's waiting time."""
+        """The rest of the first request's waiting time."""
         if queue.num_active:
             return None
         if queue.num_waiting >= self.size or queue.is_flushed:
             return 0.0
-        return max(0.0, queue.oldest_s + self.max_wait_s - queue.now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Static:
-    """A batch starts with `size` requests, after a flush with fewer; none joins it later."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        """Refuse an empty batch."""
-        _check_size(self.size)
-
-    @property
-    def max_batch(self) -> int | None:
-        """The batch's size."""
-        return self.size
-
-    def num_called(self, queue: Queue) -> int:
-        """A batch, once the last one is done and this one is full."""
-        return min(queue.num_waiting, self.size) if self.wait_s(queue) == 0 else 0
-
-    def wait_s(self, queue: Queue) -> float | None:
-        """Never by time alone."""
-        if queue.num_active:
+        if self.max_wait_s is None:
             return None
-        return 0.0 if queue.num_waiting >= self.size or queue.is_flushed else None
+        return max(0.0, queue.oldest_s + self.max_wait_s - queue.now_s)
 
 
 def make_policy(options: BatchOptions) -> Policy:
     """Return the policy that `options.policy` names; the options have checked the name."""
     policies: dict[str, Policy] = {
         "continuous": Continuous(),
-        "dynamic": Dynamic(options.batch_size, options.max_wait_s),
-        "static": Static(options.batch_size),
+        "dynamic": Batched(options.batch_size, options.max_wait_s),
+        "static": Batched(options.batch_size),
     }
     return policies[options.policy]
-
-
-def _check_size(size: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UsageError(f"must be an integer of at least 1, got {size!r}.", field="batch_size")

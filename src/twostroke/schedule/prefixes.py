@@ -9,7 +9,7 @@ from twostroke.cache import PrefixHit
 
 if TYPE_CHECKING:
     from twostroke.cache import PagePool, PrefixChain, PrefixIndex
-    from twostroke.schedule.ticket import Ticket
+    from twostroke.schedule.waiting import Ticket
 
 
 class Prefixes:
@@ -68,7 +68,7 @@ class Prefixes:
         if self._index is None or ticket.chain is None:
             return
         request = ticket.request
-        num_full = self._index.num_reusable(request.num_computed, request.num_prompt)
+        num_full = self._index.num_reusable(request.num_settled, request.num_prompt)
         ticket.chain.extend(request.tokens, num_full)
         for i in range(ticket.num_published, num_full):
             key = ticket.chain.keys[i]
@@ -76,7 +76,7 @@ class Prefixes:
                 self._index.insert(group, key, pages[i])
             self._drop_claim(key, ticket)
         ticket.num_published = num_full
-        ticket.publish_at = (request.num_computed // self._page_size + 1) * self._page_size
+        ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
     def stop(self, ticket: Ticket) -> None:
         """Take back the claims of a request that runs no longer."""

@@ -1,4 +1,4 @@
-"""Hands out slices of a token budget so that each request's computed catches up with its tokens."""
+"""Gives each request slices of a token budget, so that computed catches up with its tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import UNASKED, Delta, Slice, StepPlan
 from twostroke.core.tree import ROOT
-from twostroke.schedule.accept import accept, end
-from twostroke.schedule.config import SchedulerStats
-from twostroke.schedule.drafting import Drafting
+from twostroke.schedule.config import SchedulerStats, SchedulerView
+from twostroke.schedule.drafting import Drafting, accept, end
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.limits import check_queue, max_len
-from twostroke.schedule.line import WaitingLine
-from twostroke.schedule.pooling import end_pooled, with_rows
 from twostroke.schedule.prefixes import Prefixes
-from twostroke.schedule.scoring import most_rows
-from twostroke.schedule.sketch import Sketch
-from twostroke.schedule.ticket import Ticket, rank_of
-from twostroke.schedule.view import SchedulerView, look
+from twostroke.schedule.rows import StepSketch, end_if_read, with_reports
+from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +33,10 @@ if TYPE_CHECKING:
 class Scheduler:
     """Plans steps and takes in what came of them. Not thread-safe: one loop owns it.
 
-    A request waits (for the policy's call, then for room), runs (holds pages), and ends. Requests
-    stand in one fixed order, their rank: priority, then arrival, bounded by `max_overtakes`. The
-    best-ranked request never loses its pages and computes at least one token in every step, only
-    finitely many can ever rank before a given one, so every request ends.
+    A request waits (for the policy's call, then for room), runs (holds pages), and ends. Its rank
+    is fixed: priority, then arrival, bounded by `max_overtakes`. The best-ranked request never
+    loses its pages and computes a token in every step, and only finitely many can rank before a
+    given one, so every request ends.
 
     Between `plan` and `commit` a step is in flight: requests may be added, cancelled and finished,
     but the pages of running ones stay theirs until the commit.
@@ -55,8 +50,9 @@ class Scheduler:
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if policy.max_batch is not None and policy.max_batch > config.max_running:
-            reason = f"A batch of {policy.max_batch} exceeds {{field}} ({config.max_running})."
+        size = policy.max_batch
+        if size is not None and size > config.max_running:
+            reason = f"A batch of {size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
         self.config = config
         self._pool = pool
@@ -81,10 +77,7 @@ class Scheduler:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until `plan` may return a step if nothing but time changes; None for never.
-
-        How long an engine loop that got None from `plan` may sleep if nobody calls.
-        """
+        """Seconds until `plan` may return a step if nothing but time changes; None for never."""
         return 0.0 if self._running else self._waiting.wait_s(0)
 
     def add(self, request: Request) -> None:
@@ -97,7 +90,7 @@ class Scheduler:
         """
         limit = self.max_len(request)
         if request.id in self._tickets:
-            raise RequestError(f"A request with the id {request.id!r} is running.", field="id")
+            raise RequestError(f"A request with the id {request.id!r} is running.", param="id")
         check_queue(self.config, len(self._waiting), self._waiting.num_tokens, request)
         request.arrival_s = request.arrival_s or self._clock()
         arrival = next(self._arrivals)
@@ -111,11 +104,11 @@ class Scheduler:
         return max_len(request, self.config.context_length, self._most_tokens)
 
     def flush(self) -> None:
-        """Let those who wait now start without waiting for more: the source has run dry."""
+        """Let waiting requests start without waiting for more, because no more will come."""
         self._waiting.flush()
 
     def cancel(self, request_id: str) -> Request | None:
-        """End a request because nobody wants it any more; None if it has ended or never was."""
+        """End a request that is not wanted any more; return None if it has ended or never was."""
         ticket = self._tickets.get(request_id)
         if ticket is None:
             return None
@@ -123,10 +116,9 @@ class Scheduler:
         return ticket.request
 
     def finish(self, request: Request, reason: FinishReason) -> bool:
-        """End a request at any point of its life; False if it has ended already.
+        """End a request at any time, without a delta; return False if it has ended already.
 
-        No delta reports it. If a step is in flight, the request's pages stay untouched until the
-        commit, which drops what the step brought it.
+        If a step is in flight, the commit drops its results and releases the request's pages.
         """
         ticket = self._tickets.get(request.id)
         if ticket is None or ticket.request is not request:
@@ -140,15 +132,28 @@ class Scheduler:
             self._give_back(ticket)
         return True
 
-    def plan(self) -> StepPlan | None:
+    def rewrite(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
+        """Replace a request's tokens after the first `num_kept`, between steps.
+
+        What was computed of these stays. For sequences that follow another request: guesses at
+        their end are taken back, and they do nothing while no token is pending.
+        """
+        ticket = self._tickets[request.id]
+        if not ticket.is_running:
+            self._waiting.num_tokens += num_kept + len(tokens) - len(request.tokens)
+        request.tokens[num_kept:] = tokens
+        request.num_computed = min(request.num_computed, num_kept)
+
+    def plan(self, budget: int | None = None) -> StepPlan | None:
         """Decide the next step, or None if there is nothing to compute now.
 
         First come the running requests with one pending token, then, by rank, those with more
-        and those who wait. Allocates the pages that the step writes to.
+        and waiting ones. Allocates the pages that the step writes to. `budget` is the most tokens
+        it computes, if less than usual; each request with one pending token is always served.
         """
         assert self._flight is None, "the step in flight must be committed first"
         self._waiting.call(len(self._running))
-        sketch = Sketch(self.config.token_budget, self.config.most_scored)
+        sketch = StepSketch(budget or self.config.token_budget, self.config.most_scored)
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []
@@ -160,14 +165,14 @@ class Scheduler:
             elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, sketch):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
-        sketch.budget -= len(slices)
+        sketch.budget = max(0, sketch.budget - len(slices))
         for ticket in behind:
             self._admit(sketch, ticket)
             if ticket.is_running and sketch.budget:
                 self._give_slice(ticket, sketch)
         self._admit(sketch, None)
         if not slices:
-            assert not self._running, "running requests, and no progress"
+            assert not any(t.request.num_pending for t in self._running), "no progress"
             return None
         self._flight = owners
         return StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
@@ -178,11 +183,10 @@ class Scheduler:
         """Put drafts into a slice of the step in flight, as many as there is room for.
 
         They are a chain, or a tree if `parents` say which draft each follows (-1 for none); a slice
-        with a tree has one row. Returns which of them were taken, in the order of their rows: no
-        more than the request can still use, and than pages that nobody will need next can hold.
+        with a tree has one row. Returns the drafts that were taken, in the order of their rows.
         """
         ticket = self._tickets.get(piece.request.id)
-        if ticket is None:  # it ended meanwhile
+        if ticket is None:  # it has ended
             return ()
         most = ticket.max_len - piece.start - piece.count - 1
         return self._drafting.add(piece, drafts, parents, most, len(self._running))
@@ -221,18 +225,18 @@ class Scheduler:
             request.num_computed = computed
             if computed >= ticket.due_at:
                 self._settle(ticket)
-            if not samples:
-                has_ended |= end_pooled(request, self._tickets)
-                continue
+            if samples:
+                deltas.append(delta)
+            else:
+                end_if_read(request)
             if request.finish_reason is not None:
                 del self._tickets[request.id]
                 has_ended = True
-            deltas.append(delta)
         assert next(drawn, None) is None, "more tokens than slices that sample"
         self._drafting.forget()
         if has_ended or len(owners) < len(self._running):
             self._sweep()
-        return with_rows(plan, result, deltas)
+        return with_reports(plan, result, deltas)
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
@@ -249,20 +253,26 @@ class Scheduler:
         )
 
     def view(self) -> SchedulerView:
-        """Return who runs and what the pages hold."""
-        return look(self.stats(), self._pool, self._running, self._waiting)
+        """Return a copy of the running requests and of the state of all pages."""
+        counts, cached = self._pool.contents()
+        return SchedulerView(
+            stats=self.stats(),
+            running=tuple([ticket.request for ticket in self._running]),
+            held=tuple([tuple(map(tuple, ticket.request.pages)) for ticket in self._running]),
+            counts=counts,
+            cached=cached,
+            waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),
+        )
 
     def check(self) -> None:
         """Assert that pages, queues and requests agree; for tests."""
-        requests = [held(ticket.request.pages) for ticket in self._running]
-        self._pool.check([*requests, *self._drafting.pages_held])
-        for queue in (self._waiting.ready, self._running):
-            assert queue == sorted(queue, key=rank_of), "a queue is out of order"
-        queued = list(self._waiting)
-        assert all(not t.is_running and not t.request.pages for t in queued)
-        assert all(t.is_running for t in self._running)
-        assert self._waiting.num_tokens == sum(len(t.request.tokens) for t in queued)
-        alive = [t.request.id for t in (*queued, *self._running) if not t.request.is_finished]
+        holders = [held(ticket.request.pages) for ticket in self._running]
+        self._pool.check([*holders, *self._drafting.pages_held])
+        assert self._running == sorted(self._running, key=rank_of), "requests are out of order"
+        assert all(ticket.is_running for ticket in self._running)
+        self._waiting.check()
+        everyone = (*self._waiting, *self._running)
+        alive = [ticket.request.id for ticket in everyone if not ticket.request.is_finished]
         assert sorted(alive) == sorted(self._tickets), "a request is lost or in two queues"
         assert len(self._running) <= self.config.max_running
         for ticket in self._running:
@@ -270,20 +280,15 @@ class Scheduler:
         if not self._running:
             assert self._prefixes.num_claims == 0, "a claim outlived its owner"
 
-    def _give_slice(self, ticket: Ticket, sketch: Sketch) -> None:
+    def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
         request = ticket.request
         wanted = min(len(request.tokens) - request.num_computed, sketch.budget)
-        wanted = most_rows(request, wanted, sketch.most_scored)
-        count = self._make_room(ticket, wanted, sketch)
+        count = self._make_room(ticket, sketch.most_rows(request, wanted), sketch)
         if count:
             sketch.add(ticket, count)
 
-    def _make_room(self, ticket: Ticket, wanted: int, sketch: Sketch) -> int:
-        """Give a running request pages for up to `wanted` more tokens; return for how many.
-
-        Others lose their pages only if there is no room for a single token, and only those who
-        rank behind.
-        """
+    def _make_room(self, ticket: Ticket, wanted: int, sketch: StepSketch) -> int:
+        """Give a request pages for up to `wanted` tokens, for one even at the cost of others."""
         request, page_size = ticket.request, self._pool.page_size
         room = len(request.pages[0]) * page_size - request.num_computed
         if room < wanted:
@@ -295,18 +300,15 @@ class Scheduler:
             room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
         return min(room, wanted)
 
-    def _admit(self, sketch: Sketch, before: Ticket | None) -> None:
-        """Start the ready requests that rank before one, until the budget is spent.
-
-        One that does not fit lets nobody pass.
-        """
+    def _admit(self, sketch: StepSketch, before: Ticket | None) -> None:
+        """Start the ready requests that rank before one, in order, until the budget is spent."""
         at = 0
         ready = self._waiting.ready
         while at < len(ready) and sketch.budget:
             ticket = ready[at]
             if before is not None and before.rank < ticket.rank:
                 return
-            if not most_rows(ticket.request, 1, sketch.most_scored):
+            if not sketch.most_rows(ticket.request, 1):
                 return
             hit = self._prefixes.match(ticket)
             if hit is None:
@@ -323,13 +325,12 @@ class Scheduler:
             self._give_slice(ticket, sketch)
             sketch.reserved += self._holdings.num_reserved(ticket.request)
 
-    def _num_victims(self, ticket: Ticket, hit: PrefixHit, sketch: Sketch) -> int | None:
-        """How many of the last-ranked running requests must give way so that `ticket` can start.
+    def _num_victims(self, ticket: Ticket, hit: PrefixHit, sketch: StepSketch) -> int | None:
+        """Return how many of the last running requests to preempt so that `ticket` can start.
 
-        Only less urgent ones may be asked to, and only if that is enough; None if it is not.
-        Running requests are left what their own tokens still need and a page a group to grow into:
-        to start a request only to preempt it soon would compute its tokens twice. When nothing
-        runs, anything fits that `add` let in.
+        Only less urgent ones are preempted; None if that is not enough. Running requests keep the
+        pages that their tokens still need and one a group to grow into: a request that is soon
+        preempted computes its tokens twice. When nothing runs, anything fits that `add` let in.
         """
         holdings = self._holdings
         room = self._pool.num_available - holdings.num_taken(ticket.request, hit)
@@ -346,7 +347,7 @@ class Scheduler:
             room += holdings.num_own(victim.request, hit) + holdings.num_reserved(victim.request)
         return None
 
-    def _reserve(self, sketch: Sketch) -> int:
+    def _reserve(self, sketch: StepSketch) -> int:
         """Pages that the running requests may still need soon."""
         if sketch.reserved is None:
             reserved = self._holdings.num_reserved
@@ -367,7 +368,7 @@ class Scheduler:
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
-    def _preempt(self, victim: Ticket, sketch: Sketch) -> None:
+    def _preempt(self, victim: Ticket, sketch: StepSketch) -> None:
         """Take the pages of the running request that ranks last; it computes its tokens again."""
         assert victim is self._running[-1]
         self._running.pop()
@@ -393,8 +394,6 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """Take the pages of running requests that have ended."""
-        ended = [ticket for ticket in self._running if ticket.request.finish_reason is not None]
-        if ended:
-            self._running = [t for t in self._running if t.request.finish_reason is None]
-            for ticket in ended:
-                self._give_back(ticket)
+        for ticket in [t for t in self._running if t.request.finish_reason is not None]:
+            self._running.remove(ticket)
+            self._give_back(ticket)

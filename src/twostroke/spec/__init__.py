@@ -1,49 +1,48 @@
-"""Speculative decoding: who guesses the next tokens, and how many guesses a step takes.
+"""Speculative decoding: guesses of the next tokens, and how many of them a step takes.
 
-Drafts are rows like any other. A step draws a token behind each of them, and the scheduler keeps
-those behind drafts that were right (`core.tree.right_drafts`), so nothing here can change an
-answer: it can only cost or save time.
+Drafts are rows like any other. A step draws a token after each of them, and the scheduler keeps
+those that follow right drafts (`core.tree.right_drafts`). So nothing here can change an answer: it
+can only cost or save time.
 
-Whether to guess at all is asked at four levels, from a step down to a request:
-
-- `WhilePaying` (choice): can any guess pay beside a step of so many rows? Not in a full batch.
-- `Balance`: have this proposer's guesses been worth what they took? If not, it rests for a while.
-- `Hope`: has the first guess been right often enough lately, of this request and of all? It is for
-  proposers whose guesses cost time before anybody knows their odds: a draft, heads, lookahead.
-- `Odds`: how often were guesses of just this kind right? They say how many of a proposal to take.
+What a guess is worth follows from two estimates. `AcceptanceRate` learns how often guesses of each
+kind are right; `StepTime` learns how long steps with so many rows take. Together they give a
+`Price`, which tells proposers how likely a guess must be, and the number of guesses with the most
+expected tokens a second. `Speculator` puts these guesses into steps, keeps account of what each
+proposer has really saved, and lets one that loses rest for a while.
 """
 
-from twostroke.spec.choice import Always, Chooser, WhilePaying
-from twostroke.spec.context import ContextProposer
 from twostroke.spec.draft import DraftModel
 from twostroke.spec.eagle import EagleHeads
-from twostroke.spec.follower import Words
-from twostroke.spec.guesses import HeadsOdds
+from twostroke.spec.guesses import HeadAccuracy
 from twostroke.spec.lookahead import Lookahead
 from twostroke.spec.medusa import MedusaHeads
-from twostroke.spec.pace import Pace
-from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher
+from twostroke.spec.ngram import NgramProposer
+from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher, drawn_rows
 from twostroke.spec.speculator import Speculator
 from twostroke.spec.stats import SpeculationStats, TimedStep
+from twostroke.spec.step_time import StepTime
+from twostroke.spec.transcript import Words
+from twostroke.spec.worth import Always, Chooser, WhilePaying
 
 __all__ = [
     "Always",
     "Chooser",
-    "ContextProposer",
     "DraftModel",
     "EagleHeads",
-    "HeadsOdds",
+    "HeadAccuracy",
     "Lookahead",
     "MedusaHeads",
+    "NgramProposer",
     "Outcome",
-    "Pace",
     "Price",
     "Proposal",
     "Proposer",
     "SpeculationStats",
     "Speculator",
+    "StepTime",
     "TimedStep",
     "Watcher",
     "WhilePaying",
     "Words",
+    "drawn_rows",
 ]

@@ -3,57 +3,97 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import replace
-from itertools import count as count_up
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
-from twostroke.core.step import NO_TOKEN, Slice, StepPlan
+from twostroke.core.tree import num_accepted
 from twostroke.program import BatchShape
-from twostroke.schedule.holdings import Holdings
-from twostroke.schedule.prefixes import Prefixes
-from twostroke.schedule.ticket import Ticket
-from twostroke.spec.follower import HOPE, PRIOR, Follower, Words
-from twostroke.spec.guesses import PLAIN
-from twostroke.spec.hope import Hope
-from twostroke.spec.odds import Odds
-from twostroke.spec.round import Round
+from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
+from twostroke.spec.acceptance import AcceptanceRate
+from twostroke.spec.guesses import ANY_VOCABULARY, Guesses
+from twostroke.spec.proposal import Proposal
+from twostroke.spec.sequences import SequenceProposer
+from twostroke.spec.transcript import Transcript
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from twostroke.backends import Runner
-    from twostroke.spec.pace import Pace
-    from twostroke.spec.proposal import Outcome, Price, Proposal
+    from twostroke.core.step import Delta, StepResult
+    from twostroke.spec.proposal import Price
+    from twostroke.spec.step_time import StepTime
+    from twostroke.spec.transcript import Words
+    from twostroke.tokenize import Translation
 
+_NUM_SURE = 10  # kinds of guesses: those of which the draft was about as sure
+_UNFINISHED = 0.7  # prior share of the end of a text that may begin a longer token
+_SURE_PRIOR = tuple((kind + 0.5) / _NUM_SURE for kind in range(_NUM_SURE))
+PRIOR = (*_SURE_PRIOR, *[_UNFINISHED * prior for prior in _SURE_PRIOR])
+FIRST_PRIOR = 0.75  # rate of first guesses
 _LENGTH_STEP = 0.05
-_DECLINED_RETURN = 0.02  # of hope's way back to the beginning, when a prompt did not pay
-# What draws in words of its own: the likeliest token, as nothing else fits another vocabulary.
-_OWN_WORDS = PLAIN | {"temperature": 0.0, "logprobs": 0}
+_DECLINED_RETURN = 0.02  # of first guesses' rate to its prior, when a prompt was not worth reading
+_UNKNOWN = 0  # stands for a token that the draft has no row for
+_AS_REQUEST: Any = {"logprobs": 0, "max_tokens": None, "min_tokens": 0}
+# With another vocabulary a shared random number means nothing: the likeliest token is best.
+_LIKELIEST = ANY_VOCABULARY | {"temperature": 0.0, "logprobs": 0}
 
 
-class DraftModel:
-    """Lets a second, smaller model write ahead, in batches, on pages of its own.
+@dataclass(slots=True, eq=False)
+class DraftFollower:
+    """A request as the draft knows it; `transcript` is its text in the draft's own tokens."""
 
-    It draws as the request would: with the request's parameters, its seed and the token's index, so
-    that two models that agree on a distribution agree on the token, at any temperature. How sure
-    it was of a token says how likely the token is right; what that means is learned. For each
-    request it stops once the next guess would not be worth its time. A draft with a vocabulary of
-    its own reads the request's text in its own tokens, and takes the likeliest.
+    request: Request
+    sequence: Request
+    guesses: Guesses
+    end_ids: frozenset[int]
+    transcript: Transcript | None
 
-    A request's prompt is computed here, too, when it is first asked for, unless the answer is too
-    short to make up for it; a prefix that requests have in common is computed once. Where pages run
-    short, those of requests that were not asked about lately are given up.
+    def proposal(self, most: int) -> Proposal | None:
+        """Return up to `most` guesses, in the target's tokens."""
+        guesses = self.guesses
+        if not guesses.tokens:
+            return None
+        if self.transcript is None:
+            tokens, kinds = guesses.tokens, [guesses.kind(sureness) for sureness in guesses.sure]
+        else:
+            tokens, kinds = self._translated(self.transcript.words.to_target)
+        if not tokens:
+            return None
+        odds = [guesses.rate.of(kind) for kind in kinds[:most]]
+        return Proposal("draft", tuple(tokens[:most]), tuple(odds), tuple(kinds[:most]))
+
+    def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
+        """Return the target's tokens for the guesses, and their kinds.
+
+        A token is as sure as all guesses together that reach into it and not into one before it.
+        """
+        said, ends = translation.say(self.guesses.tokens), translation.ends(self.guesses.tokens)
+        kinds, at = [], 0
+        for end in said.ends:
+            first = at
+            while at < len(ends) and (ends[at - 1] if at else 0) < end:
+                at += 1
+            kinds.append(self.guesses.kind(math.prod(self.guesses.sure[first:at])))
+        if kinds:
+            kinds[-1] += _NUM_SURE
+        return said.tokens, kinds
+
+
+class DraftModel(SequenceProposer[DraftFollower]):
+    """Lets a second, smaller model write ahead.
+
+    It draws as the request would, with its parameters, its seed and the token's index: two models
+    that agree on a distribution agree on the token, at any temperature. A draft with a vocabulary
+    of its own reads the request's text in its own tokens and takes the likeliest one.
+
+    The draft reads a request's prompt when it is first asked about it, unless the answer is too
+    short to make up for that.
     """
-
-    name = "draft"
 
     def __init__(
         self,
         runner: Runner,
-        pace: Pace,
+        step_time: StepTime,
         *,
         vocab_size: int,
         own_vocab_size: int,
@@ -61,254 +101,114 @@ class DraftModel:
         token_budget: int,
         words: Words | None = None,
     ) -> None:
-        """Write with `runner`, whose steps take what `pace` says, `token_budget` rows a step.
+        """Write with `runner`, up to `token_budget` rows a step.
 
-        `vocab_size` is the target's: the draft, with `own_vocab_size`, may have rows for tokens
-        that nobody has, or too few for control tokens that only the target has. `words` are
-        needed where its vocabulary is another one.
+        `vocab_size` is the target's. The draft, with `own_vocab_size`, may have rows for tokens
+        that do not exist, or lack some of the target's control tokens. `words` translates if the
+        vocabularies differ.
         """
         facts = runner.facts
-        self._runner = runner
-        self._pace = pace
+        pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
+        self._index = PrefixIndex(pool, reuse_generated=words is None)
+        config = SchedulerConfig(
+            context_length, max_running=token_budget, token_budget=token_budget
+        )
+        super().__init__(
+            "draft", runner, step_time, Scheduler(config, pool, self._index, Continuous())
+        )
+        self._page_size = facts.page_size
         self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
-        self._context_length = context_length
-        self._token_budget = token_budget
         self._words = words
-        self._pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
-        index = PrefixIndex(self._pool, reuse_generated=words is None)
-        self._prefixes = Prefixes(index, self._pool)
-        self._holdings = Holdings(self._pool, token_budget)
-        self._followers: dict[Request, Follower] = {}  # the one asked about longest ago first
+        self._rate = AcceptanceRate(PRIOR, FIRST_PRIOR)
         self._declined: set[Request] = set()
-        self._arrivals = count_up()
-        self._odds = Odds(PRIOR)
-        self._length = 100.0  # of an answer, on average
-        self._hope = Hope(HOPE, HOPE)  # of all requests
-
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        step_s = self._pace.seconds(BatchShape.decode((1,) * len(requests)))
-        least = price.least_chance(step_s / len(requests))
-        found = {request: self._follow(request, price, least) for request in requests}
-        ready = self._catch_up([follower for follower in found.values() if follower is not None])
-        this_round = Round(len(requests), price, step_s)
-        for _ in range(price.most - 1):
-            self._stop(ready, this_round)
-            active = [f for f in ready if not f.is_done]
-            active = [f for f in active if self._grow(f, 1, ready)]
-            if not active:
-                break
-            self._run([Slice(f.mirror, f.mirror.num_computed, 1, samples=True) for f in active])
-        return [f.proposal(price.most) if (f := found[r]) else None for r in requests]
-
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
-        """Hear what became of a proposal."""
-        follower = self._followers.get(request)
-        if follower is not None and outcome.tried:
-            follower.odds.learn(proposal, outcome)
-            follower.hope.learn(right=bool(outcome.right))
-            self._hope.learn(right=bool(outcome.right))
+        self._answer_length = 100.0  # on average
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
         if request.num_output:
-            self._length += _LENGTH_STEP * (request.num_output - self._length)
+            self._answer_length += _LENGTH_STEP * (request.num_output - self._answer_length)
         self._declined.discard(request)
-        self._drop(request)
+        super().finish(request)
 
-    def close(self) -> None:
-        """Give back memory and threads."""
-        self._runner.close()
-
-    def _drop(self, request: Request) -> None:
-        follower = self._followers.pop(request, None)
-        if follower is not None:
-            self._release(follower)
-            self._runner.forget(follower.mirror)
-
-    def _follow(self, request: Request, price: Price, least: float) -> Follower | None:
-        """Return the draft's view of a request, brought up to date; None if it is not worth it."""
-        follower = self._followers.pop(request, None) or self._meet(request)
-        if follower is None:
+    def _follow(self, request: Request, price: Price, least: float) -> DraftFollower | None:
+        if request in self._declined:
             return None
-        is_new = follower.is_new
-        follower.go_on(request)
+        follower = self._followers.get(request) or self._meet(request)
         self._followers[request] = follower
-        has_met = is_new and not follower.is_new
-        if has_met and not self._pays(request, follower, price, least):
-            self._hope.come_back(_DECLINED_RETURN)
-            self._decline(request)
+        if not follower.guesses.rate.pays(least):
             return None
-        if len(follower.mirror.tokens) + price.most > self._context_length:
-            self._decline(request)
+        sequence, transcript = follower.sequence, follower.transcript
+        if transcript is None:
+            tokens, num_final = request.tokens, len(request.tokens)
+        else:
+            transcript.follow(request)
+            tokens, num_final = transcript.tokens, transcript.num_settled
+            if not transcript.is_ready:
+                return None
+        is_new = sequence not in self._by_sequence
+        too_long = len(tokens) + price.most >= self._scheduler.config.context_length
+        if too_long or (is_new and not self._reading_pays(request, tokens, price, least)):
+            self._rate.recover(_DECLINED_RETURN)
+            self._drop(follower)
+            self._declined.add(request)
             return None
         if request.params.has_penalties:
-            self._runner.forget(follower.mirror)  # it knows guesses that were wrong
-        if follower.mirror.pages:
-            self._prefixes.publish(follower.ticket)
-            if self._pool.groups.has_windows:
-                self._leave_behind(follower)
-        return None if follower.hope.is_lost(least) else follower
+            self._runner.runner.forget(sequence)  # it has counted wrong guesses
+        first = min(sequence.num_final or 0, len(sequence.tokens))
+        same = first + num_accepted(sequence.tokens[first:], tokens[first:])
+        kept = min(same, len(tokens) - 1)  # the last one is computed for its logits
+        new = [token if token < self._own_vocab_size else _UNKNOWN for token in tokens[kept:]]
+        if transcript is not None:
+            sequence.num_prompt = transcript.num_prompt
+        sequence.num_final = num_final
+        self._continue(follower, kept, new)
+        return follower
 
-    def _pays(self, request: Request, follower: Follower, price: Price, least: float) -> bool:
-        """Whether what the guesses may save is more than computing the prompt takes.
+    def _meet(self, request: Request) -> DraftFollower:
+        same_words = self._words is None
+        params = replace(request.params, **(_AS_REQUEST if same_words else _LIKELIEST))
+        sequence = Request(
+            request.id, [], request.num_prompt, params, request.seed, salt=request.salt, num_final=0
+        )
+        transcript, end_ids = None, request.end_ids
+        if self._words is not None:
+            transcript, end_ids = Transcript(self._words), self._words.to_target.source.eos_ids
+        guesses = Guesses(self._rate.for_request(), _NUM_SURE)
+        return DraftFollower(request, sequence, guesses, end_ids, transcript)
+
+    def _reading_pays(
+        self, request: Request, tokens: list[int], price: Price, least: float
+    ) -> bool:
+        """Return whether guesses may save more time than reading the request takes.
 
         Each guess costs as much time as `least` tokens take without any.
         """
-        if not follower.mirror.tokens:
-            return False
-        hit = self._prefixes.match(follower.ticket)
-        num_known = hit.num_places * self._pool.page_size if hit is not None else 0
-        num_new = max(1, len(follower.mirror.tokens) - num_known)
-        left = max(self._length - request.num_output, self._length / 4)
+        salt, num_prompt = request.salt, request.num_prompt
+        hit = self._index.match(self._index.chain(salt), tokens, num_prompt)
+        num_known = hit.num_places * self._page_size
+        left = max(self._answer_length - request.num_output, self._answer_length / 4)
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - request.num_output)
-        prompt_s = self._pace.seconds(BatchShape.prefill(num_new, num_known))
-        return _share_saved(self._hope.value, least, price.most) * left >= price.rate * prompt_s
+        batch = BatchShape.prefill(max(1, len(tokens) - num_known), num_known)
+        prompt_s = self._runner.step_time.seconds(batch)
+        return _share_saved(self._rate.first, least, price.most) * left >= price.rate * prompt_s
 
-    def _meet(self, request: Request) -> Follower | None:
-        """Return the draft's view of a new request, or None once it was found not to pay."""
-        if request in self._declined:
-            return None
-        if len(request.tokens) < self._context_length:
-            return self._new_follower(request)
-        self._declined.add(request)
-        return None
+    def _take_back(self, follower: DraftFollower) -> None:
+        self._scheduler.rewrite(follower.sequence, follower.sequence.num_computed, [])
 
-    def _decline(self, request: Request) -> None:
-        self._drop(request)
-        self._declined.add(request)
-
-    def _new_follower(self, request: Request) -> Follower:
-        params, end_ids = replace(request.params, logprobs=0), request.end_ids
-        if self._words is not None:
-            params = replace(request.params, **_OWN_WORDS)
-            end_ids = self._words.to_target.source.eos_ids
-        mirror = Request(
-            request.id,
-            [],
-            request.num_prompt,
-            params,
-            request.seed,
-            end_ids=end_ids,
-            salt=request.salt,
-        )
-        arrival = next(self._arrivals)
-        chain = self._prefixes.chain(request.salt)
-        ticket = Ticket(mirror, (arrival, arrival), self._context_length, chain)
-        hope = Hope(HOPE, self._hope.value)
-        odds = self._odds.for_request()
-        return Follower(mirror, ticket, odds, self._words, hope, self._own_vocab_size)
-
-    def _catch_up(self, followers: Sequence[Follower]) -> list[Follower]:
-        """Compute what the draft has not seen yet; return those that then have a first guess.
-
-        Those with the least to do come first; what does not fit into a step waits for the next
-        time.
-        """
-        ready, computed, slices, budget = [], [], [], self._token_budget
-        for follower in followers:
-            if not (follower.is_done or follower.mirror.pages or self._start(follower)):
-                follower.is_done = True
-        waiting = [f for f in followers if not f.is_done]
-        for follower in sorted(waiting, key=lambda f: f.mirror.num_pending):
-            mirror = follower.mirror
-            count = min(mirror.num_pending, budget)
-            if not count or not self._grow(follower, count, followers):
-                continue
-            budget -= count
-            samples = count == mirror.num_pending
-            slices.append(Slice(mirror, mirror.num_computed, count, samples))
-            computed.append(follower)
-            if samples:
-                ready.append(follower)
-        if slices:
-            self._run(slices)
-        for follower in computed:  # what others may have in common with it
-            self._prefixes.publish(follower.ticket)
-        return ready
-
-    def _start(self, follower: Follower) -> bool:
-        """Give a follower the pages of what the draft knows of its beginning."""
-        hit = self._prefixes.match(follower.ticket)
-        if hit is None:  # another one is about to compute it
+    def _take(self, follower: DraftFollower, delta: Delta, result: StepResult, row: int) -> bool:
+        [token] = delta.tokens
+        if self._words is None and token >= self._vocab_size:
             return False
-        self._holdings.start(follower.ticket, hit)
-        follower.mirror.num_computed = hit.num_places * self._pool.page_size
-        self._prefixes.start(follower.ticket)
-        return True
+        goes_on = super()._take(follower, delta, result, row)
+        return goes_on and token not in follower.end_ids
 
-    def _grow(self, follower: Follower, count: int, kept: Sequence[Follower]) -> bool:
-        """Have pages for `count` more tokens, if need be those of others that are not `kept`."""
-        mirror, page_size = follower.mirror, self._pool.page_size
-        num_places = -(-(mirror.num_computed + count) // page_size) - len(mirror.pages[0])
-        if num_places <= 0:
-            return True
-        num_pages = num_places * len(mirror.pages)
-        for other in list(self._followers.values()):
-            if self._pool.num_available >= num_pages:
-                break
-            if other.mirror.pages and other is not follower and other not in kept:
-                self._release(other)
-        if self._pool.num_available < num_pages:
-            follower.is_done = True
-            return False
-        self._holdings.grow(mirror, num_places)
-        return True
-
-    def _leave_behind(self, follower: Follower) -> None:
-        """Give back pages behind windows; what may still be said anew must be kept until then."""
-        mirror = follower.mirror
-        num_computed = mirror.num_computed
-        mirror.num_computed = min(num_computed, follower.num_same)
-        self._holdings.leave_behind(follower.ticket)
-        mirror.num_computed = num_computed
-
-    def _release(self, follower: Follower) -> None:
-        if follower.mirror.pages:
-            self._prefixes.stop(follower.ticket)
-            self._holdings.give_back(follower.mirror)
-            follower.mirror.num_computed = 0
-            follower.mirror.num_moves += 1
-
-    def _run(self, slices: Sequence[Slice]) -> None:
-        """Compute a step of the draft, and note what it drew."""
-        plan = StepPlan(tuple(slices))
-        began_s = time.monotonic()
-        result = self._runner.run(plan)
-        self._pace.learn(BatchShape.of(plan), time.monotonic() - began_s)
-        drawn = zip(result.tokens, result.logprobs, strict=True)
-        by_mirror = {follower.mirror: follower for follower in self._followers.values()}
-        for part in slices:
-            part.request.num_computed += part.count
-            if not part.samples:
-                continue
-            follower = by_mirror[part.request]
-            token, logprobs = next(drawn)
-            is_known = self._words is not None or token < self._vocab_size
-            if logprobs is None or token == NO_TOKEN or not is_known:
-                follower.is_done = True
-                continue
-            follower.add(token, math.exp(logprobs.logprob))
-
-    def _stop(self, followers: Sequence[Follower], this_round: Round) -> None:
-        """Mark those for which another guess would not be worth its time."""
-        num_active = sum(not follower.is_done for follower in followers)
-        start = max((f.mirror.num_computed for f in followers), default=0)
-        step_s = self._pace.seconds(BatchShape.decode((start,) * max(1, num_active)))
-        num_guesses = sum([len(follower.guesses) for follower in followers])
-        num_expected = sum([follower.expected for follower in followers])
-        least = this_round.least_next(num_guesses, num_expected, num_active, step_s)
-        for follower in followers:
-            if follower.is_done:
-                continue
-            next_chance = follower.chance * max(follower.hope.value, 0.5)
-            if next_chance < least or follower.guesses[-1] in follower.mirror.end_ids:
-                follower.is_done = True
+    def _proposal(self, follower: DraftFollower, most: int) -> Proposal | None:
+        return follower.proposal(most)
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:
-    """Return which share of the time the best number of guesses up to `most` saves.
+    """Return the share of the time that the best number of guesses up to `most` saves.
 
     Each is right with `chance` if those before it are, and costs as much as `cost` tokens.
     """

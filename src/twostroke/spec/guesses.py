@@ -1,4 +1,4 @@
-"""What heads have guessed behind one request, and how sure they were."""
+"""Guesses of one request's next tokens, with how sure the guessing model was of each."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.step import TokenLogprobs
-    from twostroke.spec.hope import Hope
-    from twostroke.spec.odds import RequestOdds
-    from twostroke.spec.proposal import Outcome
+    from twostroke.spec.acceptance import AcceptanceRate
 
-_NUM_SEEN = 3  # likeliest tokens, of which those that were not drawn are guessed beside
-_LEAST_SURENESS = 0.1  # of a token beside the one that was drawn
-# What heads draw without: nothing that names tokens fits a vocabulary of their own.
-PLAIN: Final[dict[str, Any]] = {
-    "logprobs": _NUM_SEEN,
+_NUM_LIKELY = 3  # likeliest tokens; those that were not drawn may be guessed beside the drawn one
+_LEAST_SURENESS = 0.1  # of a token beside the drawn one
+# Sampling parameters that name tokens mean nothing in another vocabulary.
+ANY_VOCABULARY: Final[dict[str, Any]] = {
+    "logprobs": _NUM_LIKELY,
     "logit_bias": {},
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "min_tokens": 0,
+    "max_tokens": None,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsOdds:
-    """How often heads were right on text that they had not learned from.
+class HeadAccuracy:
+    """How often heads were right on held-out text.
 
-    `accepted[d]`: guesses at depth d, if all before were right. `right_if_sure[k]`: guesses of
-    which the head was sure by a share of k to k + 1 parts of as many as there are.
+    `accepted[d]` is for guesses at depth d whose ancestors were right; `right_if_sure[k]` for
+    guesses of which the head was sure by k to k + 1 parts of the list's length.
     """
 
     accepted: tuple[float, ...]
@@ -44,66 +43,63 @@ class HeadsOdds:
 
 @dataclass(slots=True, eq=False)
 class Guesses:
-    """Guesses of one request's next tokens, of which each has odds by how sure the head was.
+    """A chain of guesses, and tokens that were nearly drawn beside them.
 
-    `tokens` are what the head drew, one behind the other; `others[i]` are what it found likely in
-    the place of `tokens[i]`, each with its kind. `hope` is whether to make any.
+    `sure[i]` is the model's probability of `tokens[i]`; `others[i]` are likely tokens in its place,
+    each with its kind. `chance` is that all are right, `expected` how many are.
     """
 
-    odds: RequestOdds
-    hope: Hope
+    rate: AcceptanceRate
+    num_sure: int  # kinds of guesses, by how sure the model was
     tokens: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
     others: list[list[tuple[int, int]]] = field(default_factory=list)
-    chance: float = 1.0  # that all are right
-    expected: float = 0.0  # how many are
+    chance: float = 1.0
+    expected: float = 0.0
 
     def clear(self) -> None:
         """Drop the guesses."""
-        self.tokens, self.kinds, self.others = [], [], []
+        self.tokens, self.sure, self.others = [], [], []
         self.chance, self.expected = 1.0, 0.0
 
-    def add(self, drawn: int, logprobs: TokenLogprobs | None, token_ids: Sequence[int]) -> bool:
-        """Take over what a head drew, a place in `token_ids`; False if it drew nothing."""
+    def add(
+        self, drawn: int, logprobs: TokenLogprobs | None, token_ids: Sequence[int] | None = None
+    ) -> bool:
+        """Add a drawn token, an index of `token_ids` if given; return False if there is none."""
         if drawn == NO_TOKEN or logprobs is None:
             return False
-        kind = self._kind(math.exp(logprobs.logprob))
-        self.tokens.append(token_ids[drawn])
-        self.kinds.append(kind)
-        self.chance *= self.odds.of(kind)
+        sureness = math.exp(logprobs.logprob)
+        self.tokens.append(drawn if token_ids is None else token_ids[drawn])
+        self.sure.append(sureness)
+        self.chance *= self.rate.of(self.kind(sureness))
         self.expected += self.chance
         likely = zip(logprobs.top_ids, map(math.exp, logprobs.top_logprobs), strict=True)
         self.others.append(
             [
-                (token_ids[other], self._kind(sureness))
+                (other if token_ids is None else token_ids[other], self.kind(sureness))
                 for other, sureness in likely
                 if other != drawn and sureness >= _LEAST_SURENESS
             ]
         )
         return True
 
-    def learn(self, proposal: Proposal, outcome: Outcome) -> None:
-        """Hear what became of a proposal."""
-        if outcome.tried:
-            self.odds.learn(proposal, outcome)
-            self.hope.learn(right=bool(outcome.right))
-
     def proposal(self, source: str, most: int) -> Proposal | None:
-        """Return `most` guesses: a chain, with leaves beside it where the head was in doubt."""
+        """Return up to `most` guesses: the chain, and leaves where the model was in doubt."""
         if not self.tokens:
             return None
-        tokens, kinds = [*self.tokens], [*self.kinds]
-        parents = list(range(-1, len(tokens) - 1))
-        for place, others in enumerate(self.others):
-            for token, kind in others:
-                if len(tokens) < most:
-                    tokens.append(token)
-                    kinds.append(kind)
-                    parents.append(place - 1)
-        odds = tuple(self.odds.of(kind) for kind in kinds)
-        if len(tokens) == len(self.tokens):
+        count = min(len(self.tokens), most)
+        tokens, kinds = self.tokens[:count], [self.kind(sureness) for sureness in self.sure[:count]]
+        parents = list(range(-1, count - 1))
+        for place, others in enumerate(self.others[:count]):
+            for token, kind in others[: most - len(tokens)]:
+                tokens.append(token)
+                kinds.append(kind)
+                parents.append(place - 1)
+        odds = tuple([self.rate.of(kind) for kind in kinds])
+        if len(tokens) == count:
             return Proposal(source, tuple(tokens), odds, tuple(kinds))
         return Proposal(source, tuple(tokens), odds, tuple(kinds), tuple(parents)).best_first()
 
-    def _kind(self, sureness: float) -> int:
-        return min(int(sureness * self.odds.num_kinds), self.odds.num_kinds - 1)
+    def kind(self, sureness: float) -> int:
+        """Return the kind of a guess of which the model was this sure."""
+        return min(int(sureness * self.num_sure), self.num_sure - 1)

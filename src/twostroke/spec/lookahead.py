@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.step import NO_TOKEN
 from twostroke.core.tree import ROOT
-from twostroke.spec.odds import Odds
+from twostroke.spec.acceptance import AcceptanceRate
 from twostroke.spec.proposal import Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.core.request import Request
-    from twostroke.spec.odds import RequestOdds
     from twostroke.spec.proposal import Outcome, Price
 
 # Verified guesses are of a kind with those of the same rank (the run met last is first) that stand
@@ -58,7 +57,7 @@ class Lookahead:
         assert num_columns >= 1
         assert length >= 3, "runs of two tokens need no window behind the trunk"
         self.num_columns, self.length, self.most_tried = num_columns, length, most_tried
-        self._odds = Odds(_PRIOR)
+        self._rate = AcceptanceRate(_PRIOR)
         self._gain = _GAIN
         self._trial = _TRIAL
         self._requests: dict[Request, _Search] = {}
@@ -75,10 +74,10 @@ class Lookahead:
         kinds, num_right = proposal.kinds, len(outcome.right)
         for guess, is_right in outcome.trials(proposal):
             if kinds[guess] < _NUM_KINDS:
-                search.odds.add(kinds[guess], right=is_right)
+                search.rate.add(kinds[guess], right=is_right)
         num_tried = sum(kinds[guess] < _NUM_KINDS for guess in outcome.tried)
         if not num_tried and kinds[0] < _NUM_KINDS:
-            search.odds.fade(kinds[0])
+            search.rate.fade(kinds[0])
         if outcome.tried:
             self._trial = max(0, self._trial - 1)
             search.num_steps += 1
@@ -100,8 +99,8 @@ class Lookahead:
     def _propose(self, request: Request, price: Price) -> Proposal | None:
         search = self._requests.get(request)
         if search is None:
-            odds, rng = self._odds.for_request(), random.Random(request.seed)
-            search = self._requests[request] = _Search(self.length, odds, rng, self._gain)
+            rate, rng = self._rate.for_request(), random.Random(request.seed)
+            search = self._requests[request] = _Search(self.length, rate, rng, self._gain)
             search.window = [search.column(request.tokens) for _ in range(self.num_columns)]
         search.newest = request.tokens[-1]
         comb = _Comb()
@@ -162,7 +161,7 @@ class _Search:
     """
 
     length: int
-    odds: RequestOdds
+    rate: AcceptanceRate
     rng: random.Random
     gain: float
     num_tried: float = 0.0  # runs' tokens, a step
@@ -183,7 +182,7 @@ class _Search:
                 found = comb.child(at, token)
                 if found is None:
                     kind = 2 * min(rank, _MOST_RANK) + (depth > 0)
-                    odd = self.odds.of(kind)
+                    odd = self.rate.of(kind)
                     found = comb.add(token, at, odd, kind, chance * odd)
                 at, chance = found, comb.worths[found]
 

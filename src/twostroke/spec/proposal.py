@@ -1,4 +1,4 @@
-"""What a proposer offers: tokens that may follow, and how sure it is of each."""
+"""What proposers are asked for, what they offer, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
-from twostroke.core.tree import ROOT
+from twostroke.core.tree import ROOT, right_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.core.step import Slice, StepPlan, StepResult
 
-_AHEAD = (1, 2, 3, 4)  # guesses more
+_AHEAD = (1, 2, 3, 4)  # further guesses, of which the cheapest number counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Proposal:
 
     Each follows the one before it, or in a tree the one whose index is in `parents` (`ROOT`: the
     request's newest token). `odds[i]` is the chance that `tokens[i]` is right if those before it
-    are. `source` tells where they come from, and `kinds[i]` what the odds of each were read from:
-    the proposer hears of their fate by these.
+    are. `source` names where they come from; `kinds[i]` is the kind by which the proposer learns
+    their acceptance rate.
 
     `worths[i]` is how many tokens a row for `tokens[i]` brings: the chance that it and all before
-    it are right, unless the proposer says otherwise. It never grows along `tokens`, which in a tree
-    stand in that order, each behind its parent (`best_first`): any beginning of a proposal is one.
+    it are right, unless the proposer says otherwise. It never grows along `tokens`, and each token
+    of a tree comes after its parent (`best_first`), so any beginning of a proposal is a proposal.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Proposal:
     worths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Work out what rows are worth."""
+        """Work out the worths."""
         if not self.worths:
             if self.parents:
                 worths = tuple(_chances(self.odds, self.parents))
@@ -50,34 +50,27 @@ class Proposal:
 
     @property
     def forks(self) -> Sequence[bool]:
-        """Which of the tokens follow something that an earlier one follows, too."""
+        """Whether each token follows the same one as an earlier token does."""
         if not self.parents:
             return (False,) * len(self.tokens)
         return [parent in self.parents[:i] for i, parent in enumerate(self.parents)]
 
     def first(self, count: int) -> Proposal:
         """Return the first `count` guesses alone."""
-        if count >= len(self.tokens):
-            return self
-        return Proposal(
-            self.source,
-            self.tokens[:count],
-            self.odds[:count],
-            self.kinds[:count],
-            self.parents[:count],
-            self.worths[:count],
-        )
+        return self if count >= len(self.tokens) else self._pick(range(count))
 
     def best_first(self) -> Proposal:
-        """Return the same tree with the tokens that are worth most at the beginning."""
-        order = sorted(range(len(self.tokens)), key=lambda i: -self.worths[i])
+        """Return the same tree with the tokens that are worth most first."""
+        return self._pick(sorted(range(len(self.tokens)), key=lambda i: -self.worths[i]))
+
+    def _pick(self, order: Sequence[int]) -> Proposal:
         places = {old: new for new, old in enumerate(order)} | {ROOT: ROOT}
         return Proposal(
             self.source,
             tuple([self.tokens[i] for i in order]),
             tuple([self.odds[i] for i in order]),
             tuple([self.kinds[i] for i in order]),
-            tuple([places[self.parents[i]] for i in order]),
+            tuple([places[self.parents[i]] for i in order]) if self.parents else (),
             tuple([self.worths[i] for i in order]),
         )
 
@@ -86,10 +79,9 @@ class Proposal:
 class Outcome:
     """What became of a proposal.
 
-    `tried` are the indices of the tokens that were computed, in the order of their rows, and
-    `right` those of them that were right, each following the one before. `drawn[0]` is the token
-    behind the request's newest one, `drawn[1 + i]` the one behind `tried[i]`, which is what follows
-    if that one is right.
+    `tried` are the indices of the tokens that were computed, in the order of their rows; `right`
+    are those of them that were right, each following the one before. `drawn[0]` was drawn after
+    the request's newest token, `drawn[1 + i]` after `tried[i]`.
     """
 
     tried: Sequence[int]
@@ -97,9 +89,9 @@ class Outcome:
     drawn: Sequence[int]
 
     def trials(self, proposal: Proposal) -> Iterator[tuple[int, bool]]:
-        """Yield the tokens that had a chance, as all before them were right, and whether they were.
+        """Yield the tokens that follow right ones only, and whether they were right.
 
-        Those behind a wrong one say nothing: they were guessed for another text.
+        Those after a wrong one tell nothing: they were guessed for another text.
         """
         if proposal.parents:
             right = {ROOT, *self.right}
@@ -115,9 +107,11 @@ class Outcome:
 class Price:
     """What guesses cost in the step that is being planned.
 
-    `row_chance` is the chance of being right from which on a guess is worth its row, and `rate` how
-    many tokens a second there are without guesses. Of one request at most `most` are taken.
-    `seconds` is how long the step takes with so many guesses, where that is known.
+    Attributes:
+        row_chance: the chance of being right from which on a guess pays for its row.
+        rate: tokens a second without guesses; 0 where time does not count.
+        most: guesses of one request.
+        seconds: the time of the step with a number of guesses, if it is known.
     """
 
     row_chance: float
@@ -126,40 +120,35 @@ class Price:
     seconds: Callable[[int], float] | None = None
 
     def least_chance(self, seconds: float) -> float:
-        """Return the chance from which on a guess pays that takes `seconds` to be made."""
+        """Return the chance from which on a guess pays that takes `seconds` to make."""
         return self.row_chance + self.rate * seconds
 
-    def rate_with(self, num_guesses: int, num_tokens: float, seconds: float) -> float:
-        """Return how many tokens a second come of a step that is expected to bring `num_tokens`.
+    def least_next(
+        self, num_guesses: int, num_tokens: float, spent_s: float, next_s: float
+    ) -> float:
+        """Return the chance from which on one more guess pays that takes `next_s` to make.
 
-        It took `seconds` to make its guesses. Without any, where it is not known what they cost.
+        The `num_guesses` that there are took `spent_s` to make, and the step is expected to bring
+        `num_tokens` with them. Another guess competes with this rate: if it brings fewer tokens
+        for its time, the step gets slower. Rows are cheap up to the end of a kernel and dear after
+        it, so the next ones cost what the cheapest number of them does.
         """
         if self.seconds is None:
-            return self.rate
-        return num_tokens / (self.seconds(num_guesses) + seconds)
-
-    def least_next(self, num_guesses: int, rate: float, seconds: float) -> float:
-        """Return the chance from which on one more guess pays that takes `seconds` to be made.
-
-        There are `num_guesses` already, of all requests, with which `rate` tokens a second are
-        expected: what brings fewer for its time makes the step slower. Rows are cheap up to the end
-        of a kernel and dear behind it, so the way on is as dear as the cheapest of some numbers.
-        """
-        if self.seconds is None:
-            return self.least_chance(seconds)
+            return self.least_chance(next_s)
         step_s = self.seconds(num_guesses)
+        rate = max(self.rate, num_tokens / (step_s + spent_s))
         row_s = min((self.seconds(num_guesses + more) - step_s) / more for more in _AHEAD)
-        return max(self.rate, rate) * (max(0.0, row_s) + seconds)
+        return rate * (max(0.0, row_s) + next_s)
 
 
 class Watcher(Protocol):
     """Sees what every step drew, whether or not anything was guessed."""
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Hear what a step drew; the requests have taken over their tokens by now."""
+        """Take in what a step drew; the requests have their new tokens by now."""
 
     def finish(self, request: Request) -> None:
-        """Hear that a request has ended."""
+        """Take note that a request has ended."""
 
 
 class Proposer(Protocol):
@@ -171,13 +160,30 @@ class Proposer(Protocol):
         """Return guesses for each request, which has one token to compute, or None."""
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
-        """Hear what became of a proposal."""
+        """Take in what became of a proposal."""
 
     def finish(self, request: Request) -> None:
-        """Hear that a request has ended: drop what is kept for it, or keep what it teaches."""
+        """Drop what is kept for a request that has ended, or keep what it teaches."""
 
     def close(self) -> None:
-        """Give back memory and threads."""
+        """Release memory and threads."""
+
+
+def drawn_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
+    """Yield each slice that drew, and the drawn rows that its request keeps, in their order.
+
+    A request that ended may have kept fewer.
+    """
+    first = 0
+    for part in plan.slices:
+        if not part.samples:
+            continue
+        rows = [first]
+        if part.drafts:
+            drawn = result.tokens[first : first + part.num_drawn]
+            rows += [first + 1 + i for i in right_drafts(part.drafts, part.branches, drawn)]
+        yield part, rows
+        first += part.num_drawn
 
 
 def _chances(odds: Sequence[float], parents: Sequence[int]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Puts guesses into steps where they pay, and hears what became of them."""
+"""Puts guesses into steps where they pay, and learns what became of them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
-from twostroke.spec.balance import Balance
 from twostroke.spec.proposal import Outcome
 from twostroke.spec.stats import SpeculationStats, TimedStep
+from twostroke.spec.worth import Account
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.request import Request
     from twostroke.core.step import Slice, StepPlan, StepResult
-    from twostroke.spec.choice import Chooser, Terms
-    from twostroke.spec.pace import Pace
     from twostroke.spec.proposal import Price, Proposal, Proposer, Watcher
+    from twostroke.spec.step_time import StepTime
+    from twostroke.spec.worth import Chooser, DraftBudget
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
 
 _logger = logging.getLogger("twostroke.spec")
 
-_TERMS_STEPS = 16
-_REST = 32  # steps for which nobody is asked, once no guess could have paid
-_ENOUGH = 2.0  # right tokens to be expected of a proposal, for nobody else to be asked
+_BUDGET_STEPS = 16  # for which a budget holds
+_PAUSE = 32  # steps without asking anyone, after one in which no guess could pay
+_ENOUGH = 2.0  # expected right tokens of a proposal, after which no other proposer is asked
 
 
 @dataclass(slots=True)
 class _Guess:
-    """What a proposer says of one slice, and which of its tokens are tried."""
+    """A proposal for a slice, and which of its tokens are tried."""
 
     part: Slice
     proposer: Proposer
@@ -45,25 +45,25 @@ class _Guess:
 
     @property
     def num_expected(self) -> float:
-        """How many tokens it will bring, on average."""
+        """How many tokens it brings on average."""
         return sum(self.proposal.worths)
 
 
 class Speculator:
-    """Lets proposers guess behind the slices of a plan, as many tokens as a chooser says."""
+    """Asks proposers for guesses, and adds as many to a step's slices as the chooser allows."""
 
     def __init__(
         self,
         proposers: Sequence[Proposer],
         chooser: Chooser,
-        pace: Pace,
+        step_time: StepTime,
         on_request: Sequence[Proposer] = (),
         watchers: Sequence[Watcher] = (),
     ) -> None:
         """Ask `proposers` in order, later ones where earlier ones do not expect much.
 
         Those `on_request` are asked only about requests that name them. All steps are shown to the
-        `watchers`, which may be proposers, too: then they hear of ends twice.
+        `watchers`, which may be proposers, too.
         """
         self.stats = SpeculationStats()
         self._proposers, self._watchers = (*proposers, *on_request), tuple(watchers)
@@ -71,16 +71,16 @@ class Speculator:
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
         self._chooser = chooser
-        self._pace = pace
+        self._step_time = step_time
         self._tried: dict[int, _Guess] = {}  # by the slice's identity
         self._asking_s = 0.0  # in the step in flight
-        self._asked: dict[str, float] = {}  # names, and the seconds that each has taken of these
-        self._balances: defaultdict[tuple[str, int], Balance] = defaultdict(Balance)
-        self._terms: Terms | None = None
-        self._terms_size = (0, 0, 0)  # slices, rows and tokens that they hold for
-        self._terms_age = 0  # steps
-        self._rest = 0  # steps
-        self._rest_slices = 0  # and only while there are as many slices
+        self._asked: dict[str, float] = {}  # seconds that each proposer has taken of these
+        self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
+        self._budget: DraftBudget | None = None
+        self._budget_size = (0, 0, 0)  # slices, rows and tokens that it holds for
+        self._budget_age = 0  # steps
+        self._pause = 0  # steps
+        self._pause_slices = 0  # the pause ends when there are fewer slices
 
     def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
         """Add drafts to the plan's slices, as many as pay; `add_drafts` as `Scheduler`'s."""
@@ -88,68 +88,118 @@ class Speculator:
         self._extend(plan, add_drafts)
         self._asking_s = time.monotonic() - began_s
 
-    def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
-        if not self._may_ask(plan):
-            return
-        terms = self._current_terms(plan)
-        price = terms.price(plan.budget)
-        if price is None:
-            self._rest, self._rest_slices = _REST, len(plan.slices)
-            self._terms = None
-            return
-        parts = [  # those of one output token, behind which drafts may stand
-            part
-            for part in plan.slices
-            if part.count == 1 and part.samples and part.start >= part.request.num_prompt
-        ]
-        for proposer in self._proposers:
-            if not price.rate or self._balance(proposer.name, plan).may_ask():
-                self._ask(proposer, parts, price)
-        if not self._tried:
-            return
-        guesses = list(self._tried.values())
-        proposals = [guess.proposal for guess in guesses]
-        counts = terms.counts(plan.budget, proposals)
-        for guess, count in zip(guesses, counts, strict=True):
-            if count:
-                tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
-                guess.tried = add_drafts(guess.part, tokens, parents)
-
     def learn(
         self, plan: StepPlan, batch: BatchShape, result: StepResult, elapsed_s: float
     ) -> None:
-        """Hear what a step drew, and how long it took with all that was done for it.
+        """Take in what a step drew, and how long it took with all that was done for it.
 
-        What proposers took says nothing about steps of this size: it is put to their accounts.
+        The time of proposers says nothing about steps of this size: their accounts pay for it.
         """
         for watcher in self._watchers:
-            with self._trusting_nobody(watcher):
+            with self._surviving(watcher):
                 watcher.see(plan, result)
         step_s = elapsed_s - self._asking_s
         if self._proposers:
-            self._pace.learn(batch, step_s)
+            self._step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
-        tried, right = self._hear(plan, result) if self._tried else (Counter(), Counter())
+        tried, right = self._outcomes(plan, result) if self._tried else (Counter(), Counter())
         num_tried, num_tokens = tried.total(), num_plain + right.total()
         self.stats.recent.append(
             TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, self._asking_s)
         )
         asked, self._asked = self._asked, {}
-        if not tried:  # then the step itself tells how long it takes without
+        if not tried:  # the step itself tells how long it takes without guesses
             for name, asking_s in asked.items():
-                self._balance(name, plan).add(0.0, asking_s / max(step_s, 1e-6))
+                self._account(name, plan).add(0.0, asking_s / max(step_s, 1e-6))
             self.stats.saved_s -= sum(asked.values())
             return
         plain = BatchShape(tuple(plan.starts), tuple(plan.counts), num_plain)
-        plain_s = self._pace.seconds(plain)
-        longer_s = max(0.0, self._pace.seconds(batch) - plain_s)
+        plain_s = self._step_time.seconds(plain)
+        longer_s = max(0.0, self._step_time.seconds(batch) - plain_s)
         for name, asking_s in asked.items():
             spent = (asking_s + longer_s * tried[name] / num_tried) / plain_s
-            self._balance(name, plan).add(right[name] / num_plain, spent)
+            self._account(name, plan).add(right[name] / num_plain, spent)
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
-    def _hear(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
-        """Tell proposers what became of their guesses; count them, and those that were right."""
+    def finish(self, request: Request) -> None:
+        """Tell everyone that a request has ended."""
+        everyone: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
+        for one in everyone:
+            with self._surviving(one):
+                one.finish(request)
+
+    def close(self) -> None:
+        """Release what proposers hold."""
+        for proposer in (*self._proposers, *self._failed):
+            proposer.close()
+
+    def _extend(self, plan: StepPlan, add_drafts: AddDrafts) -> None:
+        if not self._proposers or not plan.budget:
+            return
+        if self._pause and len(plan.slices) >= self._pause_slices:
+            self._pause -= 1
+            return
+        budget = self._current_budget(plan)
+        price = budget.price(plan.budget)
+        if price is None:
+            self._pause, self._pause_slices = _PAUSE, len(plan.slices)
+            self._budget = None
+            return
+        self._pause = 0
+        parts = [  # those of one output token, which drafts may follow
+            part
+            for part in plan.slices
+            if part.count == 1 and part.samples and part.start >= part.request.num_prompt
+        ]
+        for proposer in self._proposers:
+            if not price.rate or self._account(proposer.name, plan).may_ask():
+                self._ask(proposer, parts, price)
+        if not self._tried:
+            return
+        guesses = list(self._tried.values())
+        counts = budget.counts(plan.budget, [guess.proposal for guess in guesses])
+        for guess, count in zip(guesses, counts, strict=True):
+            if count:
+                tokens, parents = guess.proposal.tokens[:count], guess.proposal.parents[:count]
+                guess.tried = add_drafts(guess.part, tokens, parents)
+
+    def _current_budget(self, plan: StepPlan) -> DraftBudget:
+        """Return what guesses cost; it changes slowly, so it is kept for some steps."""
+        size = len(plan.slices), sum(plan.counts), _num_drawing(plan)
+        known = self._budget
+        if known is None or size != self._budget_size or self._budget_age >= _BUDGET_STEPS:
+            known = self._budget = self._chooser.budget(BatchShape.of(plan))
+            self._budget_size, self._budget_age = size, 0
+        self._budget_age += 1
+        return known
+
+    def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
+        """Ask about the slices of which not much is expected yet, and keep the better guesses."""
+        known = self._tried
+        names = {proposer.name, "auto"} if proposer.name in self._by_default else {proposer.name}
+        asked = [
+            part
+            for part in parts
+            if part.request.hints.speculate in names
+            and (id(part) not in known or known[id(part)].num_expected < _ENOUGH)
+        ]
+        if not asked:
+            return
+        requests = [part.request for part in asked]
+        began_s = time.monotonic()
+        proposals: Sequence[Proposal | None] = ()
+        with self._surviving(proposer):
+            proposals = proposer.propose(requests, price)
+        self._asked[proposer.name] = time.monotonic() - began_s
+        for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
+            proposal = _as_allowed(offered, part.request)
+            if proposal is not None:
+                guess = _Guess(part, proposer, proposal)
+                if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
+                    known[id(part)] = guess
+
+    def _outcomes(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
+        """Tell proposers what became of their guesses; count these, and those that were right."""
         num_tried, num_right = Counter[str](), Counter[str]()
         tokens = iter(result.tokens)
         for part in plan.slices:
@@ -161,87 +211,31 @@ class Speculator:
             right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
             num_tried[name] += len(tried)
             num_right[name] += len(right)
-            with self._trusting_nobody(guess.proposer):
+            with self._surviving(guess.proposer):
                 guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
             self.stats.add(guess.proposal.source, len(right), len(tried))
         self._tried = {}
         return +num_tried, num_right
 
-    def finish(self, request: Request) -> None:
-        """Hear that a request has ended."""
-        everyone: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
-        for one in everyone:
-            with self._trusting_nobody(one):
-                one.finish(request)
-
-    def close(self) -> None:
-        """Give back what proposers hold."""
-        for proposer in (*self._proposers, *self._failed):
-            proposer.close()
-
     @contextmanager
-    def _trusting_nobody(self, one: Proposer | Watcher) -> Iterator[None]:
+    def _surviving(self, one: Proposer | Watcher) -> Iterator[None]:
         """Go on without a proposer or watcher that fails: no answer depends on it."""
         try:
             yield
         except Exception:  # guesses must cost no answer, whatever goes wrong with them
             if any(other is one for other in (*self._proposers, *self._watchers)):
-                _logger.exception("%s failed, and is asked no more.", type(one).__name__)
+                _logger.exception("%s failed and is not used any more.", type(one).__name__)
             self._failed += [proposer for proposer in self._proposers if proposer is one]
             self._proposers = tuple([other for other in self._proposers if other is not one])
             self._watchers = tuple([other for other in self._watchers if other is not one])
 
-    def _balance(self, name: str, plan: StepPlan) -> Balance:
+    def _account(self, name: str, plan: StepPlan) -> Account:
         """Return a proposer's account at about as many requests."""
-        return self._balances[name, len(plan.slices).bit_length()]
-
-    def _current_terms(self, plan: StepPlan) -> Terms:
-        """Return what guesses cost; worked out now and then, as it changes slowly."""
-        size = len(plan.slices), sum(plan.counts), _num_drawing(plan)
-        known = self._terms
-        if known is None or self._terms_size != size or self._terms_age >= _TERMS_STEPS:
-            known = self._terms = self._chooser.terms(BatchShape.of(plan))
-            self._terms_size, self._terms_age = size, 0
-        self._terms_age += 1
-        return known
-
-    def _may_ask(self, plan: StepPlan) -> bool:
-        if not self._proposers or not plan.budget:
-            return False
-        if self._rest and len(plan.slices) >= self._rest_slices:
-            self._rest -= 1
-            return False
-        self._rest = 0
-        return True
-
-    def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
-        """Ask about the slices of which no one expects much yet, and keep the better guesses."""
-        known = self._tried
-        names = {proposer.name, "auto"} if proposer.name in self._by_default else {proposer.name}
-        asked = [
-            part
-            for part in parts
-            if part.request.hints.speculate in names
-            and (not known or id(part) not in known or known[id(part)].num_expected < _ENOUGH)
-        ]
-        if not asked:
-            return
-        requests = [part.request for part in asked]
-        began_s = time.monotonic()
-        proposals: Sequence[Proposal | None] = ()
-        with self._trusting_nobody(proposer):
-            proposals = proposer.propose(requests, price)
-        self._asked[proposer.name] = time.monotonic() - began_s
-        for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
-            proposal = _as_allowed(offered, part.request)
-            if proposal is not None:
-                guess = _Guess(part, proposer, proposal)
-                if id(part) not in known or guess.num_expected > known[id(part)].num_expected:
-                    known[id(part)] = guess
+        return self._accounts[name, len(plan.slices).bit_length()]
 
 
 def _num_drawing(plan: StepPlan) -> int:
-    """In how many slices a token is drawn."""
+    """Return in how many slices a token is drawn."""
     if plan.is_decode:
         return len(plan.slices)
     return sum([part.samples for part in plan.slices])

@@ -1,4 +1,4 @@
-"""What has become of guesses, and how long steps took."""
+"""Counts of guesses and of the time that they saved."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NUM_RECENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step: `num_tokens` came of `num_rows`, of which `num_guesses` were guesses.
+    """One step of `num_rows`, `num_guesses` of them guesses, which brought `num_tokens`.
 
-    There would have been `num_plain` tokens without. `step_s` is its time without `asking_s`, that
-    of looking for guesses.
+    Without guesses it would have brought `num_plain` tokens. Its time is `step_s`, after `asking_s`
+    that proposers took.
     """
 
     num_rows: int
@@ -29,11 +29,13 @@ class TimedStep:
 class SpeculationStats:
     """Counts since the start.
 
-    `proposed` and `accepted`, by where guesses came from: tokens that were computed as guesses, and
-    those of them that were right. `accepted_at[i]`: how often the guess at place i was right.
-    `passes`: slices with guesses; each brought one token besides the accepted ones. `saved_s`: how
-    much longer the same tokens would have taken without, by what steps are known to take. `recent`
-    are the last steps, whether or not anything was guessed.
+    Attributes:
+        proposed: guesses that were computed, by their source.
+        accepted: those of them that were right.
+        accepted_at: how often the guess at each place was right.
+        passes: slices with guesses; each brought one token besides the accepted ones.
+        saved_s: how much longer the same tokens would have taken without, by `StepTime`.
+        recent: the last steps, with or without guesses.
     """
 
     proposed: Counter[str] = field(default_factory=Counter)
@@ -44,7 +46,7 @@ class SpeculationStats:
     recent: deque[TimedStep] = field(default_factory=partial(deque, maxlen=_NUM_RECENT))
 
     def add(self, source: str, right: int, tried: int) -> None:
-        """Count what became of `tried` guesses behind one request."""
+        """Count `tried` guesses of one request, `right` of them right."""
         if tried:
             self.passes += 1
             self.proposed[source] += tried

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.spec.drawn import drawn_rows
+from twostroke.spec import drawn_rows
 
 if TYPE_CHECKING:
     from collections import deque

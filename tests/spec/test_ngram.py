@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.core.request import Hints, Request
 from twostroke.core.sampling import SamplingParams
-from twostroke.spec import ContextProposer, Outcome, Price
+from twostroke.spec import NgramProposer, Outcome, Price
 
 RIGHT, WRONG, UNTRIED = Outcome([0], [0], [7, 8]), Outcome([0], [], [7, 8]), Outcome([], [], [7])
 
@@ -31,18 +31,18 @@ def make(prompt, output=(), prediction=(), salt=b""):
 
 def test_words_that_were_there_before_go_on_as_they_did():
     request = make([1, 2, 3, 4, 5, 6, 9, 1, 2], [3])
-    proposal = ask(ContextProposer(), request, 3)
+    proposal = ask(NgramProposer(), request, 3)
     assert proposal.tokens == (4, 5, 6)
     assert proposal.source == "context"
 
 
 def test_nothing_is_guessed_where_nothing_matches():
-    assert ask(ContextProposer(), make([1, 2, 3, 4], [5]), 8) is None
-    assert ask(ContextProposer(), make([1], [2]), 8) is None
+    assert ask(NgramProposer(), make([1, 2, 3, 4], [5]), 8) is None
+    assert ask(NgramProposer(), make([1], [2]), 8) is None
 
 
 def test_the_output_itself_is_searched_as_it_grows():
-    proposer, request = ContextProposer(), make([1, 2, 3], [7])
+    proposer, request = NgramProposer(), make([1, 2, 3], [7])
     assert ask(proposer, request, 8) is None
     request.tokens += [8, 9, 4, 7, 8, 9]
     assert ask(proposer, request, 2).tokens == (4, 7)
@@ -50,14 +50,14 @@ def test_the_output_itself_is_searched_as_it_grows():
 
 def test_most_places_decide_and_say_how_sure_they_are():
     said = [5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5, 2, 0]
-    proposal = ask(ContextProposer(), make([*said, 9, 5, 5], [5]), 1)
-    sure = ask(ContextProposer(), make([5, 5, 5, 1, 9, 5, 5], [5]), 1)
+    proposal = ask(NgramProposer(), make([*said, 9, 5, 5], [5]), 1)
+    sure = ask(NgramProposer(), make([5, 5, 5, 1, 9, 5, 5], [5]), 1)
     assert proposal.tokens == sure.tokens == (1,)
     assert proposal.odds[0] == pytest.approx(sure.odds[0] * 2 / 3)
 
 
 def test_a_prediction_is_offered_from_its_beginning():
-    proposer = ContextProposer()
+    proposer = NgramProposer()
     request = make([1, 2], [10], prediction=range(10, 20))
     assert ask(proposer, request, 3).tokens == (11, 12, 13)
     assert ask(proposer, request, 3).source == "prediction"
@@ -68,11 +68,11 @@ def test_a_prediction_is_offered_from_its_beginning():
 
 
 def test_a_prediction_that_was_never_right_is_silent():
-    assert ask(ContextProposer(), make([1, 2], [3], prediction=[10, 11, 12]), 8) is None
+    assert ask(NgramProposer(), make([1, 2], [3], prediction=[10, 11, 12]), 8) is None
 
 
 def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
-    proposer = ContextProposer()
+    proposer = NgramProposer()
     proposer.finish(make([1, 2, 3], [20, 21, 22, 23, 24], salt=b"a"))
     again = make([3], [20, 21, 22], salt=b"a")
     assert ask(proposer, again, 8).tokens == (23, 24)
@@ -81,7 +81,7 @@ def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
 
 
 def test_a_guess_does_not_run_into_another_answer():
-    proposer = ContextProposer()
+    proposer = NgramProposer()
     for _ in range(2):
         proposer.finish(make([1], [20, 21, 22, 23]))
     assert ask(proposer, make([9], [20, 21, 22]), 8).tokens == (23,)
@@ -89,8 +89,8 @@ def test_a_guess_does_not_run_into_another_answer():
 
 
 def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.spec.memory._MOST_TOKENS", 100)
-    proposer = ContextProposer()
+    monkeypatch.setattr("twostroke.spec.token_index._MOST_TOKENS", 100)
+    proposer = NgramProposer()
     for tenant in range(10):
         proposer.finish(make([1, 2, 3], range(30), salt=bytes([tenant])))
     remembered = proposer._memory._tenants
@@ -99,9 +99,9 @@ def test_memory_of_all_tenants_together_is_bounded(monkeypatch):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr("twostroke.spec.memory._GENERATION", 100)
-    monkeypatch.setattr("twostroke.spec.memory._MOST_TENANTS", 3)
-    proposer = ContextProposer()
+    monkeypatch.setattr("twostroke.spec.token_index._GENERATION", 100)
+    monkeypatch.setattr("twostroke.spec.token_index._MOST_TENANTS", 3)
+    proposer = NgramProposer()
     for number in range(100):
         proposer.finish(make([1], range(1000 + 10 * number, 1010 + 10 * number)))
     newest, oldest = make([1], [1990, 1991, 1992]), make([1], [1000, 1001, 1002])
@@ -114,7 +114,7 @@ def test_memory_is_bounded(monkeypatch):
 
 
 def test_odds_follow_what_became_of_guesses():
-    proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
+    proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(20):
         proposer.learn(request, ask(proposer, request, 1), WRONG)
@@ -128,7 +128,7 @@ def test_odds_follow_what_became_of_guesses():
 
 
 def test_guesses_that_are_not_tried_are_not_condemned_for_ever():
-    proposer, request = ContextProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
+    proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(50):
         proposer.learn(request, ask(proposer, request, 1), WRONG)
@@ -139,14 +139,14 @@ def test_guesses_that_are_not_tried_are_not_condemned_for_ever():
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended():
-    proposer, request = ContextProposer(), make([1, 2, 3, 4, 1, 2], [3])
+    proposer, request = NgramProposer(), make([1, 2, 3, 4, 1, 2], [3])
     assert ask(proposer, request, 1) is not None
     proposer.finish(request)
     assert not proposer._requests
 
 
 def test_of_many_requests_in_short_steps_some_are_looked_at_in_turn():
-    proposer, short = ContextProposer(), Price(0.0, 1e9, 4)
+    proposer, short = NgramProposer(), Price(0.0, 1e9, 4)
     requests = [make([1, 2, 3, 4, number, 1, 2], [3]) for number in range(100, 108)]
     seen = []
     for _ in requests:

@@ -1,18 +1,48 @@
-"""Those who wait: for the policy's call first, then for room."""
+"""Requests that wait: for the policy's call first, then for room."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.schedule.policy import Queue
-from twostroke.schedule.ticket import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from twostroke.cache import PrefixChain
+    from twostroke.core.request import Request
     from twostroke.schedule.policy import Policy
-    from twostroke.schedule.ticket import Ticket
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place in the order, and how far its pages are known to the prefix index.
+
+    Attributes:
+        rank: smaller goes first and loses its pages last; fixed when the request is added.
+        max_len: how many tokens end it.
+        chain: keys of its full pages; None without a prefix cache.
+        num_published: how many of its pages were taken from the index or offered to it.
+        num_known: how many pages of its tokens the index knew of when it started, in the groups
+            that see everything; windows may have hidden some from it.
+        publish_at: `num_computed` from which another page is full.
+        due_at: `num_computed` from which another page is full or behind a window.
+        awaited: key of the page that another request computes, for which it last waited.
+        is_running: whether it holds pages; otherwise it waits.
+    """
+
+    request: Request
+    rank: tuple[int, int]
+    max_len: int
+    chain: PrefixChain | None
+    num_published: int = 0
+    num_known: int = 0
+    publish_at: int = 0
+    due_at: int = 0
+    awaited: bytes | None = None
+    is_running: bool = False
 
 
 class WaitingLine:
@@ -53,11 +83,11 @@ class WaitingLine:
             del self.ready[bisect_left(self.ready, ticket.rank, key=rank_of)]
 
     def flush(self) -> None:
-        """Call those who wait now without waiting for more."""
+        """Let the policy call those that wait now, without waiting for more."""
         self._is_flushed = bool(self._uncalled)
 
     def call(self, num_running: int) -> None:
-        """Make those ready whom the policy lets start."""
+        """Make those ready that the policy lets start."""
         if not self._uncalled:
             return
         num_called = self._policy.num_called(self._queue(num_running))
@@ -69,10 +99,16 @@ class WaitingLine:
         self._is_flushed = self._is_flushed and bool(self._uncalled)
 
     def wait_s(self, num_running: int) -> float | None:
-        """Seconds until somebody may start if nothing but time changes; None for never."""
+        """Seconds until a request may start if nothing but time changes; None for never."""
         if self.ready:
             return 0.0
         return self._policy.wait_s(self._queue(num_running)) if self._uncalled else None
+
+    def check(self) -> None:
+        """Assert that the queues are in order; for tests."""
+        assert self.ready == sorted(self.ready, key=rank_of), "a queue is out of order"
+        assert all(not ticket.is_running and not ticket.request.pages for ticket in self)
+        assert self.num_tokens == sum(len(ticket.request.tokens) for ticket in self)
 
     def _queue(self, num_running: int) -> Queue:
         return Queue(
@@ -82,3 +118,8 @@ class WaitingLine:
             now_s=self._clock(),
             is_flushed=self._is_flushed,
         )
+
+
+def rank_of(ticket: Ticket) -> tuple[int, int]:
+    """Return the key by which queues are sorted."""
+    return ticket.rank

@@ -1,31 +1,38 @@
-"""Where in a growing sequence of tokens the same words have stood before."""
+"""Finds where the last words of a text were said before, in this text or in earlier answers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+
+    from twostroke.core.request import Request
 
 SHORTEST = 3  # tokens that must be the same for two places to match at all
 _LONGEST = 32  # a match is not followed further back
 _MOST_PLACES = 8  # the latest places that are compared
-_FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5  # odd: none is lost
+_FACTORS = (0x9E3779B1, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)  # odd, so that no bit is lost
 _MASK = 2**64 - 1
+_GENERATION = 1 << 16  # tokens
+_MOST_TENANTS = 64
+_MOST_TOKENS = 1 << 19  # of all tenants together: some 120 MB at most
+END_OF_ANSWER = 2**31 - 1  # separates answers; no vocabulary has this token
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Places where the longest found end of a context stood before.
+    """Places where the longest known end of a context was found.
 
-    `ends[i]` is the index of what followed there, the latest first; `length` tokens before it are
-    the same (32 stands for more).
+    `ends[i]` is the index of the token that followed, the latest first. The `length` tokens before
+    it are the same; 32 stands for more.
     """
 
     length: int
@@ -35,20 +42,20 @@ class Match:
 class TokenIndex:
     """Finds the longest end of a context in a list of tokens that only grows.
 
-    What is there at first is sorted once by NumPy (100,000 tokens take some 30 ms), and what is
-    appended goes into a dictionary, so a lookup does not get slower as the list gets longer.
-    Memory: 12 bytes a token of the first kind, some 190 of the second.
+    NumPy sorts the initial tokens once (some 30 ms for 100,000), and what is appended goes into a
+    dictionary, so lookups do not get slower as the list grows. Memory: 12 bytes a token of the
+    first kind, some 190 of the second.
     """
 
     __slots__ = ("_ends", "_keys", "_later", "_num_known", "tokens")
 
     def __init__(self, tokens: list[int]) -> None:
-        """Index a list, which may be appended to afterwards: `catch_up` hears of it."""
+        """Index a list; after appending to it, call `catch_up`."""
         self.tokens = tokens
         array = np.array(tokens, np.uint64)
-        size = max(0, len(array) - SHORTEST)  # the last has nothing behind it yet
+        size = max(0, len(array) - SHORTEST)  # nothing follows the last one yet
         keys = np.zeros(size, np.uint64)
-        for i, factor in enumerate((_FIRST, _SECOND, _THIRD)):
+        for i, factor in enumerate(_FACTORS):
             keys += array[i : i + size] * np.uint64(factor)
         order = np.argsort(keys, kind="stable")
         self._keys = keys[order].data  # `bisect` in it is quicker than NumPy's search
@@ -61,14 +68,14 @@ class TokenIndex:
         return len(self.tokens)
 
     def catch_up(self) -> None:
-        """Take in what was appended to the list."""
+        """Index what was appended to the list."""
         tokens = self.tokens
         for end in range(self._num_known, len(tokens)):
             self._later.setdefault(_key_at(tokens, end), []).append(end)
         self._num_known = max(self._num_known, len(tokens))
 
     def match(self, context: Sequence[int]) -> Match | None:
-        """Return where the longest end of `context` stands; None if none of 3 tokens does."""
+        """Return where the longest end of `context`, of 3 tokens or more, was found."""
         if len(context) < SHORTEST:
             return None
         key = _key_at(context, len(context))
@@ -83,7 +90,7 @@ class TokenIndex:
         back = list(context[: -_LONGEST - 1 : -1])
         lengths = [self._num_same(end, back) for end in ends]
         longest = max(lengths)
-        if longest < SHORTEST:  # two keys alike, and not the tokens
+        if longest < SHORTEST:  # equal keys of different tokens
             return None
         pairs = zip(ends, lengths, strict=True)
         return Match(longest, tuple(end for end, length in pairs if length == longest))
@@ -98,7 +105,41 @@ class TokenIndex:
         return count
 
 
+class AnswerMemory:
+    """The last answers of each tenant, in two generations of 65,536 tokens.
+
+    Tenants are told apart by the salt of their prefix cache and never see each other's words. The
+    tenant that was silent longest is forgotten when there are more than 64 of them, or more than
+    half a million tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[bytes, list[TokenIndex]] = OrderedDict()
+
+    def add(self, request: Request) -> None:
+        """Keep the answer of a request that has ended."""
+        if request.num_output <= 1:
+            return
+        answer = request.tokens[max(0, request.num_prompt - SHORTEST) :]
+        generations = self._tenants.setdefault(request.salt, [TokenIndex([])])
+        self._tenants.move_to_end(request.salt)
+        newest = generations[-1]
+        newest.tokens += [END_OF_ANSWER, *answer[-_GENERATION:]]
+        newest.catch_up()
+        if len(newest) >= _GENERATION:
+            generations[:] = [TokenIndex(newest.tokens), TokenIndex([])]
+        while len(self._tenants) > _MOST_TENANTS or self._num_tokens() > _MOST_TOKENS:
+            self._tenants.popitem(last=False)
+
+    def of(self, request: Request) -> Iterator[TokenIndex]:
+        """Yield what the request's tenant has said, the latest first."""
+        return reversed(self._tenants.get(request.salt, []))
+
+    def _num_tokens(self) -> int:
+        return sum(len(index) for indices in self._tenants.values() for index in indices)
+
+
 def _key_at(tokens: Sequence[int], end: int) -> int:
-    """Return what stands for the 3 tokens before `end`, which there must be."""
+    """Return the hash of the 3 tokens before `end`."""
     first, second, third = tokens[end - 3], tokens[end - 2], tokens[end - 1]
-    return (first * _FIRST + second * _SECOND + third * _THIRD) & _MASK
+    return (first * _FACTORS[0] + second * _FACTORS[1] + third * _FACTORS[2]) & _MASK

@@ -10,7 +10,7 @@ import pytest
 from twostroke.core.hardware import Hardware
 from twostroke.program import BatchShape
 from twostroke.program.work import Cost, StepCost, each_row, once
-from twostroke.spec import Always, Outcome, Pace, Price, Proposal, WhilePaying
+from twostroke.spec import Always, Outcome, Price, Proposal, StepTime, WhilePaying
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 HARDWARE = Hardware("test", 1, 1 << 30, bandwidth=1e9, peak=1e9, peak_kind="any", source="test")
 
 
-def pace_of(fixed_s: float, row_s: float) -> Pace:
+def step_time_of(fixed_s: float, row_s: float) -> StepTime:
     """Steps take `fixed_s`, and `row_s` more for each row."""
     cost = StepCost(((once, Cost(0, round(fixed_s * 1e9))), (each_row, Cost(round(row_s * 1e9)))))
-    return Pace(cost, HARDWARE, rows_together=8)
+    return StepTime(cost, HARDWARE, rows_together=8)
 
 
 def decode(num_streams: int) -> BatchShape:
@@ -32,13 +32,13 @@ def chain(odds: Sequence[float]) -> Proposal:
     return Proposal("test", tuple(range(len(odds))), tuple(odds), (0,) * len(odds))
 
 
-def best_by_search(pace: Pace, batch: BatchShape, odds: list[tuple[float, ...]]) -> float:
+def best_by_search(step_time: StepTime, batch: BatchShape, odds: list[tuple[float, ...]]) -> float:
     """The most tokens a second that any choice of counts gives."""
 
     def rates(who: int, expected: float, rows: int):
         if who == len(odds):
             more = batch.with_request(100, rows)
-            yield expected / pace.seconds(more if rows else batch)
+            yield expected / step_time.seconds(more if rows else batch)
             return
         chance = 1.0
         gained = 0.0
@@ -54,10 +54,10 @@ def best_by_search(pace: Pace, batch: BatchShape, odds: list[tuple[float, ...]])
 @pytest.mark.parametrize("seed", range(40))
 def test_no_choice_brings_more_tokens_a_second(seed):
     rng = random.Random(seed)
-    pace = pace_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
+    step_time = step_time_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
     batch = decode(3)
     odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
-    counts = WhilePaying(pace).terms(batch).counts(100, [chain(each) for each in odds])
+    counts = WhilePaying(step_time).budget(batch).counts(100, [chain(each) for each in odds])
     gained = 0.0
     for count, each in zip(counts, odds, strict=True):
         chance = 1.0
@@ -65,115 +65,117 @@ def test_no_choice_brings_more_tokens_a_second(seed):
             chance *= odd
             gained += chance
     more = batch.with_request(100, sum(counts))
-    rate = (3 + gained) / pace.seconds(more if sum(counts) else batch)
-    best = best_by_search(pace, batch, odds)
-    plain = 3 / pace.seconds(batch)
+    rate = (3 + gained) / step_time.seconds(more if sum(counts) else batch)
+    best = best_by_search(step_time, batch, odds)
+    plain = 3 / step_time.seconds(batch)
     assert rate == pytest.approx(best if best >= 1.08 * plain else plain)
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
-    assert WhilePaying(pace_of(0.01, 0.0001)).terms(decode(1)).counts(
+    assert WhilePaying(step_time_of(0.01, 0.0001)).budget(decode(1)).counts(
         100, [chain((0.95,) * 8)]
     ) == [8]
 
 
 def test_unlikely_guesses_are_left_where_rows_cost():
-    assert WhilePaying(pace_of(0.01, 0.005)).terms(decode(1)).counts(100, [chain((0.3,) * 8)]) == [
-        0
-    ]
+    assert WhilePaying(step_time_of(0.01, 0.005)).budget(decode(1)).counts(
+        100, [chain((0.3,) * 8)]
+    ) == [0]
 
 
 def test_the_likelier_proposal_gets_the_rows():
     offers = [chain((0.9,) * 8), chain((0.4,) * 8)]
-    counts = WhilePaying(pace_of(0.01, 0.002)).terms(decode(2)).counts(100, offers)
+    counts = WhilePaying(step_time_of(0.01, 0.002)).budget(decode(2)).counts(100, offers)
     assert counts[0] > counts[1]
 
 
 def test_a_busy_batch_takes_none_and_need_not_ask():
-    chooser = WhilePaying(pace_of(0.01, 0.002))
-    assert chooser.terms(decode(1)).price(100) is not None
-    assert chooser.terms(decode(64)).counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
-    assert chooser.terms(decode(256)).price(100) is None
+    chooser = WhilePaying(step_time_of(0.01, 0.002))
+    assert chooser.budget(decode(1)).price(100) is not None
+    assert chooser.budget(decode(64)).counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
+    assert chooser.budget(decode(256)).price(100) is None
 
 
 def test_the_budget_is_the_most():
     offers = [chain((0.99,) * 8)] * 3
-    assert sum(WhilePaying(pace_of(0.01, 0.0)).terms(decode(3)).counts(5, offers)) == 5
-    assert Always(4).terms(decode(3)).counts(6, offers) == [4, 2, 0]
-    assert Always(4).terms(decode(3)).price(0) is None
-    assert WhilePaying(pace_of(0.01, 0.0)).terms(decode(3)).price(0) is None
+    assert sum(WhilePaying(step_time_of(0.01, 0.0)).budget(decode(3)).counts(5, offers)) == 5
+    assert Always(4).budget(decode(3)).counts(6, offers) == [4, 2, 0]
+    assert Always(4).budget(decode(3)).price(0) is None
+    assert WhilePaying(step_time_of(0.01, 0.0)).budget(decode(3)).price(0) is None
 
 
 def test_a_guess_that_takes_time_must_be_the_surer():
-    price = WhilePaying(pace_of(0.01, 0.002)).terms(decode(1)).price(100)
+    price = WhilePaying(step_time_of(0.01, 0.002)).budget(decode(1)).price(100)
     assert price is not None
     assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
     assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
 
 
-def test_pace_learns_what_steps_of_a_size_take():
-    pace = pace_of(0.01, 0.001)
+def test_step_time_learns_what_steps_of_a_size_take():
+    step_time = step_time_of(0.01, 0.001)
     for _ in range(40):
-        pace.learn(decode(1), 2 * 0.011)
-        pace.learn(decode(4), 5 * 0.014)
-    assert pace.seconds(decode(1)) == pytest.approx(0.022, rel=0.03)
-    assert pace.seconds(decode(4)) == pytest.approx(0.070, rel=0.03)
+        step_time.learn(decode(1), 2 * 0.011)
+        step_time.learn(decode(4), 5 * 0.014)
+    assert step_time.seconds(decode(1)) == pytest.approx(0.022, rel=0.03)
+    assert step_time.seconds(decode(4)) == pytest.approx(0.070, rel=0.03)
     # What was never seen lies between its neighbours.
-    assert 0.025 < pace.seconds(decode(2)) < 0.06
+    assert 0.025 < step_time.seconds(decode(2)) < 0.06
 
 
 def test_prompts_and_single_rows_tell_what_some_rows_take():
     """Memory twice, arithmetic four times as slow as the machine's limits say."""
-    pace = pace_of(0.01, 0.001)
+    step_time = step_time_of(0.01, 0.001)
     for _ in range(30):
-        pace.learn(BatchShape.prefill(300), 2 * 0.01 + 4 * 0.3)
+        step_time.learn(BatchShape.prefill(300), 2 * 0.01 + 4 * 0.3)
         for _ in range(20):
-            pace.learn(decode(1), 2 * 0.01 + 4 * 0.001)
+            step_time.learn(decode(1), 2 * 0.01 + 4 * 0.001)
     for count in (4, 8, 16, 30):
         expected = 2 * 0.01 + 4 * 0.001 * count
-        assert pace.seconds(decode(count)) == pytest.approx(expected, rel=0.15)
+        assert step_time.seconds(decode(count)) == pytest.approx(expected, rel=0.15)
 
 
 def test_one_slow_step_changes_little():
-    pace = pace_of(0.01, 0.001)
+    step_time = step_time_of(0.01, 0.001)
     for _ in range(20):
-        pace.learn(decode(1), 0.011)
-        pace.learn(decode(4), 0.014)
-    before = pace.seconds(decode(4)) / pace.seconds(decode(1))
-    pace.learn(decode(4), 11.0)
-    assert pace.seconds(decode(4)) / pace.seconds(decode(1)) < 1.1 * before
+        step_time.learn(decode(1), 0.011)
+        step_time.learn(decode(4), 0.014)
+    before = step_time.seconds(decode(4)) / step_time.seconds(decode(1))
+    step_time.learn(decode(4), 11.0)
+    assert step_time.seconds(decode(4)) / step_time.seconds(decode(1)) < 1.1 * before
     for _ in range(20):
-        pace.learn(decode(1), 0.011)
-    assert pace.seconds(decode(1)) == pytest.approx(0.011, rel=0.1)
+        step_time.learn(decode(1), 0.011)
+    assert step_time.seconds(decode(1)) == pytest.approx(0.011, rel=0.1)
 
 
 def test_a_slow_spell_does_not_tell_sizes_apart():
-    pace = pace_of(0.01, 0.001)
+    step_time = step_time_of(0.01, 0.001)
     for _ in range(100):
-        pace.learn(decode(1), 0.011)
+        step_time.learn(decode(1), 0.011)
     for step in range(30):  # others have half of the processor, and this size is met then alone
         size, seconds = (4, 0.014) if step % 3 == 0 else (1, 0.011)
-        pace.learn(decode(size), 2 * seconds)
+        step_time.learn(decode(size), 2 * seconds)
     for _ in range(100):
-        pace.learn(decode(1), 0.011)
-    assert pace.seconds(decode(4)) / pace.seconds(decode(1)) == pytest.approx(14 / 11, rel=0.1)
+        step_time.learn(decode(1), 0.011)
+    assert step_time.seconds(decode(4)) / step_time.seconds(decode(1)) == pytest.approx(
+        14 / 11, rel=0.1
+    )
 
 
 def test_what_was_learned_long_ago_is_tried_again():
-    pace = pace_of(0.01, 0.001)
-    pace.learn(decode(1), 0.011)
-    pace.learn(decode(2), 0.5)
-    before = pace.seconds(decode(2))
+    step_time = step_time_of(0.01, 0.001)
+    step_time.learn(decode(1), 0.011)
+    step_time.learn(decode(2), 0.5)
+    before = step_time.seconds(decode(2))
     for _ in range(3000):
-        pace.learn(decode(1), 0.011)
-    assert pace.seconds(decode(2)) < 0.2 * before
+        step_time.learn(decode(1), 0.011)
+    assert step_time.seconds(decode(2)) < 0.2 * before
 
 
 def test_no_limits_are_no_obstacle():
-    pace = Pace(pace_of(0.01, 0.001).cost, None)
+    step_time = StepTime(step_time_of(0.01, 0.001).cost, None)
     for _ in range(40):
-        pace.learn(decode(1), 0.5)
-    assert pace.seconds(decode(1)) == pytest.approx(0.5, rel=0.01)
+        step_time.learn(decode(1), 0.5)
+    assert step_time.seconds(decode(1)) == pytest.approx(0.5, rel=0.01)
 
 
 def test_of_a_tree_the_best_products_are_taken():
@@ -185,7 +187,7 @@ def test_of_a_tree_the_best_products_are_taken():
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
     for row_s, most in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
-        [count] = WhilePaying(pace_of(0.01, row_s)).terms(decode(1)).counts(100, [tree])
+        [count] = WhilePaying(step_time_of(0.01, row_s)).budget(decode(1)).counts(100, [tree])
         assert count == most
 
 
@@ -200,10 +202,10 @@ def test_what_becomes_of_a_tree_teaches_only_about_those_that_had_a_chance():
 
 @pytest.mark.parametrize("together", [1, 2, 4, 8])
 def test_the_cheapest_number_of_guesses_is_probed(together: int):
-    cost = pace_of(0.001, 0.001).cost
+    cost = step_time_of(0.001, 0.001).cost
     for num_rows in range(1, 12):
-        pace = Pace(cost, HARDWARE, together)
-        outlook = pace.outlook(decode(num_rows))
+        step_time = StepTime(cost, HARDWARE, together)
+        outlook = step_time.outlook(decode(num_rows))
         plain_s = outlook.seconds(0)
         each_s = {n: (outlook.seconds(n) - plain_s) / n for n in range(1, 9)}
         probed = outlook.probes(8)
@@ -218,11 +220,12 @@ def test_a_guess_more_must_make_up_for_what_it_makes_dearer() -> None:
         return 0.03 + 0.01 * max(0, num_guesses - 1)
 
     price = Price(0.0, 1 / 0.03, 24, seconds)
-    first, second = (price.least_next(n, price.rate, 0.012) for n in (0, 1))
-    assert first == pytest.approx(0.012 / 0.03), "its row is for nothing"
+    first, second = (price.least_next(n, 0.0, 0.0, 0.012) for n in (0, 1))
+    assert first == pytest.approx(0.012 / 0.03), "its row costs nothing"
     assert second == pytest.approx((0.01 + 0.012) / 0.03)
-    faster = price.least_next(1, 2 * price.rate, 0.012)
-    assert faster == pytest.approx(2 * second), "it competes with what there is, not with nothing"
-    assert price.least_next(1, 0.0, 0.012) == pytest.approx(second)
+    faster = price.least_next(1, 2.0, 0.0, 0.012)
+    assert faster == pytest.approx(2 * second), "it competes with the other guesses"
+    slower = price.least_next(1, 2.0, 0.01, 0.012)
+    assert slower == pytest.approx(1.5 * second), "these took time to make"
     unknown = Price(0.25, 10.0, 24)
-    assert unknown.least_next(3, 50.0, 0.01) == unknown.least_chance(0.01)
+    assert unknown.least_next(3, 50.0, 0.0, 0.01) == unknown.least_chance(0.01)

@@ -1,0 +1,129 @@
+"""A step's slices in the making, and what single rows report besides drawn tokens.
+
+Rows of a prompt may report log-probabilities (scored rows) or hidden states (pooled rows, for
+embeddings). A request that is pooled draws no token: it ends with its last row.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from twostroke.core.embedding import Pooling
+from twostroke.core.request import FinishReason
+from twostroke.core.step import Delta, Slice
+
+if TYPE_CHECKING:
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan, StepResult
+    from twostroke.schedule.waiting import Ticket
+
+
+class StepSketch:
+    """Slices so far, their owners, and what is left of the budget.
+
+    Attributes:
+        most_scored: how many rows more may report log-probabilities of prompts.
+        preempted: requests that lost their pages for this step.
+        reserved: pages that running requests may still need soon; None if not known.
+    """
+
+    __slots__ = ("budget", "most_scored", "owners", "preempted", "reserved", "slices")
+
+    def __init__(self, budget: int, most_scored: int) -> None:
+        self.budget = budget
+        self.most_scored = most_scored
+        self.slices: list[Slice] = []
+        self.owners: list[Ticket] = []
+        self.preempted: list[Request] = []
+        self.reserved: int | None = None
+
+    def most_rows(self, request: Request, wanted: int) -> int:
+        """Return how many of the `wanted` next rows a request may have, by the scored ones."""
+        if request.num_unscored <= self.most_scored:
+            return wanted
+        return min(wanted, request.num_scored - request.num_computed + self.most_scored)
+
+    def add(self, ticket: Ticket, count: int) -> None:
+        """Let a request compute its next `count` tokens."""
+        request = ticket.request
+        start = request.num_computed
+        samples = start + count == len(request.tokens) and request.pooling is None
+        scored, pooled = _num_scored(request, count), _num_pooled(request, count)
+        self.slices.append(
+            Slice(request, start, count, samples, num_scored=scored, num_pooled=pooled)
+        )
+        self.owners.append(ticket)
+        self.budget -= count
+        self.most_scored -= scored
+
+    def preempt(self, ticket: Ticket) -> None:
+        """Take out a request that has just lost its pages."""
+        self.preempted.append(ticket.request)
+        self.reserved = None
+        if ticket in self.owners:
+            at = self.owners.index(ticket)
+            self.budget += self.slices[at].count
+            self.most_scored += self.slices[at].num_scored
+            del self.slices[at], self.owners[at]
+
+
+def end_if_read(request: Request) -> None:
+    """End a request that draws no token once all of its rows are computed."""
+    if request.pooling is not None and not request.num_pending:
+        request.finish_reason = FinishReason.LENGTH
+
+
+def with_reports(plan: StepPlan, result: StepResult, deltas: list[Delta]) -> list[Delta]:
+    """Return a step's deltas with the scores and hidden states that its rows report.
+
+    Requests that have no delta yet get one, unless they were ended from outside.
+    """
+    if not result.scores and not result.states:
+        return deltas
+    scores, states = iter(result.scores), iter(result.states)
+    known = {delta.request: delta for delta in deltas}
+    reported = []
+    for piece in plan.slices:
+        request = piece.request
+        scored = tuple(islice(scores, piece.num_scored))
+        pooled = next(states) if piece.num_pooled else None
+        delta = known.get(request)
+        goes_on = request.finish_reason is None or (
+            pooled is not None and request.finish_reason is FinishReason.LENGTH
+        )
+        if delta is None and goes_on and (scored or pooled is not None):
+            delta = Delta(request, ())
+        if delta is not None:
+            request.num_scored += len(scored)
+            delta.scores, delta.states = scored, pooled
+            reported.append(delta)
+    assert next(scores, None) is None, "more scores than scored rows"
+    assert next(states, None) is None, "more states than pooled slices"
+    return reported
+
+
+def _num_scored(request: Request, count: int) -> int:
+    """Return how many of a request's next `count` rows report on the prompt's next token.
+
+    Rows that did so before a preemption do not do it again. The prompt's last row draws.
+    """
+    if not request.num_unscored:
+        return 0
+    assert request.num_computed <= request.num_scored, "a row to be scored was passed over"
+    end = min(request.num_computed + count, request.num_prompt - 1)
+    return max(0, end - request.num_scored)
+
+
+def _num_pooled(request: Request, count: int) -> int:
+    """Return how many of a request's next `count` rows, the last ones, report hidden states.
+
+    Rows that are computed again after a preemption report again.
+    """
+    match request.pooling:
+        case None:
+            return 0
+        case Pooling.MEAN:
+            return count
+        case Pooling.LAST:
+            return int(request.num_computed + count == len(request.tokens))

@@ -1,0 +1,54 @@
+"""Accounts of what guesses have saved: who loses rests, ever longer, and may try again."""
+
+from __future__ import annotations
+
+from twostroke.spec.worth import Account
+
+
+def rounds_until(account: Account, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:
+    """Play rounds until it may ask, or may not; return how many there were."""
+    for count in range(5000):
+        if account.may_ask() is wanted:
+            return count
+        if not wanted:
+            account.add(won, spent)
+    raise AssertionError("it never happened")
+
+
+def test_who_wins_is_always_asked() -> None:
+    account = Account()
+    for _ in range(1000):
+        assert account.may_ask()
+        account.add(0.5, 0.4)
+
+
+def test_who_loses_rests_twice_as_long_each_time() -> None:
+    account = Account()
+    assert rounds_until(account, False, 0.1, 0.3) == 11
+    rests = [rounds_until(account, True)]
+    lost = []
+    for _ in range(6):
+        lost.append(rounds_until(account, False, 0.1, 0.3))
+        rests.append(rounds_until(account, True))
+    assert rests == [62, 126, 254, 510, 1022, 1022, 1022]
+    assert lost == [6] * 6  # a trial costs a step and a bit
+
+
+def test_success_is_saved_up_to_a_little_and_forgives_the_past() -> None:
+    account = Account()
+    for _ in range(3):
+        rounds_until(account, False, 0.0, 0.4)
+        rounds_until(account, True)
+    for _ in range(100):
+        account.add(1.0, 0.2)
+    assert rounds_until(account, False, 0.0, 0.3) == 10
+    assert rounds_until(account, True) == 62
+
+
+def test_one_long_round_and_many_short_ones_are_no_ruin() -> None:
+    account = Account()
+    account.add(0.0, 40.0)
+    assert account.may_ask()
+    for _ in range(10_000):
+        account.add(0.0, 0.004)
+        assert account.may_ask()

@@ -1,0 +1,165 @@
+"""A request's text in the tokens of a draft, and its guesses in those of the target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from support.byte_tokenizer import END, START, byte_characters, byte_tokenizer
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
+from twostroke.core.step import TokenLogprobs
+from twostroke.spec import Words
+from twostroke.spec.acceptance import AcceptanceRate
+from twostroke.spec.draft import PRIOR, DraftFollower
+from twostroke.spec.guesses import Guesses
+from twostroke.spec.transcript import Transcript
+from twostroke.tokenize import Translation
+
+TARGET = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
+DRAFT = byte_tokenizer(more_merges=("o Ġ", "b c", "d Ċ"))
+WORDS = Words(Translation(TARGET, DRAFT), Translation(DRAFT, TARGET))
+
+
+def transcript_of(words: Words = WORDS, stride: int = 2048) -> Transcript:
+    return Transcript(words, stride)
+
+
+def request_of(text: str) -> Request:
+    ids = TARGET.encode(text, parse_special=True)
+    return Request("r", ids, len(ids), SamplingParams(), 0)
+
+
+def test_a_text_is_followed_in_the_drafts_own_tokens() -> None:
+    request, transcript = request_of(f"{START}user\nhello world{END}"), transcript_of()
+    transcript.follow(request)
+    assert transcript.tokens == DRAFT.encode(f"{START}user\nhello world{END}", parse_special=True)
+    for token in TARGET.encode("abc\nhello world abc world\n"):
+        request.tokens.append(token)
+        transcript.follow(request)
+        text = TARGET.decode(request.tokens, skip_special=False)
+        assert transcript.tokens == DRAFT.encode(text, parse_special=True)
+        assert transcript.num_prompt <= transcript.num_settled <= len(transcript.tokens)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 16])
+@pytest.mark.parametrize(
+    "text", ["hello world abc hello world abc\n" * 3, f"{START}user\nhello{END}" * 3, "é" * 40, ""]
+)
+def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
+    """So that no step waits for all of it, and with the tokens that it would have at once."""
+    at_once, request = transcript_of(), request_of(text + " abc")
+    at_once.follow(request)
+    transcript = transcript_of(stride=stride)
+    num_rounds = 0
+    while transcript.follow(request) or transcript.is_behind:
+        num_rounds += 1
+        assert num_rounds <= 3 * len(request.tokens)
+        said = transcript.tokens
+        assert not transcript.is_ready
+        assert len(said) == transcript.num_settled
+        assert said == at_once.tokens[: len(said)]
+    assert num_rounds or stride >= len(request.tokens)
+    assert transcript.is_ready
+    assert transcript.tokens == at_once.tokens
+    assert 0 < transcript.num_prompt <= transcript.num_settled
+    num_prompt = transcript.num_prompt
+    request.tokens += TARGET.encode(" world" * 40)
+    while transcript.follow(request) or transcript.is_behind:
+        pass
+    assert DRAFT.decode(transcript.tokens) == TARGET.decode(request.tokens)
+    assert transcript.num_prompt == num_prompt
+
+
+def test_what_is_settled_never_changes() -> None:
+    """Rows of settled tokens are computed once, and shared with others from the prompt's."""
+    request, transcript = request_of("hello world abc hello"), transcript_of()
+    transcript.follow(request)
+    settled = transcript.tokens[: transcript.num_settled]
+    prompt = transcript.tokens[: transcript.num_prompt]
+    for token in TARGET.encode(" world\nabc"):
+        request.tokens.append(token)
+        transcript.follow(request)
+        assert transcript.tokens[: len(settled)] == settled
+        settled = transcript.tokens[: transcript.num_settled]
+    assert transcript.tokens[: transcript.num_prompt] == prompt
+
+
+def follower_of(guesses: list[int], sure: list[float]) -> DraftFollower:
+    found = Guesses(AcceptanceRate(PRIOR).for_request(), 10)
+    for guess, sureness in zip(guesses, sure, strict=False):
+        found.add(guess, TokenLogprobs(math.log(sureness)))
+    request = request_of("hello")
+    return DraftFollower(request, request, found, frozenset(), transcript_of())
+
+
+def test_guesses_are_said_in_the_targets_tokens() -> None:
+    guesses = DRAFT.encode(" world abc")
+    assert len(guesses) > len(TARGET.encode(" world abc"))
+    proposal = follower_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal(24)
+    assert proposal is not None
+    assert list(proposal.tokens) == TARGET.encode(" world abc")
+    assert [kind // 10 for kind in proposal.kinds] == [0] * (len(proposal.tokens) - 1) + [1]
+
+
+def test_a_token_is_as_sure_as_the_guesses_that_it_is_made_of() -> None:
+    proposal = follower_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal(24)
+    assert proposal is not None
+    num_pieces = len(DRAFT.encode(" world"))
+    assert proposal.kinds[0] == min(int(0.9**num_pieces * 10), 9)
+
+
+def test_no_more_is_guessed_than_is_asked_for() -> None:
+    proposal = follower_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal(2)
+    assert proposal is not None
+    assert list(proposal.tokens) == TARGET.encode(" world abc world")[:2]
+
+
+def test_a_draft_that_wants_a_beginning_gets_it() -> None:
+    wanting = byte_tokenizer(more_merges=("o Ġ",), add_bos_token=True)
+    words = Words(Translation(TARGET, wanting), Translation(wanting, TARGET))
+    request, transcript = request_of("hello world"), transcript_of(words)
+    for token in TARGET.encode(" abc"):
+        transcript.follow(request)
+        text = TARGET.decode(request.tokens)
+        assert transcript.tokens == wanting.encode(text, add_special=True)
+        request.tokens.append(token)
+    beginning = request_of(f"{START}hello")
+    transcript = transcript_of(words)
+    transcript.follow(beginning)
+    assert transcript.tokens == wanting.encode(f"{START}hello", parse_special=True)
+
+
+@pytest.mark.parametrize("odd", [[0xFF], [0xC3], [0x80, 0x80], [0xF0, 0x9F]])
+def test_bytes_that_are_no_text_hide_nothing_else(odd: list[int]) -> None:
+    marks = [TARGET.find(byte_characters()[byte]) or 0 for byte in odd]
+    ids = [*TARGET.encode("hello world"), *marks, *TARGET.encode(" abc")]
+    request, transcript = Request("r", ids, len(ids), SamplingParams(), 0), transcript_of()
+    for token in TARGET.encode("hello world hello world abc"):
+        transcript.follow(request)
+        said = TARGET.decode(request.tokens).replace("\ufffd", "")
+        assert DRAFT.decode(transcript.tokens) == said
+        request.tokens.append(token)
+    assert transcript.num_read > len(TARGET.encode("hello world")) + len(odd)
+
+
+def test_half_a_character_is_no_place_to_guess_at() -> None:
+    request, transcript = request_of("hello"), transcript_of()
+    request.tokens += [TARGET.find(char) or 0 for char in "ðŁ"]
+    transcript.follow(request)
+    assert not transcript.is_ready
+    request.tokens += TARGET.encode("🙂")[-2:]
+    transcript.follow(request)
+    assert transcript.is_ready
+
+
+@pytest.mark.parametrize("text", ["é", "🙂🙂", "\ufffd", "é" * 9])
+def test_characters_that_are_cut_are_followed_once_they_are_whole(text: str) -> None:
+    request, transcript = request_of("hello"), transcript_of()
+    transcript.follow(request)
+    for token in TARGET.encode(text + " world"):
+        request.tokens.append(token)
+        transcript.follow(request)
+        assert "hello" in DRAFT.decode(transcript.tokens)
+    assert DRAFT.decode(transcript.tokens) == f"hello{text} world"
