@@ -79,7 +79,7 @@ def test_the_draft_that_the_catalogue_knows(
             drafts(draft="auto", method="draft")
     known[0] = None
     assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
-    with pytest.raises(UsageError, match=r"no draft for tiny in the cache.*--draft MODEL"):
+    with pytest.raises(UsageError, match=r"The catalogue has no draft for tiny.*--draft MODEL"):
         drafts(draft="auto", method="draft")
 
 

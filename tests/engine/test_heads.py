@@ -129,7 +129,7 @@ def test_eagle_guesses_no_further_than_rows_are_cheap(
     path: Path, heads: dict[str, str], cheap: int, most: int
 ) -> None:
     with engine_of(path, method="eagle", heads=heads["eagle"]) as llm:
-        (eagle,) = llm.engine.client.loop._speculator._proposers
+        (eagle,) = llm.engine.client.loop.speculator._proposers
         propose, counts = eagle.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_slow_first_step_says_nothing_of_others(
     path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind]) as llm:
-        (proposer,) = llm.engine.client.loop._speculator._proposers
+        (proposer,) = llm.engine.client.loop.speculator._proposers
         propose, run, now_s, guessed = proposer.propose, proposer._runner.runner.run, 0.0, []
 
         def slow_at_first(plan: Any) -> Any:
@@ -201,7 +201,7 @@ def test_nothing_is_left_of_requests_that_ended(path: Path, heads: dict[str, str
         with engine_of(path, method=kind, heads=heads[kind], count=4) as llm:
             llm.generate(PROMPTS * 3, GREEDY)
             llm.generate("the", GREEDY)  # the others' ends are heard by now
-            (proposer,) = llm.engine.client.loop._speculator._proposers
+            (proposer,) = llm.engine.client.loop.speculator._proposers
             assert len(proposer._followers) <= 1
 
 
@@ -218,7 +218,7 @@ def test_answers_up_to_the_end_of_the_context_are_guessed(
     with engine_of(short, method=kind, heads=folder, count=count) as llm:
         for _ in range(2):
             assert said(llm.generate([[3]], params)) == plain
-        assert llm.engine.client.loop._speculator._proposers  # none was given up
+        assert llm.engine.client.loop.speculator._proposers  # none was given up
 
 
 def test_heads_with_a_shorter_context_begin_anew(path: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_heads_with_a_shorter_context_begin_anew(path: Path, tmp_path: Path) -> 
         plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160)))
     with engine_of(path, method="eagle", heads=str(folder), count=4) as llm:
         assert said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=160))) == plain
-        assert llm.engine.client.loop._speculator._proposers
+        assert llm.engine.client.loop.speculator._proposers
         assert llm.engine.client.loop.snapshot().speculation.proposed["eagle"] > 4 * 4 * 50
 
 

@@ -184,7 +184,7 @@ def test_one_request_can_do_without(path: Path) -> None:
 def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
     seeded = replace(GREEDY, seed=1)  # what it tries first is drawn
     with engine_of(path, count=24) as llm:
-        proposed = llm.engine.client.loop.snapshot().speculation.proposed
+        proposed = llm.engine.client.loop.speculator.stats.proposed
         [[answer]] = llm.generate("hello", seeded)
         assert not proposed["lookahead"]
         [[again]] = llm.generate("hello", seeded, speculate="lookahead")
@@ -292,7 +292,7 @@ def test_a_draft_without_letters_is_refused(path: Path, tmp_path: Path) -> None:
     odd = tmp_path / "odd.gguf"
     write_gguf(odd, metadata, tiny_tensors(Tiny()))
     with pytest.raises(
-        UsageError, match="odd cannot be a draft of tiny: one has no tokens for what the other says"
+        UsageError, match="odd cannot be a draft of tiny: one vocabulary cannot express the other"
     ):
         engine_of(path, draft=str(odd))
 
@@ -307,7 +307,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
         )
         native_dir()
         with LLM(str(path), options) as llm:
-            _, draft, _ = llm.engine.client.loop._speculator._proposers
+            _, draft, _ = llm.engine.client.loop.speculator._proposers
             assert isinstance(draft, DraftModel)
             found.append(draft._runner.runner.facts.num_pages)
             assert found[-1] == llm.engine.facts.num_pages
@@ -318,7 +318,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
 def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, most: int) -> None:
     """The draft is its own target, so that nothing but what rows cost can stop it."""
     with engine_of(path, method="draft", draft=str(path)) as llm:
-        (draft,) = llm.engine.client.loop._speculator._proposers
+        (draft,) = llm.engine.client.loop.speculator._proposers
         propose, counts = draft.propose, []
 
         def with_price(requests: Any, price: Any) -> Any:
@@ -336,13 +336,13 @@ def test_a_draft_that_fails_takes_no_answer_along(
     path: Path, plain: list[Any], failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(path, method="draft", draft=str(path), count=3) as llm:
-        (draft,) = llm.engine.client.loop._speculator._proposers
+        (draft,) = llm.engine.client.loop.speculator._proposers
 
         def fail(*_: Any) -> None:
             raise ArithmeticError("the draft is tired")
 
         setattr(draft, failing, fail)
         assert everything(llm) == plain
-        assert llm.engine.client.loop._speculator._proposers == ()
+        assert llm.engine.client.loop.speculator._proposers == ()
         assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
     assert caplog.text.count("DraftModel failed and is not used any more.") == 1

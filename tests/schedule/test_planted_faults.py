@@ -240,21 +240,6 @@ class LeaksBranches(Drafting):
         self._pool = pool
 
 
-class DropsAStore(Drafting):
-    """A row that branches share is stored in one page too few."""
-
-    def _branches(self, *given):
-        found = super()._branches(*given)
-        return [replace(branch, above=branch.above[1:]) for branch in found]
-
-
-class BeginsWithNothing(Drafting):
-    """A branch's first page does not begin as the request's."""
-
-    def _branches(self, *given):
-        return [replace(branch, is_copied=False) for branch in super()._branches(*given)]
-
-
 class SharesAPage(Drafting):
     """Branches that leave the same path write to the same page."""
 
@@ -277,8 +262,6 @@ BRANCH_FAULTS = [
     KeepsItsOwnPages,
     TakesTheLastBranch,
     LeaksBranches,
-    DropsAStore,
-    BeginsWithNothing,
     SharesAPage,
 ]
 
@@ -328,16 +311,6 @@ def test_fault_of_branches_is_caught(fault):
 
 @pytest.mark.parametrize(
     "fault",
-    [KeepsItsOwnPages, DropsAStore, BeginsWithNothing],
-    ids=lambda fault: fault.__name__,
-)
-def test_tokens_alone_betray_a_wrong_branch(fault):
-    scheduler_class = type("Faulty", (FaultyDrafting,), {"drafting_class": fault})
-    assert catches(num_examples=_MANY, scheduler_class=scheduler_class, does_check=False)
-
-
-@pytest.mark.parametrize(
-    "fault",
     [
         FreesWhatIsShared,
         HandsOutTwice,
@@ -362,4 +335,4 @@ def test_reuse_of_generated_pages_is_caught_where_rows_are_computed_differently(
 
 
 def test_nothing_is_caught_where_nothing_is_wrong():
-    assert not catches()
+    assert not catches(num_examples=100)

@@ -1,4 +1,4 @@
-"""Key-value pages: who refers to them, how many are needed, and which prefix they hold."""
+"""Key-value pages: their references, how many a request needs, and the prefixes they hold."""
 
 from __future__ import annotations
 

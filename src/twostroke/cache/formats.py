@@ -1,6 +1,6 @@
 """The formats in which keys and values can be stored, by the names that users give them.
 
-f32 is what the reference and torch backends store, and nobody's choice.
+The reference and torch backends store f32; users cannot choose it.
 """
 
 from __future__ import annotations

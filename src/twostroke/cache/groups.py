@@ -1,4 +1,4 @@
-"""How many pages a request needs in each cache group: for its whole context, or for a window."""
+"""How many pages a request needs in each cache group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from twostroke.core.errors import UsageError
 class PageGroups:
     """How far the rows of each cache group see: `windows[g]` positions, or all of them if None.
 
-    A page holds `page_size` tokens of one group, and a request has as many places for pages in one
-    group as in another. A row at position p with a window w reads the positions above p - w, its
-    own included; in a group with a window, a place is empty once no row to come reads its page.
-
-    Attributes:
-        has_windows: whether any group has one; where none has, nothing is ever left behind.
+    A page holds `page_size` tokens of one group. A request has the same number of places for pages
+    in each group. A row at position p with a window w reads the positions above p - w, its own
+    included; in a group with a window, a place is empty once no later row reads its page.
 
     Raises:
         UsageError: no group, or a window or page size below 1.
@@ -28,7 +25,7 @@ class PageGroups:
     has_windows: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Refuse what could hold nothing."""
+        """Check the sizes."""
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise UsageError(f"A window must be at least 1 token: {self.windows}.")
         if self.page_size < 1:
@@ -37,7 +34,7 @@ class PageGroups:
         object.__setattr__(self, "has_windows", has_windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
-        """Return, for each group, the first place whose page rows from `num_computed` on read."""
+        """Return, for each group, the first place that rows from `num_computed` on read."""
         size = self.page_size
         return [
             0 if window is None else max(0, num_computed + 1 - window) // size
@@ -45,7 +42,7 @@ class PageGroups:
         ]
 
     def next_behind(self, num_computed: int) -> int:
-        """Return how many tokens must be computed before the next page lies behind a window."""
+        """Return how many tokens must be computed until a window leaves another page."""
         size = self.page_size
         return min(
             (
@@ -57,7 +54,7 @@ class PageGroups:
         )
 
     def num_needed(self, num_tokens: int, num_rows: int = 1) -> int:
-        """Return the most pages that a request of `num_tokens` holds, `num_rows` a step."""
+        """Return the most pages that a request of `num_tokens` holds, with `num_rows` a step."""
         num_places = -(-num_tokens // self.page_size)
         return sum(
             num_places if window is None else min(num_places, self._most_held(window, num_rows))
@@ -67,10 +64,10 @@ class PageGroups:
     def num_missing(
         self, num_places: int, num_computed: int, num_tokens: int, num_rows: int
     ) -> int:
-        """Return the pages that a request may still take, and at least one place to grow into.
+        """Return the pages that a request may still take, at least one for each group.
 
-        It has `num_places` in each group, and will have `num_tokens` tokens computed, at most
-        `num_rows` a step; pages that it will have left behind by then are not counted.
+        It has `num_places` in each group and will compute `num_tokens` tokens, at most `num_rows` a
+        step. Pages that its windows leave until then are not counted.
         """
         growth = max(1, -(-num_tokens // self.page_size) - num_places)
         if not self.has_windows:

@@ -1,4 +1,4 @@
-"""Which key-value pages are free, kept for reuse, or referred to by requests."""
+"""Reference counts of key-value pages, and which are free or kept for reuse."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ if TYPE_CHECKING:
 class PagePool:
     """Reference-counted ids of `num_pages` pages that hold `page_size` tokens each.
 
-    A page serves any of the model's cache groups, whose `windows` say what a request needs of each.
-
-    A page is in exactly one of three states:
+    A page serves any of the model's cache groups. It is in exactly one of three states:
 
     - referenced: at least one request reads or writes it;
-    - cached: nobody refers to it, but an index has asked to keep its content. It can be shared
-      again, or be evicted when pages run short, least recently used first;
+    - cached: it has no references, but an index keeps its content. It can be shared again, or be
+      evicted when pages run short, least recently used first;
     - free: its content means nothing.
 
-    The pool knows ids, not memory: what a page holds is the backend's affair.
+    The pool knows ids, not memory: the backend owns the content.
 
     Attributes:
         groups: how many pages of which group a request needs.
-        on_evict: called with a cached page just before it is handed out for something else.
+        on_evict: called with a cached page just before it is handed out again.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody refers to and that an index keeps."""
+        """Pages without references that an index keeps."""
         return len(self._cached)
 
     @property
@@ -68,23 +66,20 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     def num_references(self, page: int) -> int:
-        """How many times `page` is referred to."""
+        """Return how many references `page` has."""
         return self._counts[page]
 
     def contents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return how many times each page is referred to, and the cached ones; copies of both."""
+        """Return copies of the reference counts of all pages and of the cached pages."""
         return tuple(self._counts), tuple(self._cached)
 
     def is_kept(self, page: int) -> bool:
-        """Whether `page` will be cached rather than freed when its last reference goes."""
+        """Return whether `page` will be cached rather than freed with its last reference."""
         return self._kept[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` pages with one reference each; free ones first, then evicted ones.
-
-        The caller has made sure that `count <= num_available`.
-        """
-        assert count <= self.num_available, "the caller asks for more pages than there are"
+        """Return `count` pages, at most `num_available`, with one reference each."""
+        assert count <= self.num_available, "more pages were asked for than there are"
         pages = []
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
@@ -100,19 +95,17 @@ class PagePool:
             self._counts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take back a reference to each of `pages`, which are in the order of their sequence.
+        """Drop a reference to each of `pages`, which are in the order of their sequence.
 
-        The deepest page becomes the first to be evicted: without the pages before it no prefix
-        could reach it.
+        The last page is evicted first: no prefix could reach it without the pages before it.
         """
         for page in reversed(pages):
             self._drop(page)
 
     def leave_behind(self, page: int) -> None:
-        """Take back a reference to a page behind a window; it becomes the first to be evicted.
+        """Drop a reference to a page that a window has left; it becomes the first to be evicted.
 
-        A prefix can only be met again at a place whose window the index still has, and most places
-        of a sequence are never met again.
+        Most places of a sequence are never the end of another request's prefix.
         """
         self._drop(page)
         if page in self._cached:
@@ -124,7 +117,7 @@ class PagePool:
         self._kept[page] = True
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert every invariant; `holders` are the page lists of all who hold references."""
+        """Assert every invariant; `holders` are all lists of pages with references."""
         expected = Counter(page for pages in holders for page in pages)
         counted = {page: count for page, count in enumerate(self._counts) if count}
         assert counted == dict(expected), f"references {dict(expected)}, counted {counted}"
@@ -137,7 +130,7 @@ class PagePool:
 
     def _drop(self, page: int) -> None:
         counts = self._counts
-        assert counts[page] > 0, "a page is released more often than it was taken"
+        assert counts[page] > 0, "a page without references was released"
         counts[page] -= 1
         if counts[page]:
             return

@@ -1,4 +1,4 @@
-"""Which page holds which prefix: a chain of hashes over full pages."""
+"""Finds the page of each known prefix, by a chain of hashes over full pages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PrefixChain:
     """The keys of one sequence's full pages, hashed once each as the sequence grows.
 
-    `keys[i] = sha256(keys[i - 1] + tokens of page i)`, and before the first page stands a hash of
-    the salt: equal keys mean equal tokens from the first on, and an equal salt.
+    `keys[i] = sha256(keys[i - 1] + tokens of page i)`, and the first page follows a hash of the
+    salt: equal keys mean equal tokens from the first on, and equal salts.
     """
 
     __slots__ = ("_page_size", "_root", "keys")
@@ -48,8 +48,7 @@ class PrefixChain:
 class PrefixHit:
     """The first `num_places` pages of a sequence, as `Request.pages` holds them: a list a group.
 
-    `num_known` is how far the groups that see everything reached: with pages that windows no
-    longer hid, the hit would have had so many.
+    `num_known` is the number of places known in the groups without a window.
     """
 
     pages: list[list[int]]
@@ -62,19 +61,17 @@ class PrefixHit:
 
 
 class PrefixIndex:
-    """Finds the pages of the longest computed prefix, those of each cache group.
+    """Finds the pages of the longest computed prefix in each cache group.
 
-    A row behind the prefix must find what it reads: every page in a group that sees everything,
-    and in a group with a window the last few.
+    A row after the prefix must find all that it reads: every page in a group without a window, and
+    the last few in a group with one.
 
-    It holds no references. A page that was inserted stays, referenced or cached, until the pool
-    evicts it, which removes its key. Of two pages with the same key the first stays and the later
-    one is not indexed: it serves its own request and becomes free with it.
+    The index holds no references. An inserted page stays, referenced or cached, until the pool
+    evicts it. Of two pages with the same key only the first is indexed.
 
-    `reuse_generated` False is the strict mode for backends that compute prompt rows and generated
-    rows differently: a page with a generated row is then neither indexed nor, for a request that
-    generated its tokens itself, taken from the index, so that a request's tokens never depend on
-    what was computed before it.
+    `reuse_generated=False` is the strict mode for backends that compute prompt rows and generated
+    rows differently. Pages with a generated row are then neither indexed nor reused, so a request's
+    tokens never depend on earlier requests.
     """
 
     def __init__(self, pool: PagePool, *, reuse_generated: bool = True) -> None:
@@ -92,15 +89,15 @@ class PrefixIndex:
         return PrefixChain(self._pool.page_size, salt)
 
     def num_reusable(self, num_tokens: int, num_prompt: int) -> int:
-        """How many pages of `num_tokens` tokens, `num_prompt` of them prompt, may be indexed."""
+        """Return how many pages of a sequence may be indexed, `num_prompt` tokens of it prompt."""
         if not self.reuse_generated and num_prompt < num_tokens:
             num_tokens = num_prompt
         return num_tokens // self._pool.page_size
 
     def match(self, chain: PrefixChain, tokens: Sequence[int], num_prompt: int) -> PrefixHit:
-        """Return the pages of the longest known prefix of `tokens`, whose keys `chain` holds.
+        """Return the pages of the longest known prefix of `tokens`, and extend their `chain`.
 
-        At least one token is left over: it must be computed for its logits. The caller shares the
+        At least one token is left, which must be computed for its logits. The caller shares the
         pages before it allocates any.
         """
         num_pages = self.num_reusable(len(tokens) - 1, num_prompt)
@@ -125,13 +122,13 @@ class PrefixIndex:
         return PrefixHit(pages, num_known if runs else num_places)
 
     def insert(self, group: int, key: bytes, page: int) -> None:
-        """Offer a full, computed, referenced page as the one of a group for `key`."""
+        """Index a full, computed, referenced page of a group, unless `key` has one."""
         if self._pages[group].setdefault(key, page) == page:
             self._keys[page] = (group, key)
             self._pool.keep(page)
 
     def check(self) -> None:
-        """Assert that keys and pages are one to one and that the pool keeps just these pages."""
+        """Assert that keys and pages match and that the pool keeps exactly these pages."""
         indexed = {
             page: (group, key)
             for group, known in enumerate(self._pages)
@@ -142,7 +139,7 @@ class PrefixIndex:
         assert kept == set(self._keys), f"indexed {set(self._keys)}, kept {kept}"
 
     def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
-        """Return at how many of the first `num_places` every window is filled with known pages."""
+        """Return the most places, up to `num_places`, whose windows have only known pages."""
         groups = self._pool.groups
         sliding = [g for g, window in enumerate(groups.windows) if window is not None]
         first = groups.first_seen(num_places * groups.page_size)
@@ -150,7 +147,7 @@ class PrefixIndex:
         while place > min(first[group] for group in sliding):
             place -= 1
             if any(first[g] <= place and keys[place] not in self._pages[g] for g in sliding):
-                num_places = place  # any longer prefix that is left would see this page
+                num_places = place  # any longer prefix would read this page
                 first = groups.first_seen(num_places * groups.page_size)
         return num_places
 
@@ -160,7 +157,7 @@ class PrefixIndex:
 
 
 def _leading(known: dict[bytes, int], keys: list[bytes]) -> list[int]:
-    """Return the pages of the first keys, up to one that is not known."""
+    """Return the pages of the first keys, up to one that is unknown."""
     pages = []
     for key in keys:
         page = known.get(key)

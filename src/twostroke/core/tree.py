@@ -1,4 +1,4 @@
-"""Drafts that branch: what each of them follows, and the way along those that are right."""
+"""Trees of drafts: what each draft follows, and the path of right ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROOT = -1  # what the first drafts follow: the request's newest token
 class Branch:
     """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
 
-    Each follows the one before it, the first of them draft `parent` (or `ROOT`), at `position`. A
-    row sees its own ancestors and nothing else, so a branch has pages of its own: `pages` has a
-    list for each cache group, of the places from `place` on; before, they are the request's. The
-    last `num_own` of each list were taken for this branch, the others are the parent's.
+    Each follows the one before it; the first follows draft `parent` (or `ROOT`), at `position`. A
+    row sees only its ancestors, so a branch has pages of its own. `pages` has a list for each cache
+    group, for the places from `place` on; earlier ones are the request's. The last `num_own` of
+    each list belong to this branch, the others to its parent.
 
-    The first own page begins with what the branch shares with others. Rows of this step, `above`
-    (counted from the slice's first; they end at `position` - 1), are stored there, too. If there is
-    something older, `is_copied`, and the page begins as a copy of the request's at its place.
+    The first own page begins with what the branch shares with others. The rows `above` of this step
+    (counted from the slice's first; they end at `position` - 1) are stored there, too. If older
+    tokens share the page, it begins as a copy of the request's page: `is_copied`.
     """
 
     first: int
@@ -55,7 +55,7 @@ def parents_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
 
 
 def path_to(draft: int, parents: Sequence[int]) -> list[int]:
-    """Return the drafts up to and including one, in the order of the text; none for `ROOT`."""
+    """Return the path from the root to a draft, which is its last entry; empty for `ROOT`."""
     path = []
     while draft != ROOT:
         path.append(draft)
@@ -64,7 +64,7 @@ def path_to(draft: int, parents: Sequence[int]) -> list[int]:
 
 
 def depths_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
-    """Return how many drafts stand before each of a chain's or tree's drafts on its path."""
+    """Return how many drafts precede each draft on its path."""
     depths = list(range(num_drafts))
     for branch, end in ends_of(num_drafts, branches):
         depth = 0 if branch.parent == ROOT else depths[branch.parent] + 1
@@ -73,7 +73,7 @@ def depths_of(num_drafts: int, branches: Sequence[Branch]) -> list[int]:
 
 
 def ends_of(num_drafts: int, branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
-    """Yield each branch with the index behind its last draft."""
+    """Yield each branch with the end of its drafts' indices."""
     ends = [branch.first for branch in branches[1:]]
     return zip(branches, [*ends, num_drafts], strict=True) if branches else iter(())
 
@@ -81,10 +81,9 @@ def ends_of(num_drafts: int, branches: Sequence[Branch]) -> Iterator[tuple[Branc
 def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     """Return how many drafts of a chain were right.
 
-    `drawn[i]` is the token that follows the request's newest one and the first i drafts. It is
-    what would have been drawn without drafts as long as these are right, whatever the temperature:
-    a draw depends on the logits, the seed and the token's index alone. So the first
-    `num_accepted + 1` of `drawn` are the request's next tokens.
+    `drawn[i]` was drawn after the first i drafts. If these are right, it is what would have been
+    drawn without drafts, at any temperature: a draw depends only on the logits, the seed and the
+    token's index. So the first `num_accepted + 1` of `drawn` are the request's next tokens.
     """
     accepted = 0
     for draft, token in zip(drafts, drawn, strict=False):
@@ -99,8 +98,8 @@ def right_drafts(
 ) -> Sequence[int]:
     """Return the indices of the drafts that were right, each following the one before.
 
-    `drawn[0]` follows the request's newest token, `drawn[1 + i]` draft i and its ancestors. The
-    request's next tokens are `drawn[0]` and those behind the right drafts.
+    `drawn[0]` was drawn after the request's newest token, `drawn[1 + i]` after draft i. The
+    request's next tokens are `drawn[0]` and those drawn after the right drafts.
     """
     if not branches:
         return range(num_accepted(drafts, drawn))

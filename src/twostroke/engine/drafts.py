@@ -1,9 +1,8 @@
-"""A draft: a second, smaller model in the same engine, which guesses for the first."""
+"""A draft: a second, smaller model in the same engine that guesses for the first."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -30,13 +29,11 @@ from twostroke.tokenize import Translation
 from twostroke.weights import release_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from twostroke.backends import Backend
     from twostroke.core.config import EngineOptions, SpeculationOptions
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import ModelCard
-    from twostroke.engine.sizing import CacheSize
+    from twostroke.program import Program
     from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
 
@@ -45,10 +42,10 @@ _logger = logging.getLogger("twostroke.engine")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft whose files are mapped and found to fit its target, and that is yet to be built.
+    """A draft that fits its target; its files are mapped and its weights not read yet.
 
-    `words` are None where both models have the same vocabulary. One that nobody named
-    (`is_optional`) is left out where it cannot be read or has no memory.
+    `words` are None where both models have the same vocabulary. An optional draft, which the user
+    did not name, is left out if it cannot be read or has no memory.
     """
 
     loaded: LoadedModel
@@ -57,27 +54,25 @@ class Draft:
 
     @classmethod
     def wanted(cls, options: SpeculationOptions, model: str, target: ModelCard) -> Self | None:
-        """Look at the draft that is asked for, by name or as the one known for `model`.
+        """Open the draft that is asked for, by name or as the catalogue's for `model`.
 
         Raises:
-            UsageError: none is known here, but must be; and as `of`.
+            UsageError: a draft is required and the catalogue has none; and as `of`.
         """
-        named = options.draft
-        if named is None or (named == PARTNER and options.method not in {"auto", "draft"}):
-            return None
-        if named != PARTNER:
+        named, is_required = options.draft, options.method == "draft"
+        if named not in {None, PARTNER}:
             return cls.of(named, target)
-        if options.method == "auto" and options.heads is not None:
+        if named is None or not (is_required or (options.method == "auto" and not options.heads)):
             return None
         known = known_draft(model)
-        if known is None:
-            if options.method == "auto":
-                return None
+        if known is None and is_required:
             raise UsageError(
-                f"There is no draft for {target.name} in the cache that the catalogue knows: name "
-                "one with --draft MODEL."
+                f"The catalogue has no draft for {target.name} that is in the cache: name one with "
+                "--draft MODEL."
             )
-        if options.method == "draft":
+        if known is None:
+            return None
+        if is_required:
             return cls.of(known, target)
         try:
             return replace(cls.of(known, target), is_optional=True)
@@ -87,10 +82,10 @@ class Draft:
 
     @classmethod
     def of(cls, model: str, target: ModelCard) -> Self:
-        """Look at `model`, any name that `weights.load` understands.
+        """Open `model`, any name that `weights.load` understands.
 
         Raises:
-            UsageError: its tokens cannot say what the target says.
+            UsageError: its tokens cannot express the target's text.
             ModelNotFoundError, ModelFormatError: as for any model.
         """
         loaded = load(model)
@@ -101,8 +96,8 @@ class Draft:
         to_draft = Translation(target.tokenizer, tokenizer)
         if not to_target.is_able() or not to_draft.is_able():
             raise UsageError(
-                f"{loaded.name} cannot be a draft of {target.name}: one has no tokens for what the "
-                "other says. Take a smaller model of the same family."
+                f"{loaded.name} cannot be a draft of {target.name}: one vocabulary cannot express "
+                "the other's text. Take a smaller model of the same family."
             )
         return cls(loaded, Words(to_draft, to_target))
 
@@ -116,27 +111,12 @@ class Draft:
         """
         program = build_program(self.loaded.spec)
         length = min(program.context_length, target.context_length)
-        cache = replace(options.cache, context_length=length, memory_bytes=None)
-        with _naming_who_has_no_room(target.name):
-            size = size_cache(
-                program,
-                cache,
-                options.batch.token_budget,
-                weight_bytes(self.loaded, options.compute),
-                memory_available() - backend.facts.cache_bytes,
-                auto_format=auto_kv_format(options.compute),
-            )
-            size = _no_more_than(size, backend.facts.num_pages, len(program.cache_groups))
-            runner = make_backend(
-                self.loaded.tensors,
-                program,
-                guessing(options.compute),
-                size,
-                partial(release_tensors, self.loaded.mappings),
-                None,
-                share_threads_with=backend,
-            )
-        cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[size.kv_format])
+        try:
+            runner, kv_format = self._runner(program, length, options, backend)
+        except MemoryLimitError as error:
+            message = f"The draft does not fit beside {target.name}. {error}"
+            raise MemoryLimitError(message) from None
+        cost = CostModel(program, stored_bytes(self.loaded, program), FORMATS[kv_format])
         return DraftModel(
             runner,
             StepTime(cost.per_step(), hardware, runner.facts.rows_together),
@@ -147,33 +127,37 @@ class Draft:
             words=self.words,
         )
 
-
-@contextmanager
-def _naming_who_has_no_room(target: str) -> Iterator[None]:
-    """Let errors of memory say that it is the draft which does not fit."""
-    try:
-        yield
-    except MemoryLimitError as error:
-        message = f"The draft does not fit beside {target}. {error}"
-        raise MemoryLimitError(message) from None
+    def _runner(
+        self, program: Program, length: int, options: EngineOptions, backend: Backend
+    ) -> tuple[Backend, str]:
+        """Return the draft's backend, with no more pages than the target's, and their format."""
+        size = size_cache(
+            program,
+            replace(options.cache, context_length=length, memory_bytes=None),
+            options.batch.token_budget,
+            weight_bytes(self.loaded, options.compute),
+            memory_available() - backend.facts.cache_bytes,
+            auto_format=auto_kv_format(options.compute),
+        )
+        for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)
+        num_pages = min(size.num_pages, max(backend.facts.num_pages, for_one))
+        cache_bytes = size.cache_bytes // size.num_pages * num_pages
+        size = replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
+        give_back = partial(release_tensors, self.loaded.mappings)
+        compute = guessing(options.compute)
+        runner = make_backend(
+            self.loaded.tensors, program, compute, size, give_back, None, share_threads_with=backend
+        )
+        return runner, size.kv_format
 
 
 def leave_out(name: str, error: TwostrokeError) -> None:
-    """Say that a draft which nobody named is not used."""
+    """Log that an optional draft is not used."""
     _logger.warning("%s guesses nothing (--draft none: no draft): %s", name, error)
 
 
-def _no_more_than(size: CacheSize, num_pages: int, num_groups: int) -> CacheSize:
-    """Return a cache for as many tokens as `num_pages` hold, or one context if that is more."""
-    for_one = -(-size.context_length // size.page_size) * num_groups
-    num_pages = min(size.num_pages, max(num_pages, for_one))
-    return replace(
-        size, num_pages=num_pages, cache_bytes=size.cache_bytes // size.num_pages * num_pages
-    )
-
-
 def _is_same(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    """Whether each token id means the same text to both; either may have rows beyond its texts."""
+    """Return whether each id means the same text to both; either may have rows without a text."""
     size = min(ours.vocab_size, theirs.vocab_size)
     return max(ours.num_text_ids, theirs.num_text_ids) <= size and all(
         ours.token_text(token_id) == theirs.token_text(token_id) for token_id in range(size)

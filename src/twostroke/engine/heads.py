@@ -1,4 +1,4 @@
-"""Heads in an engine: small layers that guess from the target's own hidden states."""
+"""Heads in an engine: small layers that guess from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.weights import LoadedHeads, LoadedModel
 
-_SPARE_TOKENS = 128  # of a request, beside those that its rows see: states that wait, and guesses
+_SPARE_TOKENS = 128  # of a request, for waiting states and guesses, besides its window
 _PACKED = FORMATS["Q8_0"]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads whose files are mapped and found to fit their target, and that are yet to be built.
+    """Heads that fit their target; their files are mapped and their weights not read yet.
 
     `table` is the target's embedding, which an EAGLE head reads.
     """
@@ -41,7 +41,7 @@ class Heads:
 
     @classmethod
     def of(cls, folder: str, method: str, target: LoadedModel) -> Self:
-        """Look at the heads in `folder`; `method` is what was asked for, or "auto".
+        """Open the heads in `folder`; `method` is the one that was asked for, or "auto".
 
         Raises:
             UsageError: they are of another kind, or another model's.
@@ -54,11 +54,9 @@ class Heads:
             raise UsageError(
                 f"{folder} holds {kind} heads: use --speculate {kind}, or auto, not {method}."
             )
-        same = (shape.vocab_size, shape.hidden_size) == (
-            target.spec.vocab_size,
-            target.spec.hidden_size,
-        )
-        if not same or facts.target_id != target_identity(target.tensors):
+        sizes = target.spec.vocab_size, target.spec.hidden_size
+        fits = (shape.vocab_size, shape.hidden_size) == sizes
+        if not fits or facts.target_id != target_identity(target.tensors):
             raise UsageError(
                 f"{folder} holds heads of {facts.target_name}, which cannot guess for "
                 f"{target.name}: train its own with `twostroke train-heads {target.name}`."
@@ -119,7 +117,7 @@ class Heads:
         )
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
-        """Return all weights; matrices in blocks of 8 bits for kernels that read such."""
+        """Return all weights; with `packed`, matrices in blocks of 8 bits."""
         tensors = {TABLE: self.table, NUMBERS: numbers_table(self.loaded.facts.spec.depth)}
         for name, tensor in self.loaded.tensors.items():
             fits = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0

@@ -23,8 +23,8 @@ class Drafting:
     """Lays drafts out as rows, and keeps the pages of branches until the step's commit.
 
     A chain is written to the request's own pages. A branch of a tree has pages of its own from the
-    one in which it leaves the others' path: if its drafts turn out right, these become the
-    request's, and no keys and values need to be moved. Nobody loses pages for drafts.
+    place where it leaves the others' path. If its drafts are right, these become the request's, so
+    keys and values never move. No request is preempted for drafts.
     """
 
     def __init__(self, pool: PagePool, holdings: Holdings) -> None:
@@ -35,7 +35,7 @@ class Drafting:
 
     @property
     def pages_held(self) -> list[list[int]]:
-        """The pages that branches of the step in flight have taken."""
+        """The pages of the branches in the step in flight."""
         return [branch.own_pages for piece in self._branched for branch in piece.branches]
 
     def add(
@@ -49,9 +49,9 @@ class Drafting:
         """Add the drafts for which there is room to a slice; return which, in the rows' order.
 
         Each of `drafts` follows the one before it, or if there are `parents`, the one with that
-        index, or `ROOT`; a better sibling comes first. Paths longer than `most` are cut. Pages that
-        every running request will need next are left alone; where the others do not suffice, later
-        branches are left out, and all of them before the chain along the best siblings is cut.
+        index, or `ROOT`; a better sibling comes first. Paths are cut after `most` drafts. Each
+        running request keeps a page to grow into; where the others do not suffice, branches are
+        left out, the last one first, before the chain along the best siblings is cut.
         """
         order, parents = depth_first(parents, most) if parents else (range(len(drafts)), ())
         cuts = [i for i, parent in enumerate(parents) if parent != i - 1]
@@ -70,7 +70,7 @@ class Drafting:
         return order
 
     def settle(self, piece: Slice, last: int) -> None:
-        """Let a request have the pages of the path to draft `last` (or `ROOT`), and no others."""
+        """Give a request the pages of the path to draft `last` (or `ROOT`); release the others."""
         request, branches = piece.request, piece.branches
         at = bisect_right(branches, last, key=lambda branch: branch.first)
         taken = [page for branch in branches for page in branch.own_pages]
@@ -85,11 +85,11 @@ class Drafting:
         self._pool.release(taken)
 
     def forget(self) -> None:
-        """Hear that the step in flight has been committed."""
+        """Forget the branches of a step that was committed."""
         self._branched = []
 
     def _grow(self, piece: Slice, wanted: int, num_running: int) -> int:
-        """Return for how many drafts behind a slice the request has pages, given some more."""
+        """Take pages for drafts after a slice; return for how many there is room."""
         request, page_size = piece.request, self._page_size
         room = len(request.pages[0]) * page_size - piece.start - piece.count
         if room < wanted:
@@ -102,9 +102,9 @@ class Drafting:
     def _branches(
         self, piece: Slice, parents: Sequence[int], cuts: Sequence[int], num_running: int
     ) -> list[Branch]:
-        """Return the branches that begin at the `cuts` but the last, while there are pages."""
+        """Return the branches that begin at all `cuts` but the last, while there are pages."""
         size, request, end = self._page_size, piece.request, piece.start + piece.count
-        assert piece.count == 1, "only one row may have a tree behind it"
+        assert piece.count == 1, "only a slice of one row may have a tree"
         place = end // size
         spare = self._holdings.num_spare(num_running)
         branches: list[Branch] = []

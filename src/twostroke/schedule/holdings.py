@@ -1,4 +1,4 @@
-"""The pages that running requests hold: taken for every cache group, and given back."""
+"""Takes pages for running requests in every cache group, and gives them back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Holdings:
-    """Keeps each request's lists of pages equally long, and empty behind its groups' windows."""
+    """Keeps each request's lists of pages equally long, and empty where no window reaches."""
 
     def __init__(self, pool: PagePool, token_budget: int) -> None:
         self._pool = pool
@@ -23,11 +23,11 @@ class Holdings:
 
     @property
     def can_grow(self) -> bool:
-        """Whether every list of a request could have another page."""
+        """Whether every list of a request could get another page."""
         return self._pool.num_available >= self._num_groups
 
     def start(self, ticket: Ticket, hit: PrefixHit) -> None:
-        """Let a request begin with the pages that the prefix index knows."""
+        """Let a request begin with pages of the prefix index."""
         self._pool.share(held(hit.pages))
         ticket.request.pages = hit.pages
         ticket.num_known = hit.num_known
@@ -40,14 +40,14 @@ class Holdings:
         return num_places
 
     def num_spare(self, num_running: int) -> int:
-        """Return by how many places a list could grow and leave one to each running request."""
+        """Return how many places remain if each running request keeps one to grow into."""
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
     def leave_behind(self, ticket: Ticket) -> None:
-        """Give back what no row to come reads, and note when there will be more.
+        """Release pages that no later row reads, and note when the next ones are due.
 
-        The pages that a request with the same beginning would look for, as this one has, age like
-        any; the others are the first to be evicted.
+        Pages that a request with the same prompt would look for age as usual; the others are the
+        first to be evicted.
         """
         request, groups = ticket.request, self._groups
         firsts = groups.first_seen(request.num_settled)
@@ -65,7 +65,7 @@ class Holdings:
         ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_settled))
 
     def give_back(self, request: Request) -> None:
-        """Release all pages of a request; the deepest will be evicted first."""
+        """Release all pages of a request; the last ones will be evicted first."""
         places = zip(*request.pages, strict=True)
         self._pool.release([page for place in places for page in place if page != NO_PAGE])
         request.pages = []
@@ -78,7 +78,7 @@ class Holdings:
         )
 
     def num_taken(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many of the pages that `allocate` could hand out a newcomer would take."""
+        """Return how many of the available pages a new request with a hit would take."""
         pool, num_places = self._pool, hit.num_places
         num_shared = sum(not pool.num_references(page) for page in held(hit.pages))
         return num_shared + self._groups.num_missing(
@@ -86,19 +86,19 @@ class Holdings:
         )
 
     def num_own(self, request: Request, hit: PrefixHit) -> int:
-        """Return how many pages a newcomer with a hit would gain if a request gave way."""
+        """Return how many pages a new request with a hit would gain by preempting another."""
         pool = self._pool
         own = {page for page in held(request.pages) if pool.num_references(page) == 1}
         return len(own) - sum(page in own for page in held(hit.pages))
 
     def check(self, request: Request) -> None:
-        """Assert that a request holds what its next rows read and write, and no more."""
+        """Assert that a request holds exactly what its next rows read and write."""
         pool, groups = self._pool, self._groups
         num_places = len(request.pages[0])
         assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
         firsts = groups.first_seen(request.num_computed)
         for pages, first in zip(request.pages, firsts, strict=True):
-            assert set(pages[:first]) <= {NO_PAGE}, "a page behind the window is held"
+            assert set(pages[:first]) <= {NO_PAGE}, "a page that no window reaches is held"
             assert NO_PAGE not in pages[first:], "a page that will be read is missing"
             for page in pages[request.num_computed // groups.page_size :]:
                 assert pool.num_references(page) == 1, "a page to be written is shared"

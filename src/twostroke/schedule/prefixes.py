@@ -1,4 +1,4 @@
-"""The scheduler's dealings with the prefix cache: find, wait for, and publish pages."""
+"""Finds, awaits and publishes pages of the prefix cache for the scheduler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ if TYPE_CHECKING:
 
 
 class Prefixes:
-    """The prefix index, and which of its missing pages running requests are about to compute.
+    """The prefix index, and the missing pages that running requests are about to compute.
 
     A request whose next missing page is claimed by a running request of better rank waits for it
-    rather than compute the same thing beside it. That cannot deadlock: a claim lives only as long
-    as its owner runs, and running requests make progress in order of rank.
-
-    `index` None means that there is no prefix cache, and everything here is empty.
+    instead of computing it twice. That cannot deadlock: a claim ends with its owner, and running
+    requests make progress in order of rank. Without an index there is no prefix cache.
     """
 
     def __init__(self, index: PrefixIndex | None, pool: PagePool) -> None:
@@ -38,9 +36,9 @@ class Prefixes:
         return self._index.chain(salt) if self._index is not None else None
 
     def match(self, ticket: Ticket) -> PrefixHit | None:
-        """Return the pages that are there for a waiting request, or None if it should wait.
+        """Return the known pages of a waiting request, or None if it should wait for more.
 
-        One of whose rows something is wanted computes all of them.
+        A request that reports on its prompt's rows computes all of them.
         """
         if self._index is None or ticket.chain is None or ticket.request.needs_all_rows:
             return PrefixHit([[] for _ in range(self._num_groups)])
@@ -54,7 +52,7 @@ class Prefixes:
         return None if self._is_claimed(ticket, ticket.awaited) else hit
 
     def start(self, ticket: Ticket) -> None:
-        """Claim the pages that a request, just given those that `match` found, will compute."""
+        """Claim the pages that a request will compute after those that `match` found."""
         if ticket.chain is None:
             ticket.publish_at = sys.maxsize
             return
@@ -79,7 +77,7 @@ class Prefixes:
         ticket.publish_at = (request.num_settled // self._page_size + 1) * self._page_size
 
     def stop(self, ticket: Ticket) -> None:
-        """Take back the claims of a request that runs no longer."""
+        """Drop the claims of a request that stops running."""
         if ticket.chain is not None:
             for key in ticket.chain.keys[ticket.num_published :]:
                 self._drop_claim(key, ticket)
