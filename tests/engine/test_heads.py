@@ -191,7 +191,7 @@ def test_heads_and_words_said_before_go_together(
         assert everything(llm) == plain
         assert everything(llm, speculate="eagle") == plain
         assert everything(llm, speculate="off") == plain
-        with pytest.raises(RequestError, match=r"speculate can be auto, off, ngram, eagle"):
+        with pytest.raises(RequestError, match=r"speculate must be one of auto, off, ngram, eagle"):
             llm.generate("a", GREEDY, speculate="medusa")
         assert {"eagle"} < set(llm.engine.client.loop.snapshot().speculation.proposed)
 
@@ -301,10 +301,10 @@ def test_weights_that_heads_do_not_have_are_refused(path: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "eagle"}, r"speculate can be eagle only with trained heads: add --heads"),
-        ({"method": "ngram", "heads": "x"}, r"heads is of no use where --speculate is ngram"),
-        ({"heads": ""}, r"heads names no folder"),
-        ({"method": "off", "count": 4}, r"drafts is of no use where --speculate is off"),
+        ({"method": "eagle"}, r"method can be eagle only with trained heads"),
+        ({"method": "ngram", "heads": "x"}, r"heads has no effect where method is ngram"),
+        ({"heads": ""}, r"heads must name a folder"),
+        ({"method": "off", "count": 4}, r"count has no effect where method is off"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

@@ -176,7 +176,7 @@ def test_one_request_can_do_without(path: Path) -> None:
         [[answer]] = llm.generate("hello", GREEDY, speculate="off")
         assert (answer.usage.accepted_tokens, answer.usage.rejected_tokens) == (0, 0)
         with pytest.raises(
-            RequestError, match="speculate can be auto, off, draft here, not 'ngram'"
+            RequestError, match="speculate must be one of auto, off, draft here, got 'ngram'"
         ):
             llm.generate("hello", GREEDY, speculate="ngram")
 
@@ -193,7 +193,7 @@ def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
         assert again.usage.accepted_tokens > 20
     with (
         engine_of(path, method="ngram") as llm,
-        pytest.raises(RequestError, match="auto, off, ngram here, not 'lookahead'"),
+        pytest.raises(RequestError, match="auto, off, ngram here, got 'lookahead'"),
     ):
         llm.generate("hello", GREEDY, speculate="lookahead")
 
