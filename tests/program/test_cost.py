@@ -12,7 +12,9 @@ from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT, Branch
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.program import BatchShape
-from twostroke.program.cost import Cost, CostModel
+from twostroke.program.cost import Cost, CostModel, StepCost
+from twostroke.program.ops import Expert, MixtureOfExperts
+from twostroke.program.pages import FLOAT16, CacheFormat, CacheLayer
 
 ROPE = RopeSpec(base=10000.0, dim=128, interleaved=True)
 SIZES = {
@@ -91,3 +93,37 @@ def test_a_branch_reads_its_context_by_itself() -> None:
     batch = BatchShape.of(StepPlan((Slice(request, 0, 4, False), tree)))
     assert sorted(batch.spans) == [(0, 4), (20, 3), (21, 2), (22, 1)]
     assert (batch.num_rows, batch.num_sampled) == (10, 6)
+
+
+def test_rows_attend_to_their_window_and_no_further() -> None:
+    chance = random.Random(2)
+    for _ in range(200):
+        start, count, window = (
+            chance.randrange(60),
+            chance.randrange(1, 40),
+            chance.randrange(1, 50),
+        )
+        batch = BatchShape.prefill(count, start)
+        ends = range(start + 1, start + count + 1)
+        assert batch.num_attended(window) == sum(min(end, window) for end in ends)
+        assert batch.num_context(window) == min(start, window - 1) + count
+
+
+def test_logits_are_read_only_if_a_row_is_sampled() -> None:
+    model = cost_model("Llama-3-8B")
+    unsampled = model.per_step().of(BatchShape((0,), (100,), 0)).weight_bytes
+    sampled = model.per_step().of(BatchShape((0,), (100,), 1)).weight_bytes
+    assert sampled - unsampled == model.weight_bytes["output.weight"]
+
+
+def test_a_row_reads_the_experts_that_it_chooses() -> None:
+    experts = tuple(Expert(f"g{i}", f"u{i}", f"d{i}") for i in range(8))
+    mixture = MixtureOfExperts("y", "x", "scores", experts, 4, 16, 2, normalize=True)
+    stored = {weight.name: 100 for weight in mixture.weights}
+    cost = StepCost(tuple(mixture.work(stored, FLOAT16))).of(BatchShape.decode((5,)))
+    assert cost.weight_bytes == 3 * 2 * 100
+
+
+def test_a_token_s_bytes_count_the_scales_of_its_heads() -> None:
+    layer = CacheLayer(num_kv_heads=4, head_dim=64)
+    assert layer.bytes_per_token(CacheFormat(1, head_bytes=2)) == 2 * 4 * (64 + 2)

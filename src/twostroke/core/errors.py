@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -141,12 +141,17 @@ class EngineStoppedError(TwostrokeError):
     code = "engine_stopped"
 
 
+_MAX_NAME_LENGTH: Final = 200  # of a word that is compared with names; comparing takes time
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string.
 
-    Capitals and small letters are alike: OFF is near to off. What is not like any, as a reader
-    would see it, gets no hint.
+    Capitals and small letters are alike: OFF is near to off. A word that is not like any of them,
+    as a reader would see it, or longer than any name, gets no hint.
     """
+    if len(word) > _MAX_NAME_LENGTH:
+        return ""
     wanted = _bare(word)
     names = {_bare(name): name for name in known}
     alike = [name for name in names if names[name] != word and _is_like(wanted, name)]
