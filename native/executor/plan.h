@@ -74,7 +74,7 @@ struct Plan {
   void* cache = nullptr;
   Block prepared;  // shared by the threads
   Block mixed;     // of a mixture of experts: gated products, a row for each choice
-  Block choices;   // likewise: experts (rows, num_used), then their shares
+  Block choices;   // experts (rows, num_used), then their shares
   Block logits;
   std::vector<ThreadMemory> threads;
   std::vector<double> elapsed_s;  // for each operation, of the calling thread: as waiting_s

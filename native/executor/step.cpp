@@ -229,7 +229,7 @@ bool is_inside(const Plan& plan, const StepRecord& record, const StoreRecord& st
   return true;
 }
 
-/// Refuses tokens and pages that do not exist, whatever callers have checked before.
+/// Refuses tokens and pages that do not exist, even if callers have checked them.
 void check(const Plan& plan, const StepRecord& record) {
   for (const OpRecord& op : plan.ops) {
     if (op.kind != OpKind::Embed) continue;

@@ -5,8 +5,8 @@
 //
 // The context is cut at absolute positions into pieces of 64 keys. A piece's share of a row is
 // computed from that row and the piece alone (its own maximum, sum and weighted values), and
-// shares are merged in the order of the pieces. So neither the rows computed beside it, nor who
-// computes which piece, nor where the pages lie, can change a bit of a row's result.
+// shares are merged in the order of the pieces. So neither the rows computed beside it, nor the
+// thread that computes a piece, nor the place of the pages, can change a bit of a row's result.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ constexpr int64_t first_piece(int64_t position, int64_t window) {
 struct AttentionRows {
   const float* q;  // first row, first query head of the key-value head
   int64_t q_stride;
-  float* out;  // likewise
+  float* out;  // first row, first query head
   int64_t out_stride;
   int64_t num_rows;
   int64_t position;
@@ -82,7 +82,7 @@ struct AttentionScratch {
   Floats peak;    // (queries)
   Floats sum;     // (queries)
   Floats keys;    // a piece in float32
-  Floats values;  // likewise
+  Floats values;  // the same piece
 };
 
 /// Where the shares of pieces wait to be merged when several tasks cover a context.

@@ -9,7 +9,7 @@
 //     several quads (four inputs each): bits 0 .. b - 1 of vector v hold quad v, the next b bits
 //     quad v + b, and so on. So a quad is a shift and a mask away from the order that VNNI wants.
 //   scales of a block, in one step: 16 x float16 d, then 16 x float16 m if there are minimums.
-//   scales of a block, in two: per sub-block 16 x int8, then likewise of the minimums (or both in
+//   scales of a block, in two: per sub-block 16 x int8, then the same of the minimums (or both in
 //     one byte, the minimum in its high nibble). Of a unit: 16 x float16 d, 16 x float16 -dmin.
 // Packed float formats: inputs padded with zeros to a multiple of 32.
 //   F32, F16: per input, 16 outputs. BF16: per pair of inputs, 16 outputs x 2 (an AMX tile's rows).
@@ -125,7 +125,7 @@ constexpr BlockFormat block_format(WeightType type) {
 
 constexpr bool is_block_format(WeightType type) { return block_format(type).low_bits != 0; }
 
-/// The weights that the codes of IQ4_NL and IQ4_XS stand for, plus their offset of 128.
+/// The weights of the codes of IQ4_NL and IQ4_XS, plus their offset of 128.
 alignas(16) constexpr uint8_t kCodeTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                 129, 141, 153, 166, 181, 197, 217, 241};
 
@@ -177,7 +177,7 @@ struct alignas(64) PanelBlock {
   uint8_t rows[kPanelRows][kRowBytes];
   float scale[kPanelRows];
   float scaled_sum[3][kPanelRows];   // scale * sum of q: of all 32, of the first 16, of the others
-  int32_t minus_sum[3][kPanelRows];  // -(sum of q), likewise
+  int32_t minus_sum[3][kPanelRows];  // -(sum of q), of the same values
   int32_t minus_eight_sum[kPanelRows];  // -8 (sum of all q), which spares Q4_0 a shift
 };
 static_assert(sizeof(PanelBlock<1>) == 512 && sizeof(PanelBlock<2>) == 768);

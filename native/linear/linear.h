@@ -97,7 +97,7 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
 void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_stride,
                   int64_t num_inputs, int64_t row_begin, int64_t row_end, void* prepared);
 
-/// Whether rows prepared for a weight of type `a` serve one of type `b`, whatever their kind;
+/// Whether rows of any kind prepared for a weight of type `a` serve one of type `b`;
 /// `may_be_mixed` says whether that may be Mixed.
 bool same_preparation(WeightType a, WeightType b, bool may_be_mixed);
 

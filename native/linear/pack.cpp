@@ -124,7 +124,7 @@ void pack_row(WeightType type, int64_t num_inputs, const uint8_t* source, uint8_
   });
 }
 
-/// What the (code - offset) of a sub-block are multiplied by, and what is added.
+/// The factor of (code - offset) in a sub-block, and the number added to the product.
 struct SubScale {
   float scale;
   float minimum;

@@ -1,4 +1,4 @@
-// AMX tile registers behind a few macros: the real ones, or an emulation of them in plain C++.
+// AMX tile registers as a few macros: the real ones, or an emulation of them in plain C++.
 //
 // Register numbers must be literals: GCC pastes them into assembler text. With TS_EMULATE_TILES
 // the same code runs on any processor of the AVX-512 level with BF16, so that tests reach it; on

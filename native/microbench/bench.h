@@ -27,7 +27,7 @@ double best_time_s(const Work& work) {
     const double start = now_s();
     work();
     const double time_s = now_s() - start;
-    if (time_s > 0) best = std::min(best, time_s);  // some virtual machines' clocks stand still
+    if (time_s > 0) best = std::min(best, time_s);  // some virtual machines' clocks stop
   }
   return best;
 }

@@ -1,4 +1,4 @@
-"""Readers that run Programs, and the interface that they offer the engine."""
+"""Backends, which run Programs, and their interface to the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Runner(Protocol):
         """Compute the plan's rows and draw one token for each slice that samples."""
 
     def forget(self, request: Request) -> None:
-        """Drop whatever is kept for a request that has finished."""
+        """Drop all that is kept for a finished request."""
 
     def close(self) -> None:
         """Give back memory and threads; the backend is not used afterwards."""

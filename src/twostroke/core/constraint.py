@@ -1,4 +1,4 @@
-"""What an answer has to look like, and who says which tokens keep it so."""
+"""Constraints on the text of an answer, and the interface of their matchers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Constraint:
     calls it: errors name it. Before the text comes a `preface`, if there is one.
 
     Raises:
-        RequestError: there is no such notation, the text is too long, or it is no Unicode text.
+        RequestError: the notation is unknown, or the text is too long or not valid Unicode.
     """
 
     notation: str
@@ -38,7 +38,7 @@ class Constraint:
     preface: Preface | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what nobody could read."""
+        """Check the notation and the text."""
         if self.notation not in NOTATIONS:
             known, word = ", ".join(NOTATIONS), self.notation
             raise RequestError(f"A constraint is one of {known}, not '{word}'.")
@@ -55,10 +55,10 @@ class Constraint:
 class Matcher(Protocol):
     """Which tokens keep one request's answer within its constraint.
 
-    It is shown the output tokens so far at every call and knows the beginning of them already: it
-    follows by itself, whatever became of the request in between. A mask has a bit for each token of
-    the vocabulary in `num_words` words, the lowest bit of the first for token 0; none is set beyond
-    the last token.
+    Every call passes all output tokens so far. The matcher keeps its state between calls and reads
+    only the new tokens, or starts again if the request was rolled back. A mask has a bit for each
+    token of the vocabulary in `num_words` words, the lowest bit of the first for token 0; no bit is
+    set beyond the last token.
     """
 
     num_words: int
@@ -72,19 +72,19 @@ class Matcher(Protocol):
     ) -> None:
         """Write which tokens may follow `output` into `out[0]`, and draft `i` into `out[1 + i]`.
 
-        Each draft follows `drafts[parents[i]]` (or `ROOT`), and all before that one; they stand
-        depth first, so that one follows the draft before it or one that that follows. Behind a
-        draft that may not be there nothing may be drawn.
+        Draft `i` follows `drafts[parents[i]]` (or `ROOT`). Drafts are in depth-first order: the
+        parent of each is the previous draft or an ancestor of it. The mask after a draft that is
+        not allowed is empty.
 
         Raises:
-            RequestError: the constraint cannot be followed behind `output`.
+            RequestError: the constraint cannot be followed after `output`.
         """
 
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` may follow `output`, each behind the last.
+        """Return how many of the first `tokens` may follow `output`, one after another.
 
-        It never fails, nor does `forced`: the next mask will say what is wrong.
+        It never fails, nor does `forced`: the next call of `masks` raises the error.
         """
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return tokens that follow `output` as the text leaves nothing else; perhaps not all."""
+        """Return tokens that must follow `output`; perhaps not all of them."""

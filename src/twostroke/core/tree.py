@@ -16,7 +16,7 @@ class Branch:
     """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
 
     Each follows the one before it; the first follows draft `parent` (or `ROOT`), at `position`. A
-    row sees only its ancestors, so a branch has pages of its own. `pages` has a list for each cache
+    row sees only its ancestors, so a branch has separate pages. `pages` has a list for each cache
     group, for the places from `place` on; earlier ones are the request's. The last `num_own` of
     each list belong to this branch, the others to its parent.
 
@@ -104,7 +104,7 @@ def right_drafts(
     if not branches:
         return range(num_accepted(drafts, drawn))
     parents = parents_of(len(drafts), branches)
-    deepest, reached = ROOT, {ROOT: 0}  # what is right, and how far it goes
+    deepest, reached = ROOT, {ROOT: 0}  # accepted tokens, and how far they reach
     for draft, (token, parent) in enumerate(zip(drafts, parents, strict=True)):
         if parent in reached and token == drawn[parent + 1]:
             reached[draft] = reached[parent] + 1

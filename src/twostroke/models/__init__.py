@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, nearest
+from twostroke.models.blocks import decoder
 from twostroke.models.family import Family
-from twostroke.models.gemma2 import GEMMA2
-from twostroke.models.gemma3 import GEMMA3
+from twostroke.models.gemma import GEMMA2, GEMMA3
 from twostroke.models.llama import LLAMA
 from twostroke.models.olmo2 import OLMO2
 from twostroke.models.phi3 import PHI3
-from twostroke.models.qwen2 import QWEN2
-from twostroke.models.qwen3 import QWEN3, QWEN3_MOE
+from twostroke.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from twostroke.models.spec import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 
 if TYPE_CHECKING:
     from twostroke.program import Program
 
-# By the name that GGUF files have for them (`general.architecture`).
+# By GGUF's `general.architecture`.
 ARCHITECTURES: dict[str, Family] = {
     "llama": LLAMA,
     "gemma2": GEMMA2,
@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, Family] = {
     "qwen3moe": QWEN3_MOE,
 }
 
-# By the names in config.json.
+# GGUF's name for each `model_type` of config.json.
 MODEL_TYPES: dict[str, str] = {
     model_type: name for name, family in ARCHITECTURES.items() for model_type in family.model_types
 }
@@ -48,7 +48,8 @@ def build_program(spec: ModelSpec) -> Program:
         hint = nearest(spec.architecture, ARCHITECTURES)
         message = f"{spec.name}: architecture '{spec.architecture}' is not supported"
         raise ModelFormatError(f"{message}; supported: {known}.{hint}")
-    return family.program(spec)
+    scale = math.sqrt(spec.hidden_size) if family.scales_embedding else None
+    return decoder(spec, family.layer, embedding_scale=scale)
 
 
 __all__ = [

@@ -1,23 +1,25 @@
-"""The facts about a model family that other rooms need; each family has a file with its own."""
+"""`Family`: everything that differs between model families."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from twostroke.models.blocks import residual_layer
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from twostroke.models.blocks import Layer
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
-    from twostroke.program import Program
 
     Reading = Callable[[Fields, ModelSpec], ModelSpec]
 
 
 def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Return the spec as it is: for families without fields of their own."""
+    """Return the spec unchanged: for families without additional fields."""
     del fields
     return spec
 
@@ -26,22 +28,25 @@ def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
 class Family:
     """A model family.
 
-    `program` builds the Program. `from_gguf` and `from_config` complete a spec, in which all that
-    families share is read already, with further fields of a GGUF's metadata (keys without the
-    architecture) or of a config.json; they refuse what is not supported (`Fields.expect`).
+    `layer` adds the operations of one layer. With `scales_embedding` embeddings are multiplied by
+    the square root of their width. `from_gguf` and `from_config` receive a spec with the fields
+    that all families share, and read the others from a GGUF's metadata (keys without the
+    architecture) or from a config.json. They refuse unsupported values (`Fields.expect`).
 
     `model_types` are the family's names in config.json, each with the values that transformers
     takes for keys that are left out, where these differ from what the readers take. `layer_names`
-    is what Hugging Face calls the weights of a layer, where it departs from Llama. `fused` names
-    stacks of rows that files keep as one matrix: {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
+    maps Hugging Face names of a layer's weights, where they differ from Llama's, to those of GGUF.
+    `fused` names the parts of matrices that files store as one, for example
+    {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
 
     `interleaves` says that GGUF files have the rows of queries and keys reordered for rotation in
-    neighbouring pairs, `partial_rotary` that config.json's `partial_rotary_factor` counts, which
-    transformers ignores elsewhere.
+    neighbouring pairs. `partial_rotary` says that config.json's `partial_rotary_factor` is used;
+    transformers ignores it for other families.
     """
 
-    program: Callable[[ModelSpec], Program]
     model_types: Mapping[str, Mapping[str, Any]]
+    layer: Layer = residual_layer
+    scales_embedding: bool = False
     from_gguf: Reading = as_read
     from_config: Reading = as_read
     layer_names: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Typed, bounded reading of what a model file says about itself."""
+"""Typed, bounded reading of the metadata of model files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REQUIRED: Any = object()
 class Fields:
     """The values of file `name` by key; each reading checks type and range.
 
-    `prefix` stands before every key. Every fault is a ModelFormatError that names the file, the
+    `prefix` is prepended to every key. Every fault is a ModelFormatError that names the file, the
     key and the limit.
     """
 
@@ -41,7 +41,7 @@ class Fields:
         return Fields(self.name, self.values, prefix)
 
     def value(self, key: str) -> Any:
-        """Return what is at `key`, unchecked; None if there is nothing."""
+        """Return the value at `key`, unchecked; None if it is missing."""
         return self.values.get(self.prefix + key)
 
     def fault(self, text: str, hint: str = "") -> NoReturn:
@@ -49,7 +49,7 @@ class Fields:
         raise ModelFormatError(f"{self.name!r} {text}.{hint}")
 
     def refuse(self, key: str, problem: str, hint: str = "") -> NoReturn:
-        """Raise a ModelFormatError about what is at `key`."""
+        """Raise a ModelFormatError about the value at `key`."""
         self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}", hint)
 
     def only(self, known: Collection[str]) -> None:
@@ -156,7 +156,7 @@ class Fields:
         return tuple(ids)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a model whose `key` is there and asks for something other than what is allowed."""
+        """Refuse a model in which `key` has a value that is not one of `allowed`."""
         value = self.value(key)
         if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
             self.refuse(key, "which is not supported yet")

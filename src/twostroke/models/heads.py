@@ -41,7 +41,7 @@ class HeadsSpec:
 def heads_for(
     target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
 ) -> HeadsSpec:
-    """Return the shapes of heads for a model, whose attention sees `window` tokens."""
+    """Return the shapes of heads for a model; their attention sees `window` tokens."""
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
     layer = ModelSpec(
         architecture="llama",
@@ -63,7 +63,7 @@ def heads_for(
 
 
 def build_heads(spec: HeadsSpec) -> Program:
-    """Return the Program of heads; `last_hidden` names what it hands on."""
+    """Return the Program of heads; `last_hidden` names the state that it returns."""
     return _eagle(spec) if spec.kind == EAGLE else _medusa(spec)
 
 

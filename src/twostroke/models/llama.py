@@ -1,11 +1,14 @@
-"""The Llama family, with Mistral and Mixtral; other families are variations of it."""
+"""Llama, Mistral and Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088).
+
+Other families are variations: a norm, attention with grouped queries, add; a norm, a gated
+feed-forward or experts, add.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from twostroke.models.blocks import decoder, residual_layer
 from twostroke.models.common_fields import (
     config_experts,
     config_window,
@@ -18,15 +21,6 @@ from twostroke.models.family import Family
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
-    from twostroke.program import Program
-
-
-def program(spec: ModelSpec) -> Program:
-    """Build the Program of a Llama, Mistral or Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088).
-
-    Norm, attention with grouped queries, add; norm, gated feed-forward or experts, add.
-    """
-    return decoder(spec, residual_layer)
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -67,7 +61,6 @@ _SIZES = {
 }
 
 LLAMA = Family(
-    program=program,
     model_types={
         "llama": _SIZES | {"intermediate_size": 11008, "max_position_embeddings": 2048},
         "mistral": _SIZES | {"num_key_value_heads": 8, "sliding_window": 4096},

@@ -1,23 +1,19 @@
-"""OLMo 2: Llama with norms after each part, not before, and norms of queries and keys."""
+"""OLMo 2: Llama with norms after each part, not before, and norms of queries and keys.
+
+Source: arXiv:2501.00656.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.blocks import residual_layer
 from twostroke.models.family import Family
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
-    from twostroke.program import Program
-
-
-def program(spec: ModelSpec) -> Program:
-    """Build the Program of an OLMo 2 (arXiv:2501.00656)."""
-    layer = partial(residual_layer, pre_norms=False, post_norms=True, query_key_norm="row")
-    return decoder(spec, layer)
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -27,7 +23,6 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 OLMO2 = Family(
-    program=program,
     model_types={
         "olmo2": {
             "vocab_size": 50304,
@@ -39,6 +34,7 @@ OLMO2 = Family(
             "rms_norm_eps": 1e-5,
         }
     },
+    layer=partial(residual_layer, pre_norms=False, post_norms=True, query_key_norm="row"),
     from_gguf=from_gguf,
     layer_names={
         "post_attention_layernorm": "post_attention_norm",

@@ -1,23 +1,16 @@
-"""Phi-3 and Phi-4: Llama, with its matrices stored in stacks and scaled rope tables."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with fused matrices and scaled rope tables."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from twostroke.models.blocks import decoder, residual_layer
 from twostroke.models.common_fields import config_window_of_all, gguf_window
 from twostroke.models.family import Family
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
-    from twostroke.program import Program
-
-
-def program(spec: ModelSpec) -> Program:
-    """Build the Program of a Phi-3 (arXiv:2404.14219)."""
-    return decoder(spec, residual_layer)
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -31,7 +24,6 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 PHI3 = Family(
-    program=program,
     model_types={
         "phi3": {
             "vocab_size": 32064,

@@ -17,7 +17,7 @@ LEVELS = np.array(
 )
 PEAKS = (-151, -143, -135, -127, -119, -111, -104, -97, 97, 105, 113, 121, 129, 137)
 
-# The code of each half step from -128: all middles between levels are such half steps.
+# The code of each half step from -128: all middles between levels are half steps.
 _MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
 _CODES = np.searchsorted(_MIDDLES, np.arange(-256, 256) / 2, side="right").astype(np.uint8)
 

@@ -1,7 +1,7 @@
 """IQ4_XS: 256 values in 8 groups with signed 6-bit scales; each value is one of IQ4_NL's levels.
 
 Layout of a block (ggml `block_iq4_xs`): a float16, the scale of the scales; 2 bytes with the upper
-two bits of the scales plus 32, neighbours side by side; 4 bytes with their low nibbles, likewise;
+two bits of the scales plus 32, neighbours side by side; 4 bytes with their low nibbles, as ordered;
 128 bytes of codes, of which each run of 16 bytes holds a group, values 0 to 15 in the low nibbles
 and 16 to 31 in the high ones.
 """

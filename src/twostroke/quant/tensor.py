@@ -1,4 +1,4 @@
-"""A weight as it lies in its file: bytes, their format, and the shape they stand for."""
+"""A weight as its file stores it: bytes, their format, and their shape."""
 
 from __future__ import annotations
 

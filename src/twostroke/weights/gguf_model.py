@@ -13,7 +13,7 @@ from twostroke.models.fields import (
     MAX_WIDTH,
     Fields,
 )
-from twostroke.models.rope_fields import ROPE_TABLES, gguf_rope, reach
+from twostroke.models.rope import ROPE_TABLES, gguf_rope, reach
 from twostroke.weights.strings import Strings
 
 if TYPE_CHECKING:

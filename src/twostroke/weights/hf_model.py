@@ -14,7 +14,7 @@ from twostroke.models.fields import (
     MAX_WIDTH,
     Fields,
 )
-from twostroke.models.rope_fields import config_rope, reach
+from twostroke.models.rope import config_rope, reach
 from twostroke.program import Activation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import Fields
-from twostroke.models.rope_fields import ROPE_TABLES
+from twostroke.models.rope import ROPE_TABLES
 from twostroke.quant import FORMATS
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts

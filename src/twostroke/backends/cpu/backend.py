@@ -162,7 +162,7 @@ class CpuBackend:
         self._loaded[2].copy_page(source, target)
 
     def forget(self, request: Request) -> None:
-        """Drop whatever is kept for a request that has finished."""
+        """Drop all that is kept for a finished request."""
         self._steps.forget(request)
 
     def close(self) -> None:

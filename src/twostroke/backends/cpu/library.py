@@ -65,7 +65,7 @@ def choose_level(requested: str | None) -> LevelChoice:
     """Return the level to use: as requested, else as the environment says, else the best.
 
     Raises:
-        UsageError: there is no such level.
+        UsageError: the level does not exist.
         BackendError: that level is not built, or cannot run on this machine.
     """
     wanted, knob = requested, "--level"

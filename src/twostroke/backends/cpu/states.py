@@ -29,7 +29,7 @@ class LastNorm:
         """Take the norm's weight out of `tensors`.
 
         Raises:
-            BackendError: there is no such norm before the logits.
+            BackendError: the logits are not computed from a norm.
         """
         norms = [op for op in program.ops if op.output == program.last_states]
         if not norms or not isinstance(norms[0], ops.RMSNorm) or norms[0].num_groups != 1:

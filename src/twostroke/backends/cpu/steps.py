@@ -215,7 +215,7 @@ class StepArrays:
         self._sampling.forget(request)
 
     def _in_order(self, plan: StepPlan) -> tuple[StepPlan, int]:
-        """Return the plan with generated rows first, and how many of its slices have such.
+        """Return the plan with generated rows first, and how many slices have them.
 
         Where they are computed as prompt rows are, all count as generated, and stay where they are.
         """

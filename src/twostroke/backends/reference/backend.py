@@ -108,7 +108,7 @@ class ReferenceBackend:
         """Return the values that are `kept` and those that nothing reads, the logits among them."""
         last_use = {name: op for op in self._program.ops for name in op.inputs}
         values: dict[str, NDArray[np.float32]] = {}
-        with np.errstate(all="ignore"):  # what is not finite shows in the logits
+        with np.errstate(all="ignore"):  # numbers that are not finite reach the logits
             for op in self._program.ops:
                 values[op.output] = apply(op, values, state)
                 for name in op.inputs:

@@ -170,8 +170,8 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState)
         slots = state.cache.slots(span, op.layer, first, end)
         keys, vals = state.cache.load(op.layer, slots)
         queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
-        behind = np.arange(span.start, end)[:, None] - np.arange(first, end)  # (rows, context)
-        hidden = behind < 0 if op.window is None else (behind < 0) | (behind >= op.window)
+        distance = np.arange(span.start, end)[:, None] - np.arange(first, end)  # (rows, context)
+        hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
         output[span.rows] = _attend(op, queries, keys, vals, hidden)
     return output
 

@@ -32,7 +32,7 @@ class TorchModel:
         """Dequantize the Program's weights onto `device` ("cpu", "cuda", "cuda:1").
 
         Raises:
-            BackendError: there is no such device, or not enough memory on it.
+            BackendError: the device does not exist or has too little memory.
         """
         self.program = program
         self.device = torch.device(device)
@@ -81,7 +81,7 @@ def choose_device(wanted: str) -> str:
     """Return the device for `wanted`; "auto" is a GPU where PyTorch sees one.
 
     Raises:
-        BackendError: PyTorch has no such device here.
+        BackendError: PyTorch does not have this device here.
     """
     has_gpu = torch.cuda.is_available()
     if wanted == "auto":

@@ -98,10 +98,10 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: StepState
     outputs = []
     for rows, keys, vals, first in state.keeper.spans(op, k, v):
         queries = q[rows].reshape(-1, op.num_heads, op.head_dim)
-        behind = state.positions[rows, None] - torch.arange(
+        distance = state.positions[rows, None] - torch.arange(
             first, first + len(keys), device=q.device
         )
-        seen = behind >= 0 if op.window is None else (behind >= 0) & (behind < op.window)
+        seen = distance >= 0 if op.window is None else (distance >= 0) & (distance < op.window)
         outputs.append(_attend(op, queries, keys, vals, seen))
     return torch.cat(outputs)
 

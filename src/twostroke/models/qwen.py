@@ -1,4 +1,7 @@
-"""The Qwen3 family, dense and with experts: Llama with norms on queries and keys."""
+"""Qwen2, Qwen2.5 and Qwen3: Llama with biases (2), or norms of queries and keys (3).
+
+Sources: arXiv:2407.10671, 2505.09388. Qwen3 also has models with experts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from twostroke.models.blocks import decoder, residual_layer
+from twostroke.models.blocks import residual_layer
 from twostroke.models.common_fields import (
     config_experts,
     config_window_of_all,
@@ -19,17 +22,17 @@ from twostroke.models.fields import MAX_WIDTH
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
     from twostroke.models.spec import ModelSpec
-    from twostroke.program import Program
 
 
-def program(spec: ModelSpec) -> Program:
-    """Build the Program of a Qwen3 (arXiv:2505.09388)."""
-    return decoder(spec, partial(residual_layer, query_key_norm="head"))
-
-
-def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window, which is off by default and leaves the first layers alone."""
     return replace(spec, window=config_window_of_qwen(fields, spec.num_layers))
+
+
+def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Read the window. `attention_bias` is ignored: queries, keys and values always have biases."""
+    spec = qwen3_from_config(fields, spec)
+    return replace(spec, qkv_bias=True, output_bias=False)
 
 
 def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -52,27 +55,29 @@ def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     return replace(spec, experts=experts)
 
 
+_DENSE = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+_LAYER = partial(residual_layer, query_key_norm="head")
+
+QWEN2 = Family(model_types={"qwen2": _DENSE}, from_config=qwen2_from_config)
+
 QWEN3 = Family(
-    program=program,
-    model_types={
-        "qwen3": {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        }
-    },
-    from_config=from_config,
+    model_types={"qwen3": _DENSE | {"head_dim": 128}},
+    layer=_LAYER,
+    from_config=qwen3_from_config,
 )
 
 QWEN3_MOE = Family(
-    program=program,
     model_types={
         "qwen3_moe": {
             "vocab_size": 151936,
@@ -88,6 +93,7 @@ QWEN3_MOE = Family(
             "num_experts_per_tok": 8,
         }
     },
+    layer=_LAYER,
     from_gguf=experts_from_gguf,
     from_config=experts_from_config,
     layer_names={"mlp.gate": "ffn_gate_inp"},
