@@ -55,10 +55,9 @@ class Constraint:
 class Matcher(Protocol):
     """Which tokens keep one request's answer within its constraint.
 
-    Every call passes all output tokens so far. The matcher keeps its state between calls and reads
-    only the new tokens, or starts again if the request was rolled back. A mask has a bit for each
-    token of the vocabulary in `num_words` words, the lowest bit of the first for token 0; no bit is
-    set beyond the last token.
+    Every call passes all output tokens so far; the matcher keeps its state between calls and reads
+    only the new ones. A mask has a bit for each token of the vocabulary in `num_words` words, the
+    lowest bit of the first for token 0; no bit is set beyond the last token.
     """
 
     num_words: int

@@ -80,8 +80,8 @@ class SamplingParams:
     wants the same of each prompt token but the first, and then `max_tokens` may be 0. `stop` and
     `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given. With a
     `constraint` the answer is one that it allows, or the beginning of one if it was cut; where
-    nothing can be added any more it ends, whatever `min_tokens` says. A `preface`, such as a
-    model's reasoning, is left alone by it and by stop strings, which both apply behind it.
+    nothing can be added any more it ends, even before `min_tokens`. Constraint and stop
+    strings apply only after a `preface`, such as a model's reasoning.
     `shown_ids` are special tokens that the answer's text shows, which else it leaves out.
     `end_ids` end it as `stop_token_ids` do; they are the model's, not the caller's, so that none of
     the caller's limits holds for them.

@@ -75,7 +75,7 @@ def gguf_experts(fields: Fields, num_layers: int) -> ExpertSpec | None:
         fields.expect(key, 0)
     if fields.integer("expert_count", MAX_EXPERTS, low=0, default=0) == 0:
         return None
-    fields.expect("expert_gating_func", 0, 1)  # not said, softmax
+    fields.expect("expert_gating_func", 0, 1)  # 0 is unspecified, 1 softmax
     fields.expect("expert_weights_scale", 0.0, 1.0)
     fields.expect("expert_group_count", 0, 1)
     width = fields.integer("feed_forward_length", MAX_WIDTH, default=1)

@@ -1,4 +1,4 @@
-"""Rotary positions: their scalings, the frequencies that result, and how model files say them."""
+"""Rotary positions: scalings, the frequencies that result, and the fields in model files."""
 
 from __future__ import annotations
 
@@ -154,12 +154,12 @@ def config_rope(
 
 
 def reach(rope: RopeSpec, context: int) -> int:
-    """Return the context length, in tokens, for which `rope` is right, given what the file says."""
+    """Return the usable context length in tokens; `context` is the length in the file."""
     match rope.scaling:
         case TableScaling(reach=int(limit)):
             return min(context, limit)
         case YarnScaling(factor=factor, original_context=original):
-            # Files may ask for YaRN by its keys alone; few also say the longer context.
+            # Most files with YaRN do not state the longer context.
             return min(MAX_CONTEXT, max(context, int(original * factor)))
         case _:
             return context
