@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools: which marks, and what stands between them."""
+"""The forms in which models write calls of tools: their marks, and the text between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CallForm:
         mark: the text that tells that calls begin; the first in `begin` and `head`.
         begin: before the first call.
         head: before a call's name.
-        id_mark: where an id follows the name, what stands between.
+        id_mark: where an id follows the name, the text between.
         middle: before the arguments, which are a JSON object.
-        tail: behind them.
+        tail: after them.
         between: between a call and the next.
-        end: behind the last call.
+        end: after the last call.
         is_quoted: whether the name is a JSON string.
         is_bare: whether calls are written without `mark`, as the whole answer.
         marks: further texts among these that a vocabulary may have as special tokens.
@@ -46,7 +46,7 @@ class CallForm:
 
     @property
     def opening(self) -> str:
-        """What stands before the first call's name."""
+        """The text before the first call's name."""
         return f"{self.begin}{self.head}"
 
     @property
@@ -76,14 +76,14 @@ class CallForm:
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
     def fits(self, before: str, after: str) -> bool:
-        """Whether these texts, but for blanks, stand around the name of an answer's only call.
+        """Whether these texts, but for blanks, surround the name of an answer's only call.
 
         `before` is what its answer begins with, `after` goes on to whatever follows the call.
         """
         quote = '"' if self.is_quoted else ""
         opening, follows = _bare(self.opening + quote), _bare(quote + (self.id_mark or self.middle))
-        told = _bare(before)
-        begins = told.removeprefix(self.mark) == opening if self.is_bare else told.endswith(opening)
+        bare = _bare(before)
+        begins = bare.removeprefix(self.mark) == opening if self.is_bare else bare.endswith(opening)
         return begins and _bare(after).startswith(follows) and _bare(self.end) in _bare(after)
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
 _MAX_NAME: Final = 64
 _FENCE_END: Final = regex.compile(r"\s*+```")
-# An object that stands for a call without any marks; behind another one something may part them.
+# An object that is a call without any marks; after another one something may part them.
 _BARE: Final = regex.compile(
     r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\s*+"name"\s*+:\s*+(?<name>"(?:[^"\\]|\\.){1,64}+")'
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)'
@@ -83,7 +83,7 @@ class CallReader:
         self._form = form
         self._shapes = _shapes_of(form)
         self._state: Callable[[list[Piece]], bool] = self._start
-        self._held = ""  # not told yet, but for what is before `_at`
+        self._held = ""  # not returned yet, except the text before `_at`
         self._at = 0
         self._text_of_call = ""  # what was passed over and is text if no call comes of it
         self._trim = Trim()
@@ -107,9 +107,9 @@ class CallReader:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as there is no more text."""
+        """Return what was held back, as the text is over."""
         held, self._held = self._held, ""
-        in_call = self._state in (self._arguments, self._behind, self._fence, self._next)
+        in_call = self._state in (self._arguments, self._after, self._fence, self._next)
         if in_call or self._is_forced:
             return []  # of a call that was cut, or of marks that were
         rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
@@ -156,7 +156,7 @@ class CallReader:
         return is_marked
 
     def _head(self, pieces: list[Piece]) -> bool:
-        """Take the name of the first call behind a mark."""
+        """Take the name of the first call after a mark."""
         return self._name(self._shapes.first, pieces)
 
     def _next(self, pieces: list[Piece]) -> bool:
@@ -171,7 +171,7 @@ class CallReader:
         return self._name(self._shapes.more, pieces)
 
     def _name(self, shape: regex.Pattern[str], pieces: list[Piece]) -> bool:
-        """Take what stands before the arguments of a call."""
+        """Take the text before the arguments of a call."""
         found, is_open = self._match(shape)
         if is_open:
             return False
@@ -216,7 +216,7 @@ class CallReader:
                 self._depth -= 1
                 if self._depth == 0:
                     self._argue(at + 1, pieces)
-                    self._state = self._behind
+                    self._state = self._after
                     return True
         if self._at < len(held):
             self._argue(len(held), pieces)
@@ -227,7 +227,7 @@ class CallReader:
         pieces.append(ArgumentsPiece(self.num_calls - 1, self._held[self._at : end]))
         self._at = end
 
-    def _behind(self, pieces: list[Piece]) -> bool:
+    def _after(self, pieces: list[Piece]) -> bool:
         """Pass over the end of a call, as far as it is there."""
         del pieces
         found, is_open = self._match(self._tail)
@@ -267,7 +267,7 @@ class Trim:
     def __init__(self, *, skips_first: bool = False) -> None:
         """Begin with nothing."""
         self._skips = skips_first
-        self._blank = ""  # behind the text that was passed on
+        self._blank = ""  # after the text that was passed on
 
     def feed(self, text: str) -> str:
         """Return what is no blank at the end as far as that is known."""
@@ -288,9 +288,9 @@ class Trim:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """What stands around arguments, but for blanks; possessive, so that reading is linear."""
+    """The text around arguments, but for blanks; possessive, so that reading is linear."""
 
-    first: regex.Pattern[str]  # behind the mark
+    first: regex.Pattern[str]  # after the mark
     more: regex.Pattern[str]  # in a list
     tail: regex.Pattern[str]
     end: regex.Pattern[str]

@@ -69,7 +69,7 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
     else:
         return _without_calls(probe, shown, tokenizer)
     null = replace(probe, content=None)
-    if null.written() and null.size() < probe.size():  # an empty text would be a turn of its own
+    if null.written() and null.size() < probe.size():  # an empty text would be a separate turn
         probe = null
     return TemplateCapabilities(
         form,
@@ -153,7 +153,7 @@ class _Probe:
         return _OTHER in self.render([_USER, self._answer(_CALL, _OTHER)])
 
     def _answer(self, *names: str) -> dict[str, Any]:
-        arguments = json.dumps(_ARGUMENTS)  # which become what they stand for, if they are to
+        arguments = json.dumps(_ARGUMENTS)  # parsed where the template wants objects
         calls = [
             {
                 "id": self.call_id,

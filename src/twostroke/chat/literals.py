@@ -68,7 +68,7 @@ class Marker:
         return messages
 
     def with_end(self, content: str) -> str:
-        """Return a message's `content` with a mark behind it, for `until_end`."""
+        """Return a message's `content` followed by a mark, for `until_end`."""
         return content + self._end
 
     def until_end(self, text: str) -> str | None:

@@ -25,7 +25,7 @@ def checked_messages(
 
     Content is a string, null, or a list of text parts, which are joined with line breaks unless
     the template reads parts (`keep_parts`). The
-    arguments of tool calls, a JSON string in OpenAI's protocol, become what they stand for, as
+    arguments of tool calls, a JSON string in OpenAI's protocol, become the values they encode, as
     templates expect, unless one wants the string (`has_text_arguments`).
     """
     check_are_messages(messages)

@@ -36,7 +36,7 @@ class Reading:
     """How the answers of a job are to be read.
 
     `functions` are the names of those that may be called, in which `form`; one must be if
-    `is_forced`. `preface` is the reasoning that may come first, if it is to be told from the
+    `is_forced`. `preface` is the reasoning that may come first, if it is to be separated from the
     answer.
     """
 
@@ -96,7 +96,7 @@ class AnswerReader:
         return self._told(self._cutter.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as there is no more text."""
+        """Return what was held back, as the text is over."""
         pieces = [] if self._cutter is None else self._told(self._cutter.finish())
         return pieces + (self._calls.finish() if self._calls else [])
 

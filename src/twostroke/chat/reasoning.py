@@ -77,7 +77,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface | None:
-    """Return the reasoning that may come first behind a prompt, or None if it is over by then.
+    """Return the reasoning that may come first after a prompt, or None if it is over by then.
 
     `continued` is the text at its end that is to be gone on from, if any.
     """

@@ -43,7 +43,7 @@ class ChatTemplate:
 
     Special tokens and text are kept apart by where they were written, not by how they look. When
     the template is compiled, every special token's text among the literals that it writes is
-    replaced by a mark that nobody outside can guess; after rendering, marks become the special
+    replaced by a mark that clients cannot guess; after rendering, marks become the special
     pieces of the `Prompt`, and all other text, a user's above all, is plain, whatever the
     template did to it (trimmed, split, glued). Literals that the template only looks for are left
     alone, so its questions about a message get the usual answers. A template that glues a

@@ -50,7 +50,7 @@ class Tools:
     """What may be called in an answer.
 
     `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
-    called. One of them must be if `is_forced`, and several may be behind one another if
+    called. One of them must be if `is_forced`, and several may follow one another if
     `is_parallel`.
     """
 
@@ -117,7 +117,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """Tools as a model is to call them, behind a preface if there is one."""
+    """Tools as a model is to call them, after a preface if there is one."""
 
     tools: Tools
     form: CallForm

@@ -18,7 +18,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
-from twostroke.sample.lark import NO_FORCING, behind
+from twostroke.sample.lark import NO_FORCING, after_preface
 from twostroke.sample.schema import (
     JSON_FORM,
     MOST_FORCED,
@@ -109,7 +109,7 @@ class Grammars:
             raise RequestError(reason, field=constraint.param)
         if known := self.known(constraint):
             return known
-        with self._compiling:  # apart from the other lock: nobody waits for somebody else's
+        with self._compiling:  # apart from the other lock: compiling must not block other readers
             if known := self.known(constraint):
                 return known
             compiled = _on_large_stack(self._compile, constraint)
@@ -161,7 +161,7 @@ class Grammars:
         if not _may_force(constraint):
             text = _without_forcing(text)
         if constraint.preface is not None:
-            text = behind(constraint.preface, text, self._tokenizer)
+            text = after_preface(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         matcher = GrammarMatcher(compiled, self, constraint)
         # The first mask is the most work, and is not done again.
@@ -236,7 +236,7 @@ class GrammarMatcher:
     def _mask_behind(
         self, drafts: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]
     ) -> None:
-        """Write what may follow each draft: nothing behind one that may not be there.
+        """Write what may follow each draft: nothing after a draft that is not allowed.
 
         On a copy: a limit that only a wrong draft exceeds is nothing that the answer has to suffer.
         """
@@ -296,7 +296,7 @@ def _remember(known: OrderedDict[Constraint, T], key: Constraint, value: T, most
 def _on_large_stack(
     compile_: Callable[[Constraint], GrammarMatcher], constraint: Constraint
 ) -> GrammarMatcher:
-    """Return what `compile_` returns, called in a thread of its own with much room on its stack."""
+    """Return what `compile_` returns, called in a separate thread with a large stack."""
     with ThreadPoolExecutor(1, "twostroke-grammar", _step_back) as thread, _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -373,6 +373,6 @@ def _first_line(text: str) -> str:
     if "coerce_one_of" in text:
         text = "the alternatives of a oneOf overlap, which is not supported; anyOf is"
     lines = text.strip().splitlines() or [""]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    line = (told or lines)[0][:_MAX_ERROR]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (errors or lines)[0][:_MAX_ERROR]
     return line if line.endswith((".", "?")) else f"{line}."

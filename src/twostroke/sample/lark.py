@@ -53,7 +53,7 @@ def text_but(*others: str) -> str:
     return f"{TEXT} & ~(({' | '.join(others)}) /(.|\\n)*/)" if others else TEXT
 
 
-def behind(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
+def after_preface(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
     """Return the grammar of answers that begin with a preface.
 
     `grammar` is in Lark's notation, or llguidance's own object.

@@ -71,14 +71,14 @@ def draw_all(
     scores = [
         score(who, row, token) for (who, token), row in zip(asked, logits[~draws], strict=True)
     ]
-    behind = [
+    drawn_for = [
         (part.request, drafts, mask)
         for part in slices
         for drafts, mask in zip(_drafts_before(part), _masks(part), strict=True)
     ]
     drawn = [
         draw(who, row, drafts, mask)
-        for (who, drafts, mask), row in zip(behind, logits[draws], strict=True)
+        for (who, drafts, mask), row in zip(drawn_for, logits[draws], strict=True)
     ]
     return drawn, scores
 

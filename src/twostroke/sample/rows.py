@@ -102,7 +102,7 @@ class RowTable:
         """Return an array of `ROW`, one for each request's next token, in their order.
 
         Where there are drafts in `parts[i]`, the slice of `requests[i]`, each of them has a row,
-        too, for the token behind it, and each scored row has one in front of these. `num_tokens` is
+        too, for the token after it, and each scored row has one in front of these. `num_tokens` is
         how many tokens each request has, if the caller knows. The array is good until the next
         call, and so is what its pointers refer to, unless the request is forgotten before.
         """
@@ -147,7 +147,7 @@ class RowTable:
         self._has_minimum = bool(self._min_tokens[self._last_places].any())
 
     def forget(self, request: Request) -> None:
-        """Drop a request's row; one that is not there is no error."""
+        """Drop a request's row; does nothing without one."""
         if request in self._places:
             self._last = None
             self._free.append(self._places.pop(request))
@@ -208,7 +208,7 @@ class RowTable:
         history.num_tokens = end
 
     def _guess(self, parts: Sequence[Slice]) -> None:
-        """Write drafts behind the histories; the next true tokens will overwrite them."""
+        """Write drafts after the histories; the next true tokens will overwrite them."""
         for part in parts:
             history = self._histories.get(part.request)
             if history is not None and part.drafts:

@@ -12,7 +12,7 @@ from twostroke.core.errors import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-# Keywords by what stands in them: one schema (or a list of them), or schemas under names.
+# Keywords by their contents: one schema (or a list of them), or schemas under names.
 SCHEMAS: Final = frozenset(
     ("additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems")
 )

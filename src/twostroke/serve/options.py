@@ -30,7 +30,7 @@ class Limits:
         idle_timeout_s: how long a connection may stay open between two requests; longer than
             what proxies keep theirs for (60 s is common), or they meet closed ones.
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
-        max_unread: outputs that a stream may fall behind the engine.
+        max_unread: outputs that a stream may lag the engine.
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
         compile_timeout_s: for a schema or grammar that is new, from its turn on: one is compiled
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """A server's address and manners.
+    """A server's address and behaviour.
 
     Attributes:
         host, port: the address; port 0 takes a free one.
@@ -65,7 +65,7 @@ class ServeOptions:
         drain_s: how long a stopping server lets running requests finish.
         dashboard: whether to show the dashboard's page and state; None shows them where the host
             is this machine's own (loopback) address, and nowhere else.
-        splits_reasoning: whether a model's reasoning is told from its answers, or left in them.
+        splits_reasoning: whether reasoning is separated from the answers or left in them.
         max_stored: answers of /v1/responses that are kept for later requests; 0 keeps none.
         max_stored_bytes: what these may take together.
         objectives: what answers are held against, in metrics and on the dashboard.
@@ -91,11 +91,11 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Refuse names that nobody could read or send, and times that nobody could wait.
+        """Refuse names that cannot be sent, and unusable times.
 
         Raises:
             UsageError: a name of the model is empty, or has signs that are not printed; `drain_s`
-                is no time up to a day.
+                is not a time up to a day.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():

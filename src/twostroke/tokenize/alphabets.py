@@ -1,4 +1,4 @@
-"""How a vocabulary spells bytes: byte-level (GPT-2) and SentencePiece."""
+"""How a vocabulary spells bytes and spaces: byte-level (GPT-2) and SentencePiece."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from twostroke.tokenize.vocabulary import Vocabulary
+    from twostroke.tokenize.words import Cut
+
 NOT_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+SPACE = "\u2581"  # how SentencePiece spells a space
+
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte value.
+    """Return the character that spells each byte value.
 
-    GPT-2's table (encoder.py of openai/gpt-2): the printable Latin-1 characters stand for
+    GPT-2's table (encoder.py of openai/gpt-2): the printable Latin-1 characters spell
     themselves, the other byte values for U+0100 onwards in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -40,7 +45,7 @@ def byte_level_characters(values: Iterable[int]) -> str:
 def byte_level_bytes(text: str) -> bytes:
     """Return the bytes of a byte-level token's text.
 
-    A character outside the alphabet (a damaged vocabulary) stands for its own UTF-8.
+    A character outside the alphabet (a damaged vocabulary) is read as its own UTF-8.
     """
     try:
         return bytes([_VALUES[char] for char in text])
@@ -58,6 +63,24 @@ def sentencepiece_bytes(text: str) -> bytes:
 
 
 def byte_token(text: str) -> bytes | None:
-    """Return the one byte that a text of the form `<0xAB>` stands for, or None."""
+    """Return the one byte that a text of the form `<0xAB>` spells, or None."""
     match = _BYTE_TOKEN.fullmatch(text)
     return bytes([int(match[1], 16)]) if match else None
+
+
+def marking(*, prefix: bool) -> Cut:
+    """Return a cut that keeps a text whole, its spaces as U+2581; `prefix` puts one first."""
+    start = SPACE if prefix else ""
+    return lambda text: [start + text.replace(" ", SPACE)]
+
+
+def cut_before_spaces(vocabulary: Vocabulary) -> Cut:
+    """Return a cut of marked text before spaces, except where a token reaches across.
+
+    Merging the words one by one then gives what merging the whole text would, and words come
+    again where whole texts do not.
+    """
+    across = re.escape(vocabulary.before(SPACE))
+    joined = f"(?:(?<=[{across}]){SPACE}+[^{SPACE}]*)*" if across else ""
+    words = re.compile(f"{SPACE}*[^{SPACE}]+{joined}|{SPACE}+")
+    return words.findall

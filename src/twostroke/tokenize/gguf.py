@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError, nearest
-from twostroke.tokenize.alphabets import byte_level_bytes, byte_token, sentencepiece_bytes
-from twostroke.tokenize.ends import end_ids
+from twostroke.tokenize.alphabets import (
+    SPACE,
+    byte_level_bytes,
+    byte_token,
+    cut_before_spaces,
+    marking,
+    sentencepiece_bytes,
+)
 from twostroke.tokenize.gguf_fields import BYTE, Fields
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
-from twostroke.tokenize.pieces import SPACE, cut_before_spaces, marking
 from twostroke.tokenize.pretokenizers import pre_tokenizer
+from twostroke.tokenize.specials import end_ids
 from twostroke.tokenize.texts import Keys, Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize.words import Cut
 
 _TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
-_KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space behind these
+_KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space after these
 
 
 def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
@@ -97,7 +103,7 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     words = cut_before_spaces(vocabulary)
     cut = words_by([marking(prefix=space), words])
     # Llama 2 begins each stretch after a special token with a space. Mistral's later files have
-    # tokens for the turns, and their templates write the space that belongs behind one.
+    # tokens for the turns, and their templates write the space that belongs after one.
     writes_space = any(token.special and token.text == "[INST]" for token in added)
     cut_rest = words_by([marking(prefix=False), words]) if writes_space else cut
     parts = _parts(fields, added, merges, cut, begin=True)
@@ -138,7 +144,7 @@ def _parts(
 def _stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
     """Return `added` with what Phi-3's tokenizer.json says, for which a GGUF file has no place.
 
-    Its tokens for the turns take the white space behind them, which its templates write.
+    Its tokens for the turns take the white space after them, which its templates write.
     """
     if not {token.text for token in added if token.special} >= _TURNS_OF_PHI3:
         return added

@@ -61,7 +61,7 @@ class Fields:
         return first, last
 
     def infill(self) -> tuple[list[int | None], list[int | None]]:
-        """Return the ids that stand before prefix, suffix and middle, and those that end one."""
+        """Return the ids that come before prefix, suffix and middle, and those that end one."""
         named = [
             now if now is not None else old
             for now, old in (

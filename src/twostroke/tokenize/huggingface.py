@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
 from twostroke.tokenize.descriptions import read_words
-from twostroke.tokenize.ends import end_ids
 from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs
-from twostroke.tokenize.specials import AddedToken
+from twostroke.tokenize.specials import AddedToken, end_ids
 from twostroke.tokenize.texts import Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
@@ -152,7 +151,7 @@ def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
     text = model.get("unk_token")
     found = None if text is None else vocabulary.find(str(text).encode())
     if text is not None and found is None:
-        raise ModelFormatError(f"the tokenizer's unknown token '{text}' is no token.")
+        raise ModelFormatError(f"the tokenizer's unknown token '{text}' is not in its vocabulary.")
     return found
 
 

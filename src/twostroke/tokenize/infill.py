@@ -1,4 +1,4 @@
-"""Fill in the middle: the tokens that tell a model what stands before a gap, and what behind it.
+"""Fill in the middle: tokens that mark the text before a gap and the text after it.
 
 The order is prefix, suffix, middle (arXiv:2207.14255).
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize.specials import AddedToken
     from twostroke.tokenize.tokenizer import Tokenizer
 
-# What stands before the prefix, before the suffix, and before the answer, family by family.
+# Marks before the prefix, the suffix and the answer, family by family.
 _FORMS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -25,7 +25,7 @@ _FORMS: Final = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-# What such models write behind a middle: padding, or the head of another file or repository.
+# Such models write this after a middle: padding, or the head of another file or repository.
 _ENDS: Final = frozenset(
     {
         "<|fim_pad|>",
@@ -46,7 +46,7 @@ _ENDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """The ids that stand before prefix, suffix and answer, and those behind which there is none.
+    """The ids that come before prefix, suffix and answer, and the ids that end an answer.
 
     `texts` are how the vocabulary spells all of them.
     """
@@ -88,7 +88,7 @@ def encode_infill(
     suffix: str,
     most: int | None = None,
 ) -> list[int]:
-    """Return the prompt whose answer stands between `prefix` (a text, or ids) and `suffix`.
+    """Return the prompt whose answer belongs between `prefix` (a text, or ids) and `suffix`.
 
     What looks like one of the special tokens in either text stays text. Neither may surely have
     more than `most` tokens, as in `Tokenizer.encode`.
@@ -96,9 +96,9 @@ def encode_infill(
     before = prefix
     if isinstance(prefix, str):
         before = _encode(tokenizer, tokens, prefix, most)
-    behind = _encode(tokenizer, tokens, suffix, most, goes_on=True)
+    after = _encode(tokenizer, tokens, suffix, most, goes_on=True)
     start = [*tokenizer.prefix_ids, tokens.prefix, *before]
-    return [*start, tokens.suffix, *behind, tokens.middle]
+    return [*start, tokens.suffix, *after, tokens.middle]
 
 
 def _encode(
@@ -111,7 +111,7 @@ def _encode(
 ) -> list[int]:
     """Return the ids of a text; one that `goes_on` gets no space before it (SentencePiece)."""
     # Some files have these tokens as ordinary added ones, which are found in every text. None of
-    # them is found where the text is cut behind the first character of one.
+    # them is found where the text is cut after the first character of one.
     cut = "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t)
     ids: list[int] = []
     for count, part in enumerate(re.split(cut, text) if cut else [text]):
@@ -125,7 +125,7 @@ def _encode(
 def _going_on(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
     if not tokenizer.strip_space:
         return tokenizer.encode(text, most=most)
-    # No token reaches over this mark, so what follows it is as it would be behind other text.
+    # No token reaches over this mark, so what follows it is as it would be after other text.
     mark = tokenizer.encode("\n")
     ids = tokenizer.encode("\n" + text, most=None if most is None else most + len(mark))
     return ids[len(mark) :] if ids[: len(mark)] == mark else tokenizer.encode(text, most=most)

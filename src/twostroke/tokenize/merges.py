@@ -26,10 +26,10 @@ _SHORT_WORD = 128
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """How a word becomes its first symbols, and what stands for what the vocabulary lacks.
+    """How a word becomes its first symbols, and what replaces characters outside the vocabulary.
 
     `byte_level` spells a word's bytes as characters (GPT-2); without it the symbols are the
-    word's own characters. `ignore_merges` takes a word that is a token as it stands. A character
+    word's own characters. `ignore_merges` keeps a word that is a token whole. A character
     that is no token becomes its bytes (`byte_ids`, by value; None where there is no such token),
     if all of them are there, else the token `unknown` (one for a whole run with `fuse_unknown`),
     else nothing.

@@ -41,7 +41,7 @@ class ListedPairs(dict[int, int]):
     def __init__(self, merges: Sequence[Texts], vocabulary: Vocabulary) -> None:
         """`merges` are left texts, right texts, and what each two are together.
 
-        Raises ModelFormatError for a merge of what are no tokens, or to what is none.
+        Raises ModelFormatError for a merge whose parts or result are not tokens.
         """
         super().__init__()
         sides = [vocabulary.find_all(texts) for texts in merges]

@@ -1,4 +1,4 @@
-"""Tells an answer's preface from what comes behind it, in whatever pieces the text comes."""
+"""Separates an answer's preface from the text after it, however the text is split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Part(Enum):
 
     MARK = "mark"  # what opens or closes the preface
     INSIDE = "inside"
-    BEHIND = "behind"
+    AFTER = "after"
 
 
 class PrefaceCutter:
@@ -42,14 +42,14 @@ class PrefaceCutter:
             self._open(found)
         if self.place is Part.INSIDE:
             self._close(found)
-        if self.place is Part.BEHIND:
-            self._take(found, Part.BEHIND, len(self._held))
+        if self.place is Part.AFTER:
+            self._take(found, Part.AFTER, len(self._held))
         return found
 
     def finish(self) -> list[tuple[Part, str]]:
-        """Return what was held back, as there is no more text."""
+        """Return what was held back, as the text is over."""
         found: list[tuple[Part, str]] = []
-        part = Part.BEHIND if self.place is Part.MARK else self.place
+        part = Part.AFTER if self.place is Part.MARK else self.place
         self._take(found, part, len(self._held))
         return found
 
@@ -58,12 +58,12 @@ class PrefaceCutter:
         body = self._held.lstrip()
         num_blanks = len(self._held) - len(body)
         if num_blanks > MAX_BLANKS:
-            self.place = Part.BEHIND
+            self.place = Part.AFTER
         elif body.startswith(self._begin):
             self._take(found, Part.MARK, num_blanks + len(self._begin))
             self.place = Part.INSIDE
         elif not self._begin.startswith(body):
-            self.place = Part.BEHIND
+            self.place = Part.AFTER
 
     def _close(self, found: list[tuple[Part, str]]) -> None:
         """Look for what closes it."""
@@ -73,7 +73,7 @@ class PrefaceCutter:
             return
         self._take(found, Part.INSIDE, at)
         self._take(found, Part.MARK, len(self._end))
-        self.place = Part.BEHIND
+        self.place = Part.AFTER
 
     def _take(self, found: list[tuple[Part, str]], part: Part, size: int) -> None:
         if size:
@@ -96,12 +96,12 @@ class PrefaceCounter:
     def feed(self, tokens: Iterable[int]) -> None:
         """Take more tokens of the answer."""
         for token in tokens:
-            if self._cutter.place is Part.BEHIND:
+            if self._cutter.place is Part.AFTER:
                 return
             self._num_undecided += 1
             text = self._tokenizer.token_bytes(token).decode("latin-1")
             found = self._cutter.feed(text)
-            if self._cutter.place is Part.INSIDE or (found and found[0][0] is not Part.BEHIND):
+            if self._cutter.place is Part.INSIDE or (found and found[0][0] is not Part.AFTER):
                 self.count += self._num_undecided
                 self._num_undecided = 0
 

@@ -127,3 +127,36 @@ class _Index:
 def _alone(text: str, start: int, end: int) -> bool:
     around = text[max(start - 1, 0) : start] + text[end : end + 1]
     return _OF_A_WORD.search(around) is None
+
+
+# Files often name one end only, say the end of a document, while the chat template closes turns
+# with another; every engine that reads them therefore knows these texts.
+_END_TEXTS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|endofturn|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<EOT>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+
+
+def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
+    """Return the ids that end a generation: those in `named`, and those of well-known texts.
+
+    Where `<|return|>` exists (the harmony format), `<|end|>` closes a message and not the answer.
+    """
+    by_text = {token.text: token.id for token in added}
+    known = {text for text in _END_TEXTS if text in by_text}
+    if "<|return|>" in known:
+        known.discard("<|end|>")
+    return frozenset(named) | {by_text[text] for text in known}

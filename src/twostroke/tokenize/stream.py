@@ -24,8 +24,8 @@ class StreamDecoder:
     The pieces joined are `tokenizer.decode` of all tokens, or, when a stop string was found, that
     text up to it (with it, if `include_stop`). A piece never ends inside a character, and text
     that may be the beginning of a stop string is held back until that is decided. A token costs
-    time in proportion to its own text, whatever came before. What `feed` would return of the next
-    token without another thought stands in `known`, if it does.
+    time in proportion to its own text, whatever came before. `known` has the texts of
+    tokens for which `feed` would only look them up.
     """
 
     known: Mapping[int, str]
@@ -110,14 +110,14 @@ class StreamDecoder:
         self.known = self._texts if is_plain else _NOTHING
 
     def _cut(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return what is not searched, as it belongs to a preface, and what is."""
+        """Return the text of the preface, which is not searched, and the text after it."""
         if self._cutter is None:
             return "", text
         found = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
-        behind = "".join([part for kind, part in found if kind is Part.BEHIND])
-        if self._cutter.place is Part.BEHIND:
+        after = "".join([part for kind, part in found if kind is Part.AFTER])
+        if self._cutter.place is Part.AFTER:
             self._cutter = None
-        return "".join([part for kind, part in found if kind is not Part.BEHIND]), behind
+        return "".join([part for kind, part in found if kind is not Part.AFTER]), after
 
     def _release(self, text: str) -> str:
         assert self._matcher is not None

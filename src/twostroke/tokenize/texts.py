@@ -68,7 +68,7 @@ class Texts:
         return Texts(self.blob, self.starts[which], self.ends[which])
 
     def packed(self) -> Texts:
-        """Return them one behind the other, with nothing between."""
+        """Return the texts joined, with nothing between."""
         lengths = self.lengths
         ends = np.cumsum(lengths)
         starts = ends - lengths
@@ -77,29 +77,29 @@ class Texts:
         return Texts(self.blob[from_where], starts, ends)
 
     def split(self, sign: bytes) -> tuple[Texts, Texts, Texts]:
-        """Cut each at the first byte that is `sign`: what is before, what is behind, and both.
+        """Cut each at its first `sign`; return the texts before it, after it, and both joined.
 
-        What is behind is empty in a text without it.
+        The part after it is empty in a text without it.
         """
         signs = np.append(np.flatnonzero(self.blob == sign[0]), len(self.blob))
         first = signs[np.searchsorted(signs, self.starts)]
         has = first < self.ends
         cuts = np.where(has, first, self.ends)
-        behind = np.where(has, cuts + 1, cuts)
+        after = np.where(has, cuts + 1, cuts)
         kept = np.ones(len(self.blob), bool)
         kept[cuts[has]] = False
         gone = np.zeros(len(self.blob) + 1, np.int64)
         np.cumsum(~kept, out=gone[1:])
         both = Texts(self.blob[kept], self.starts - gone[self.starts], self.ends - gone[self.ends])
-        return Texts(self.blob, self.starts, cuts), Texts(self.blob, behind, self.ends), both
+        return Texts(self.blob, self.starts, cuts), Texts(self.blob, after, self.ends), both
 
 
 class Keys:
-    """Numbers of 64 bits by which texts are found, from tables that nobody can know beforehand.
+    """Numbers of 64 bits by which texts are found, from tables that cannot be predicted.
 
     A text's bytes choose numbers from a table, one for each position, which are added without
     carry (tabulation hashing: Zobrist 1970; Carter and Wegman 1979). So no file can choose texts
-    with the same keys. What is behind the table's last position is hashed with a key (BLAKE2).
+    with the same keys. What is after the table's last position is hashed with a key (BLAKE2).
     """
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ class Vocabulary:
     def longest_of(self, chars: str) -> int:
         """Return the characters of the longest token that is written with nothing but `chars`.
 
-        Bytes stand for characters here, so it may be a token that also has others.
+        Bytes are spelled as characters here, so it may be a token that also has others.
         """
         blob, starts = np.frombuffer(self._blob, np.uint8), np.frombuffer(self._starts, np.uint32)
         known = np.zeros(256, bool)
@@ -109,7 +109,7 @@ class Vocabulary:
         return int(lengths.max(where=is_known, initial=0))
 
     def before(self, char: str) -> str:
-        """Return the characters that stand before `char` inside some token, `char` apart."""
+        """Return the characters that come before `char` inside some token, `char` apart."""
         sign = char.encode()
         matches = re.finditer(re.escape(sign), self._blob)
         places = np.fromiter((match.start() for match in matches), np.int64)

@@ -125,7 +125,7 @@ _INVERTED = {
 
 
 def _compile(pattern: str) -> regex.Pattern[str]:
-    # The patterns of model files are Oniguruma's, where ^ and $ stand at every line.
+    # The patterns of model files are Oniguruma's, where ^ and $ match at every line.
     try:
         return regex.compile(pattern, regex.MULTILINE)
     except regex.error as error:
