@@ -1,193 +1,164 @@
-"""`make bench-report`: BENCHMARKS.md and its plots, drawn from the rows under results/."""
+"""`make bench-report`: write BENCHMARKS.md, three summary tables of the rows under results/."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from goals import GOALS
 from guessing import all_guessing
-from plots import Bar, draw_bars
 from quality import Quality
-from records import OURS, Record, all_records, is_ours, ours_with
+from records import OURS, Record, all_records, ours_with
 from report import ROOT, Spread, caption, table
-from twostroke.core.config import ACTIVATION_BITS
 from workload import WORKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from goals import Goal
+    from guessing import Guessing
 
 _PAGE = ROOT / "BENCHMARKS.md"
-_PLOTS = ROOT / "docs" / "benchmarks"
-_NOT_MEASURED = "not measured"
-_HEAD = (
-    "# Benchmarks\n\n"
-    "Written by `make bench-report` from the measurements in `benchmarks/results/rows/`; nothing"
-    " here is edited by hand. How they are made stands in"
-    " [benchmarks/README.md](benchmarks/README.md). Figures are medians of interleaved rounds, with"
-    " the lowest and highest in parentheses. A ratio is Twostroke's figure over the peer's best one"
-    " of the same run (for times and sizes the other way round): above 1 Twostroke is better."
-    " Absolute figures belong to their machine and day; only ratios of one run may be quoted.\n"
-)
+_NOT_MEASURED = "–"
+_NAMES = {
+    "start": "start of the process to first token",
+    "memory": "peak memory, a context of 2,048 tokens filled",
+    "serve-16": "server, 16 streaming clients, 100 tokens in, 64 out",
+    "overhead-256": "a step of 256 streams without its kernels",
+}
+_HEAD = """# Benchmarks
+
+`make bench-report` writes this page from the measurements in `benchmarks/results/rows/`, which
+has every run of every row: all engines, their versions, the lowest and highest figures, and how
+many runs other programs disturbed. [benchmarks/README.md](benchmarks/README.md) says how they are
+measured. Machines are virtual and shared, so absolute figures belong to a machine and a day;
+compare only the ratios.
+"""
+_SPEED = """## Speed
+
+Each cell has Twostroke's median, the best peer's, and in **bold** how many times better Twostroke
+is (for times and memory: how many times less it takes). In parentheses is the same ratio with
+`--activation-bits 8`, the precision that most peers have. Speculation is off for all engines.
+"""
+_SPECULATION = """## Speculation
+
+How many times faster answers are with `--speculate auto` than without, by the number of streams,
+if every step of a size took the same time.
+"""
+_QUALITY = """## Quality
+
+The next-token distributions on held-out text, against the float32 reference on the same weights.
+"""
 
 
 def main() -> None:
-    """Write the page and its plots."""
+    """Write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    parts = [_HEAD]
-    for machine, records in all_records():
-        parts += _machine_parts(machine, records)
-    if len(parts) == 1:
-        raise SystemExit("Nothing was measured yet: run make bench-peers, for one.")
+    machines = dict(all_records())
+    if not machines:
+        raise SystemExit("There are no measurements yet; run `make bench-peers`.")
+    parts = [_HEAD, *_speed(machines), *_speculation(machines), *_quality(machines)]
     _PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(f"Wrote {_PAGE.relative_to(ROOT)}")
 
 
-def _machine_parts(machine: str, records: list[Record]) -> Iterator[str]:
-    facts = max((record.facts for record in records), key=lambda each: str(each["date"]))
-    level = machine.rpartition("-")[2]
-    yield f"## {facts['processor']}, {facts['cores']} cores, {level}\n"
-    usual = {(record.row, record.model): record for record in records if not record.setting}
-    plot = _PLOTS / f"{machine}.svg"
-    drawn = [bar for goal in GOALS if (bar := _bar(goal, usual.get((goal.row, goal.model))))]
-    if drawn:
-        plot.parent.mkdir(parents=True, exist_ok=True)
-        draw_bars(plot, "times the best peer of the row (the mark is the goal)", drawn)
-        yield f"![ratio to the best peer of each row]({plot.relative_to(ROOT)})\n"
-    others = [bits for bits in ACTIVATION_BITS if any(r.best(ours_with(bits)) for r in records)]
-    named = [f"with {bits}-bit activations" for bits in others]
-    header = ("", "model", OURS, "best peer", "ratio", "goal", "reached", *named)
-    rows = []
-    for goal in GOALS:
-        record = usual.get((goal.row, goal.model))
-        rows.append(_goal_cells(goal, record) + tuple(_bits_cell(goal, record, b) for b in others))
-    yield table(header, rows) + "\n"
-    for record in sorted(records, key=lambda each: (each.model, each.setting, each.row)):
-        yield from _record_parts(record)
-    for guessing in all_guessing(machine):
-        yield from guessing.parts(machine)
-    yield from _quality_parts(records)
+def _speed(machines: dict[str, list[Record]]) -> Iterator[str]:
+    newest = {name: max(records, key=_date).facts for name, records in machines.items()}
+    columns = {
+        name: {(record.row, record.model): record for record in records if not record.setting}
+        for name, records in machines.items()
+    }
+    titles = [_machine(name, facts) for name, facts in newest.items()]
+    rows = [
+        (
+            f"{goal.model}: {_NAMES.get(goal.row) or WORKS[goal.row].name}",
+            goal.text(),
+            *(summary(goal, column.get((goal.row, goal.model))) for column in columns.values()),
+        )
+        for goal in GOALS
+    ]
+    yield _SPEED
+    yield table(("", "goal", *titles), rows) + "\n"
+    commands = dict.fromkeys(goal.command.partition(" BENCH_ARGS")[0] for goal in GOALS)
+    yield f"Commands: {', '.join(f'`{command}`' for command in commands)}.\n"
 
 
-def _bar(goal: Goal, record: Record | None) -> Bar | None:
-    if record is None or goal.ratio is None or not record.peers:
-        return None
-    ratio = record.ratio(record.peers[0])
-    return None if ratio is None else Bar(f"{goal.model}: {record.name}", ratio, goal.ratio)
-
-
-def _goal_cells(goal: Goal, record: Record | None) -> tuple[str, ...]:
+def summary(goal: Goal, record: Record | None) -> str:
+    """Return our figure, the best peer's and the ratio, or a dash."""
     if record is None or (ours := record.best(OURS)) is None:
-        how = f"{_NOT_MEASURED}: `{goal.command}`"
-        name = WORKS[goal.row].name if goal.row in WORKS else goal.row
-        return (name, goal.model, how, "", "", goal.text(), "")
+        return _NOT_MEASURED
+    own = _figure(ours.median, record.unit)
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
-    ratio = record.ratio(peer) if peer else None
-    reached, shown = [], []
-    for wanted, got, name in (
-        (goal.ratio, ratio, ""),
-        (goal.mbu, record.others.get("mbu"), "of the bandwidth"),
-        (goal.mfu, record.others.get("mfu"), "of the peak"),
-        (goal.bare, _share_of_bare(record), "of the bare engine"),
-    ):
-        if wanted is None:
-            continue
-        reached.append(None if got is None else got >= wanted)
-        text = "–" if got is None else f"{got:.2f}" if not name else f"{got:.0%} {name}"
-        shown.append(text)
-    if goal.limit is not None:
-        reached.append(ours.median <= goal.limit)
-    unknown = any(each is None for each in reached)
-    word = _NOT_MEASURED if unknown else "yes" if all(reached) else "no"
-    theirs = f"{_figure(best.median, record.unit)}, {peer}" if best else _NOT_MEASURED
-    own = _figure(ours.median, record.unit)
-    return (record.name, goal.model, own, theirs, ", ".join(shown), goal.text(), word)
+    if peer is None or best is None:
+        return own
+    bare = record.others.get("bare_tokens_per_s") if goal.bare else None
+    share = f", {ours.median / Spread.of(bare).median:.0%} of the bare engine" if bare else ""
+    theirs = _figure(best.median, record.unit).partition(" ")[0]
+    eight = record.ratio(peer, ours_with(8))
+    with_8_bits = f" ({eight:.2f})" if eight is not None else ""
+    return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_8_bits}{share}"
 
 
-def _bits_cell(goal: Goal, record: Record | None, bits: int) -> str:
-    """Return what other bits of activations make of a row; most peers have 8."""
-    if record is None:
-        return ""
-    ratio = record.ratio(record.peers[0], ours_with(bits)) if record.peers else None
-    limits = record.others.get("with_bits", {}).get(str(bits), {})
-    shares = [f"{ratio:.2f}"] if ratio is not None else []
-    for wanted, name, limit in ((goal.mbu, "mbu", "bandwidth"), (goal.mfu, "mfu", "peak")):
-        if wanted is not None and (got := limits.get(name)) is not None:
-            shares.append(f"{got:.0%} of the {limit}")
-    return ", ".join(shares)
+def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
+    measured = [
+        (guessing, name)
+        for name in machines
+        for guessing in all_guessing(name)
+        if "bit activations" not in guessing.name
+    ]
+    if not measured:
+        return
+    _, machine = max(measured, key=lambda one: _newest(one[0]))
+    chosen = [guessing for guessing, name in measured if name == machine]
+    streams = sorted({line.streams for guessing in chosen for line in guessing.lines})
+    rows = []
+    for guessing in chosen:
+        by_task: dict[str, dict[int, float]] = {}
+        for line in guessing.lines:
+            by_task.setdefault(line.task, {})[line.streams] = line.steady
+        for task, ratios in by_task.items():
+            cells = (f"{ratios[n]:.2f}" if n in ratios else _NOT_MEASURED for n in streams)
+            rows.append((f"{guessing.name}: {task}", *cells))
+    newest = max((line.facts for one in chosen for line in one.lines), key=lambda f: str(f["date"]))
+    yield _SPECULATION
+    yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
+    yield f"{caption(newest)}. Command: `make bench-speculation`.\n"
 
 
-def _share_of_bare(record: Record) -> float | None:
-    bare, ours = record.others.get("bare_tokens_per_s"), record.best(OURS)
-    return ours.median / Spread.of(bare).median if bare and ours else None
+def _newest(guessing: Guessing) -> str:
+    return max(str(line.facts["date"]) for line in guessing.lines)
 
 
-def _record_parts(record: Record) -> Iterator[str]:
-    setting = f" ({record.setting})" if record.setting else ""
-    yield f"### {record.model}: {record.name}{setting}\n"
-    digits = {"s": 3, "ms": 3, "tokens/s": 1}.get(record.unit, 0)
-    lines = []
-    for entry in record.entries:
-        ratio = record.ratio(entry.engine) if not is_ours(entry.engine) else None
-        is_best = record.best(entry.engine) == entry
-        name = f"{entry.engine}, {entry.way}" if entry.way else entry.engine
-        shown = f"{ratio:.2f}" if ratio and is_best else ""
-        most = max(len(other.runs) for other in record.entries)
-        left_out = f", left out after {len(entry.runs)} rounds" if len(entry.runs) < most else ""
-        lines.append((name, Spread.of(entry.runs).text(digits) + left_out, shown))
-    lines += [(engine, f"could not run it: {why}", "") for engine, why in record.failures.items()]
-    yield table((f"{record.unit}", "median (lowest to highest)", "ratio"), lines) + "\n"
-    yield from _others(record.others)
-    for engine, version in record.engines.items():
-        yield f"- {engine}: {version}"
-    disturbed = f"{record.disturbed_runs} of {record.num_runs} runs disturbed by others"
-    yield f"- {caption(record.facts, disturbed)}"
-    yield f"- repeat this row with: `{record.command}`\n"
-
-
-def _others(others: dict[str, Any]) -> Iterator[str]:
-    limits = others.get("limits")
-    if limits and others.get("mbu") is not None:
-        yield (
-            f"- Twostroke at {others['mbu']:.0%} of the bandwidth ({limits['bandwidth'] / 1e9:.1f}"
-            f" GB/s) and {others['mfu']:.0%} of the peak ({limits['peak'] / 1e12:.2f} T"
-            f" operations/s, {limits['peak_kind']}): the most that was ever measured of either on"
-            " this machine, the bandwidth over as many bytes as the model has (the caches' where it"
-            " fits into them)"
-        )
-    if "same_first_tokens" in others:
-        share = others["same_first_tokens"]
-        yield f"- {share:.0%} of the prompts got one first token from all (other bits aside)"
-    if bare := others.get("bare_tokens_per_s"):
-        yield f"- the bare engine: {Spread.of(bare).text(1)} tokens/s"
-    for name, figures in others.get("latency", {}).items():
-        ttft = " / ".join(f"{1000 * figures[key]:,.0f}" for key in ("ttft_p50_s", "ttft_p95_s"))
-        itl = " / ".join(f"{1000 * figures[key]:,.1f}" for key in ("itl_p50_s", "itl_p95_s"))
-        used = f"processor: clients {figures['client_s']:.2f} s, engine {figures['server_s']:.2f} s"
-        yield f"- {name}: TTFT p50 / p95 {ttft} ms, ITL {itl} ms, {used}"
-    for name, mb in others.get("anonymous_mb", {}).items():
-        yield f"- {name}, without the mapped file: {mb:,.0f} MB"
-
-
-def _quality_parts(records: list[Record]) -> Iterator[str]:
-    """Yield each model's newest quality table: a speed says nothing without it."""
-    newest: dict[tuple[str, str], Record] = {}
-    for record in sorted(records, key=lambda each: str(each.facts["date"])):
+def _quality(machines: dict[str, list[Record]]) -> Iterator[str]:
+    newest: dict[str, Record] = {}
+    for record in sorted((one for each in machines.values() for one in each), key=_date):
         if record.others.get("quality"):
-            newest[record.model, record.setting] = record
-    for (model, setting), record in sorted(newest.items()):
-        lines = [Quality(**line).cells() for line in record.others["quality"]]
-        yield f"### {model}: quality{f' ({setting})' if setting else ''}\n"
-        yield table(Quality.header(), lines) + "\n"
-        yield f"- {caption(record.facts)}\n"
+            newest[record.model] = record
+    if not newest:
+        return
+    rows = [
+        (model, *Quality(**line).cells())
+        for model, record in sorted(newest.items())
+        for line in record.others["quality"]
+    ]
+    yield _QUALITY
+    yield table(("model", *Quality.header()), rows) + "\n"
+    yield "Commands: `make bench-peers`; for Twostroke alone `twostroke compare MODEL`.\n"
+
+
+def _machine(name: str, facts: dict[str, object]) -> str:
+    level = name.rpartition("-")[2]
+    date = str(facts["date"]).partition(" ")[0]
+    return f"{facts['processor']}, {facts['cores']} cores, {level}, {date}"
+
+
+def _date(record: Record) -> str:
+    return str(record.facts["date"])
 
 
 def _figure(value: float, unit: str) -> str:
-    digits = 2 if unit in {"s", "ms"} else 0
-    return f"{value:,.{digits}f} {unit}"
+    return f"{value:,.{2 if unit in {'s', 'ms'} else 0}f} {unit}"
 
 
 if __name__ == "__main__":

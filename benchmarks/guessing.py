@@ -9,15 +9,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from plots import Curve, draw_curves
 from records import ROWS, machine_slug
-from report import ROOT, Spread, caption, machine_facts, table, write
+from report import Spread, caption, machine_facts, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-_PLOTS = ROOT / "docs" / "benchmarks"
 LEAST = 0.98  # of the speed without guesses that `auto` may never be below
 
 
@@ -91,54 +89,32 @@ class Guessing:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(asdict(self), indent=1) + "\n")
 
-    def parts(self, machine: str) -> Iterator[str]:
-        """Yield the paragraphs of a report, and draw its plots."""
+    def parts(self) -> Iterator[str]:
+        """Yield the paragraphs of a report."""
         tasks = list(dict.fromkeys(line.task for line in self.lines))
         lines = sorted(self.lines, key=lambda line: (tasks.index(line.task), line.streams))
         header = (
             *("task", "streams", "without, tokens/s", "with", "faster", "steady"),
             *("tokens a step", "guesses right", "disturbed runs"),
         )
-        yield f"### Guessing ahead: {self.name}\n"
+        yield f"### Speculation: {self.name}\n"
         yield table(header, [line.cells() for line in lines]) + "\n"
         yield (
-            "Faster: as the clock had it, the median of the rounds. Steady: the same steps, had "
-            "those of as many rows all taken the same time, whatever else the machine did.\n"
+            "Faster: the median of the rounds, as measured. Steady: the same steps, if all of one "
+            "size took the same time.\n"
         )
-        points = {
-            task: [(line.streams, line.steady) for line in lines if line.task == task]
-            for task in tasks
-        }
-        if any(len(one) > 1 for one in points.values()):
-            drawn = [Curve(task, one) for task, one in points.items()]
-            title = "Speed-up by streams, in steady steps"
-            path = self._plot_path(machine, "load")
-            draw_curves(path, title, "streams", "times faster", drawn)
-            yield f"![speed-up by load]({path.relative_to(ROOT)})\n"
         if self.chosen:
-            yield from self._chosen_parts(machine)
+            yield from self._chosen_parts()
         newest = max(lines, key=lambda line: str(line.facts["date"]))
         yield f"- {caption(newest.facts, 'the newest line')}\n"
 
-    def _chosen_parts(self, machine: str) -> Iterator[str]:
+    def _chosen_parts(self) -> Iterator[str]:
         header = ("of the prediction right", "guesses right", "guesses a step", "faster", "if free")
         yield table(header, [_chosen_cells(one) for one in self.chosen]) + "\n"
         yield (
-            "If free is (1 - a^(g + 1)) / (1 - a) for g guesses a step of which each is right with "
-            "chance a: what there would be if the rows of guesses took no time.\n"
+            "If free is (1 - a^(g + 1)) / (1 - a) for g guesses a step, each right with "
+            "probability a: the speed-up if the rows of guesses took no time.\n"
         )
-        measured = Curve("measured", [(c.share, Spread.of(c.ratios).median) for c in self.chosen])
-        predicted = Curve(
-            "if free", [(c.share, c.predicted) for c in self.chosen], is_predicted=True
-        )
-        title = "Speed-up by the share of the prediction that is right, one stream"
-        path = self._plot_path(machine, "acceptance")
-        draw_curves(path, title, "share right", "times faster", [measured, predicted])
-        yield f"![speed-up by acceptance]({path.relative_to(ROOT)})\n"
-
-    def _plot_path(self, machine: str, what: str) -> Path:
-        _PLOTS.mkdir(parents=True, exist_ok=True)
-        return _PLOTS / f"{machine}-{_slug(self.name)}-{what}.svg"
 
 
 def kept(name: str) -> Guessing:

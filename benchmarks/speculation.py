@@ -23,8 +23,7 @@ import numpy as np
 
 from guessing import Chosen, Guessing, Line, kept, least
 from quiet import MAX_SHARE, Watch
-from records import machine_slug
-from report import Spread, machine_facts, note
+from report import Spread, note
 from tasks import TASKS, Task
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
@@ -190,7 +189,7 @@ def main() -> None:
     usual = Usual([run for pair in pairs for run in pair.runs])
     found = Guessing(name, [pair.line(usual) for pair in pairs], chosen)
     found.keep()
-    print("\n".join([*found.parts(machine_slug(machine_facts())), least(found.lines)]))
+    print("\n".join([*found.parts(), least(found.lines)]))
 
 
 def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace) -> Pair:

@@ -68,7 +68,7 @@ WORKS = {
         for n in (2, 4, 8, 16, 32)
     },
     **{
-        f"decode-{n}-behind-8000": Work(f"{name} behind 8,000 tokens", n, 8000, 48, 7968)
+        f"decode-{n}-behind-8000": Work(f"{name} after 8,000 tokens", n, 8000, 48, 7968)
         for n, name in ((1, "decode, 1 stream"), (8, "decode, 8 streams"))
     },
     "prefill-512": Work("prefill, 512 tokens", 1, 512, 1),

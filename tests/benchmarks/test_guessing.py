@@ -17,8 +17,6 @@ def _line(task: str, streams: int, ratio: float) -> Line:
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(guessing, "ROWS", tmp_path / "rows")
-    monkeypatch.setattr(guessing, "ROOT", tmp_path)
-    monkeypatch.setattr(guessing, "_PLOTS", tmp_path / "plots")
     monkeypatch.setattr(guessing, "machine_slug", lambda _: "here")
 
 
@@ -37,15 +35,12 @@ def test_a_line_that_is_measured_again_replaces_itself():
     assert [one.task for one in eagle.lines] == ["chat"]
 
 
-def test_the_page_has_tables_and_plots(tmp_path):
+def test_the_report_has_both_tables():
     lines = [_line("code", 4, 1.5), _line("chat", 1, 1.2), _line("chat", 4, 0.9)]
-    text = "\n".join(Guessing("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts("here"))
-    assert "### Guessing ahead: tiny, auto" in text
+    text = "\n".join(Guessing("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts())
+    assert "### Speculation: tiny, auto" in text
     assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) | 1.20 x |" in text
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
-    for what in ("load", "acceptance"):
-        assert f"plots/here-tiny-auto-{what}.svg" in text
-        assert (tmp_path / f"plots/here-tiny-auto-{what}.svg").read_text().endswith("</svg>\n")
     assert least(lines).startswith("The least steady one is 0.90 x (chat, 4 streams)")
 
 

@@ -7,7 +7,6 @@ import pytest
 import bench_report
 import records
 from goals import GOALS, Goal, rows_of
-from plots import Bar, draw_bars
 from records import Entry, Record
 from texts import FreshPrompts
 from workload import WORKS, Work
@@ -44,22 +43,14 @@ def test_a_row_replaces_itself_and_nothing_else(tmp_path, monkeypatch):
     assert _record([3], [[1]]) in kept
 
 
-def test_a_goal_is_reached_only_when_all_its_parts_are():
-    goal = Goal("decode-1", "smollm2", 1.5, mbu=0.85)
-    reached = _record([20], [[10]], others={"mbu": 0.9})
-    for record, word in (
-        (reached, "yes"),
-        (_record([20], [[10]], others={"mbu": 0.5}), "no"),
-        (_record([10], [[10]], others={"mbu": 0.9}), "no"),
-        (_record([20], [], others={"mbu": 0.9}), "not measured"),
-    ):
-        assert bench_report._goal_cells(goal, record)[6] == word
-
-
-def test_a_row_that_was_not_measured_says_how_to_measure_it():
-    cells = bench_report._goal_cells(Goal("decode-8", "smollm2", 3), None)
-    assert cells[0] == "decode, 8 streams together"
-    assert 'make bench-peers BENCH_ARGS="--models smollm2 --only decode-8"' in cells[2]
+def test_a_summary_has_both_figures_their_ratio_and_that_of_8_bits():
+    goal = Goal("decode-1", "smollm2", 1.5)
+    record = _record([20], [[10]])
+    record.entries.append(Entry(records.ours_with(8), "", [30]))
+    assert record.peers == ["llama.cpp"]
+    assert bench_report.summary(goal, record) == "20 tokens/s, llama.cpp 10: **2.00** (3.00)"
+    assert bench_report.summary(goal, _record([20], [])) == "20 tokens/s"
+    assert bench_report.summary(goal, None) == "–"
 
 
 def test_every_goal_names_a_row_that_something_measures():
@@ -73,14 +64,6 @@ def test_a_model_without_goals_gets_rows_too():
     assert "decode-1" in rows_of("another", list(WORKS))
 
 
-def test_a_plot_has_the_names_of_its_rows(tmp_path):
-    path = tmp_path / "bars.svg"
-    draw_bars(path, "a < b", [Bar("one & two", 2.0, 1.5), Bar("three", 0.2, 3.0)])
-    drawn = path.read_text()
-    assert "a &lt; b" in drawn
-    assert "one &amp; two" in drawn
-
-
 def test_kept_tokens_stay_and_the_rest_is_fresh():
     prompts, work = FreshPrompts(list(range(1000))), Work("", 2, 40, 8, kept_length=30)
     first, second = prompts.job(work), prompts.job(work)
@@ -88,18 +71,6 @@ def test_kept_tokens_stay_and_the_rest_is_fresh():
     assert first[0][:30] != first[1][:30]
     assert first[0][30:] != second[0][30:]
     assert {len(prompt) for prompt in first} == {40}
-
-
-def test_our_other_bits_are_no_peers_and_have_columns_of_their_own():
-    others = {"mbu": 0.5, "with_bits": {"8": {"mbu": 0.7}}}
-    record = _record([20], [[10]], others=others)
-    record.entries.append(Entry(records.ours_with(8), "", [30]))
-    assert record.peers == ["llama.cpp"]
-    goal = Goal("decode-1", "smollm2", 1.5, mbu=0.85)
-    cells = bench_report._goal_cells(goal, record)
-    assert cells[4:] == ("2.00, 50% of the bandwidth", "1.5 x, 85% of the bandwidth", "no")
-    assert bench_report._bits_cell(goal, record, 8) == "3.00, 70% of the bandwidth"
-    assert not bench_report._bits_cell(goal, record, 15)
 
 
 def test_a_row_that_cannot_be_kept_leaves_the_old_one_and_a_damaged_one_is_named(
