@@ -9,7 +9,7 @@ namespace ts {
 struct Tuning {
   /// Zen 4 multiplies 512 bits in two halves ("double-pumped"). There loading activations anew for
   /// each group is free, and only what takes long to unpack is unpacked once for many rows
-  /// (docs/adr/0032).
+  /// (docs/kernels/avx512.md).
   bool has_half_ports;
   /// Memory is fetched far ahead, into the second-level cache; else near, into the first.
   bool fetches_far;
@@ -26,8 +26,8 @@ inline const Tuning& tuning() { return current_tuning; }
 /// products run.
 void assume_half_ports(bool has_half_ports);
 
-/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/adr/0027), on AMX
-/// never (not measured), on AVX-512 where the processor is faster with it.
+/// Whether memory is fetched into the second-level cache: on AVX2 always (docs/kernels/avx2.md), on
+/// AMX never (not measured), on AVX-512 where the processor is faster with it.
 inline bool fetches_far() {
   if (TS_LEVEL == 2) return tuning().fetches_far;
   return TS_LEVEL == 1;

@@ -22,8 +22,8 @@ inline __m512i pair_bfloat16(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(order, halves);
 }
 
-/// The memory that a group is unpacked into: tile t of it lies at data + t * stride. With `low`, what rounding
-/// took away from it lies that many bytes after it.
+/// The memory that a group is unpacked into: tile t of it lies at data + t * stride. With `low`,
+/// what rounding took away from it lies that many bytes after it.
 struct UnpackedTiles {
   uint8_t* data;
   int64_t stride;

@@ -26,8 +26,8 @@ class ComputeOptions:
     `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
     one of several. `activation_bits` is the cpu backend's precision of activations at quantized
     weights: 8 are up to 1.6 times faster on AVX-512 for prompts and many streams, and change
-    answers as they do in other engines with 8 (docs/adr/0019-eight-bits-as-a-choice.md); 9 means 15
-    where activations are large and 8 elsewhere (docs/adr/0031).
+    answers as they do in other engines with 8 (docs/kernels/activations.md); 9 means 15
+    where activations are large and 8 elsewhere (docs/kernels/activations.md).
     """
 
     backend: str = "auto"
