@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: each is kept to, or refused, as docs/structured-output.md says."""
+"""Keywords of JSON Schema: each is enforced or refused, as docs/structured-output.md says."""
 
 from __future__ import annotations
 
@@ -215,14 +215,16 @@ def test_the_page_says_what_is_true() -> None:
         word: verdict
         for cell, verdict in rows
         for word in re.findall(r"`(\$?[a-zA-Z]+)`", cell)
-        if verdict.startswith(("kept to", "refused", "say nothing"))
+        if verdict.startswith(("enforced", "refused", "no effect"))
     }
     for keyword, verdict in said.items():
         if verdict == "refused":
             assert keyword in {word for word, _ in REFUSED}, keyword
         else:
             assert keyword in {word for word, *_ in KEPT}, keyword
-            assert (keyword in ANNOTATIONS) is (verdict.startswith("say") and keyword != "$schema")
+            assert (keyword in ANNOTATIONS) is (
+                verdict.startswith("no effect") and keyword != "$schema"
+            )
     assert set(said) >= SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
     formats = re.findall(r"`([a-z0-9-]+)`", said["format"])
     assert formats == [schema["format"] for word, schema, *_ in KEPT if word == "format"]
