@@ -35,7 +35,7 @@ class _Follower:
     """A request as the heads know it: the state from which its newest token was drawn.
 
     The sequence's tokens only count those that the request has drawn. Rows of heads carry the
-    numbers of blocks, and stand on one page that is never written.
+    numbers of blocks, and use one page that is never written.
     """
 
     sequence: Request

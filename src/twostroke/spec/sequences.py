@@ -195,7 +195,7 @@ class SequenceProposer(Generic[F]):
         return self._runner.step_time.seconds(BatchShape.decode((start,) * max(1, len(active))))
 
     def _make_room(self, asked: Sequence[F]) -> None:
-        """Drop the sequences that nobody asks about: others wait for their pages."""
+        """Drop the sequences that are not asked about: others wait for their pages."""
         for follower in [f for f in self._followers.values() if f not in asked]:
             self._drop(follower)
 

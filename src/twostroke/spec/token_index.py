@@ -32,7 +32,7 @@ class Match:
     """Places where the longest known end of a context was found.
 
     `ends[i]` is the index of the token that followed, the latest first. The `length` tokens before
-    it are the same; 32 stands for more.
+    it are the same; 32 means 32 or more.
     """
 
     length: int
@@ -108,7 +108,7 @@ class TokenIndex:
 class AnswerMemory:
     """The last answers of each tenant, in two generations of 65,536 tokens.
 
-    Tenants are told apart by the salt of their prefix cache and never see each other's words. The
+    Each salt of the prefix cache has a memory: tenants never see each other's words. The
     tenant that was silent longest is forgotten when there are more than 64 of them, or more than
     half a million tokens.
     """
