@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from twostroke.backends.cpu.library import choose_level
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("src", "tests", "benchmarks", "tools", "native", "pyproject.toml")
+COPIED = ("src", "tests", "benchmarks", "docs", "tools", "native", "pyproject.toml")
 TIMEOUT_S = 300.0
 TESTS_FAILED = 1  # of pytest's exit codes; any other means that the tests could not run
 
