@@ -6,6 +6,7 @@ import itertools
 import queue
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError, nearest
@@ -15,7 +16,6 @@ from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.choice import Choice
 from twostroke.engine.mail import Mailbox
 from twostroke.engine.output import Completion, Output, join
-from twostroke.sample.grammar import Grammars
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from twostroke.core.embedding import Pooling
     from twostroke.engine.loop import EngineLoop
     from twostroke.program.cost import CostModel
-    from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.sample.grammar import GrammarMatcher, Grammars
     from twostroke.tokenize import Tokenizer
 
 _MOST_SHOWN = 40  # characters of a wrong word that an error repeats
@@ -189,7 +189,13 @@ class Client:
         """Speak to `loop`, which runs the model of `card`."""
         self.card = card
         self.loop = loop
-        self.grammars = Grammars(card.tokenizer, card.cost.program.vocab_size)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The compiled constraints of this model; imported with the first constraint."""
+        from twostroke.sample.grammar import Grammars
+
+        return Grammars(self.card.tokenizer, self.card.cost.program.vocab_size)
 
     def generate(
         self,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
-from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import DEFAULT_FORMAT
 from twostroke.core.config import ACTIVATION_BITS
 from twostroke.core.errors import BackendError, ModelFormatError
@@ -76,6 +75,8 @@ def make_backend(  # noqa: PLR0913 - one argument a thing that only the builder 
     It shares the threads of the one `beside` it, where that has any of its own.
     """
     if compute.backend == "reference":
+        from twostroke.backends.reference import ReferenceBackend
+
         return ReferenceBackend(
             program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value
         )

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
 from twostroke.fetch.catalogue import CATALOGUE
 from twostroke.fetch.disk import is_locked
-from twostroke.fetch.hub import cache_folder
 from twostroke.fetch.names import look_up
-from twostroke.fetch.packages import unfinished
 from twostroke.fetch.progress import file_sha256, ignore
 from twostroke.fetch.records import ModelRecord, file_size, stored_records
 from twostroke.fetch.sources import find_record
@@ -100,6 +98,9 @@ def unused(days: float) -> list[ModelRecord]:
 
 def leftovers() -> list[Leftover]:
     """Return what unfinished downloads have left, except those that are still running."""
+    from twostroke.fetch.hub import cache_folder
+    from twostroke.fetch.packages import unfinished
+
     found = [
         Leftover(folder, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         for folder, lock in unfinished()

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelNotFoundError
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
-from twostroke.fetch.hub_pull import pull_from_hub
 from twostroke.fetch.names import look_up
-from twostroke.fetch.packages import download_wheel, pull_package
 from twostroke.fetch.progress import ignore
 from twostroke.fetch.records import record_of_package, stored_records
 
@@ -55,7 +53,7 @@ def pull(
     name: str,
     inspect: Inspect,
     watch: Watcher | None = None,
-    download: Downloader = download_wheel,
+    download: Downloader | None = None,
 ) -> Path:
     """Return the path of the model that `name` means; fetch it if it is not in the cache.
 
@@ -71,9 +69,13 @@ def pull(
         return found
     record = find_record(found)
     if record is None or not record.is_here:
-        if isinstance(found, PackagedModel):
-            record = pull_package(found, watch or ignore, download)
+        if isinstance(found, PackagedModel):  # imported here: a model in the cache starts sooner
+            from twostroke.fetch.packages import download_wheel, pull_package
+
+            record = pull_package(found, watch or ignore, download or download_wheel)
         else:
+            from twostroke.fetch.hub_pull import pull_from_hub
+
             record = pull_from_hub(found, inspect, watch or ignore)
     return record.path
 
