@@ -31,29 +31,35 @@ REASONS = {
     "texts that are to be a JSON schema, a regular expression or a grammar": (
         r"(JSON schema|regular expression|grammar|list of choices) cannot be used: ",
     ),
-    "a strict function's schema": (r"parameters cannot be followed: ", r"input_schema cannot be "),
+    "a strict function's schema": (r"(parameters|input_schema) cannot be followed: ",),
     "the length of a context": (
         r"maximum context length",
         r"prompt is too long",
         r"exceed context",
     ),
-    "prompts in which nothing stands": (r"The (prompt|input) is empty",),
-    "one of two fields": (r"Give one of prompt and messages", r" goes with (prompt|messages)"),
+    "prompts in which nothing stands": (r"(prompt|input)\S* is empty",),
+    "one of two fields": (
+        r"Give either prompt or messages",
+        r" may only be set with (prompt|messages)",
+    ),
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
-    "tools that are not there": (r"is not among the tools",),
+    "tools that are not there": (r"must be (the name of )?one of the tools",),
     "items that are not there": (r"there is no item",),
-    "limits of thinking": (r"thinking.budget_tokens must be from 1 to max_tokens",),
-    "ways to say how an answer has to look": (r" cannot be combined", r" cannot be combined with "),
+    "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),
+    "ways to say how an answer has to look": (r" cannot be combined with ",),
     "results of tools without their calls": (
-        r"is the id of no (call|function_call) before it",
+        r"is not the id of an earlier (call|function_call)",
         r"must be the id of an earlier call",
     ),
-    "roles of messages": (r"belongs to a message of (the other )?role",),
-    "messages to go on with": (r"to be continued, cannot end in", r"continue_final_message"),
+    "roles of messages": (
+        r"belongs to a message of the role",
+        r"cannot be part of a message of the role",
+    ),
+    "messages to go on with": (r"must (not )?end with a", r"continue_final_message"),
     "models that know no text between two others": (r"suffix",),
     "scores of prompts": (r"max_tokens must be from 1",),
-    "what a chat template knows": (r"chat template (has no such variable|knows no)",),
-    "prompts times n": (r"A request may ask for \d+ answers",),
+    "what a chat template knows": (r"chat template",),
+    "prompts times n": (r"asks for too many answers",),
 }
 
 counts: Counter[str] = Counter()  # of right requests

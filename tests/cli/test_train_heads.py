@@ -32,8 +32,8 @@ def test_without_pytorch_it_says_what_to_install(
     ("given", "message"),
     [
         (("--kind", "hydra"), "hydra"),
-        (("--depth", "99"), "depth must be from 1 to 16, not 99"),
-        (("--tokens", "0"), "tokens must be at least 1, not 0"),
+        (("--depth", "99"), "--depth must be from 1 to 16, got 99"),
+        (("--tokens", "0"), "--tokens must be at least 1, got 0"),
     ],
 )
 def test_wrong_options_are_refused(

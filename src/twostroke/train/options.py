@@ -36,7 +36,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Check the ranges; UsageError for a value outside."""
         if self.kind not in KINDS:
-            raise UsageError(f"kind must be one of {', '.join(KINDS)}, not {self.kind}.")
+            raise UsageError(f"must be one of {', '.join(KINDS)}.", field="kind")
         for name, value, low in (
             ("tokens", self.num_tokens, 1),
             ("vocabulary", self.vocab_size, 16),
@@ -44,9 +44,9 @@ class TrainOptions:
             ("ffn", 1 if self.ffn_size is None else self.ffn_size, 1),
         ):
             if value < low:
-                raise UsageError(f"{name} must be at least {low}, not {value}.")
+                raise UsageError(f"must be at least {low}, got {value}.", field=name)
         if not 1 <= self.depth <= MAX_DEPTH:
-            raise UsageError(f"depth must be from 1 to {MAX_DEPTH}, not {self.depth}.")
-        for name, number in (("minutes", self.minutes), ("learning rate", self.learning_rate)):
+            raise UsageError(f"must be from 1 to {MAX_DEPTH}, got {self.depth}.", field="depth")
+        for name, number in (("minutes", self.minutes), ("learning_rate", self.learning_rate)):
             if not 0 < number < math.inf:
-                raise UsageError(f"{name} must be a number above zero, not {number:g}.")
+                raise UsageError(f"must be a finite number above 0, got {number:g}.", field=name)
