@@ -33,7 +33,7 @@ CMAKE = $(BIN)/cmake -S native -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_
 # $(call compile,FOLDER,OPTIONS) compiles what changed and installs the libraries into the package.
 define compile
 @$(CMAKE) -B $(1) $(2) >/dev/null
-@$(BIN)/cmake --build $(1)
+@MAKEFLAGS= $(BIN)/cmake --build $(1)
 @$(BIN)/cmake --install $(1) --prefix src >/dev/null
 endef
 
