@@ -10,10 +10,10 @@ _OBJECTS_A_COLLECTION = 50_000
 
 
 def ease_collector() -> None:
-    """Never look again at what exists now, and seldom at what is to come.
+    """Exempt all present objects from cyclic collection, and collect new ones rarely.
 
-    To be called once the model is loaded, by a program that does nothing but serve it. What
-    requests leave behind is freed by its reference counts; cycles wait longer, some megabytes.
+    Call it once the model is loaded, in a process that only serves it. Reference counts free what
+    requests leave; cycles stay longer and take some megabytes.
     """
     gc.collect()
     gc.freeze()

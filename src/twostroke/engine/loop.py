@@ -1,4 +1,4 @@
-"""The engine's loop: plan, run, commit, deliver, on a thread of its own."""
+"""The engine's loop: plan, run, commit, deliver, on its own thread."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EngineLoop:
                     self._scheduler.add(choice.request)
                     self._choices[choice.request.id] = choice
                     added.append(choice)
-            except BaseException:  # an interrupt too must not leave requests that nobody knows
+            except BaseException:  # an interrupt must not leave orphaned requests
                 for choice in added:
                     self._forget(choice, FinishReason.CANCEL)
                 raise
@@ -131,13 +131,13 @@ class EngineLoop:
             return self._counters.span(seconds)
 
     def view(self) -> View:
-        """Return who runs and what the pages hold, as of now."""
+        """Return the running requests and the pages' contents, as of now."""
         with self._condition:
             return take_view(self._scheduler.view(), self._choices)
 
     @property
     def facts(self) -> BackendFacts:
-        """What the backend is made of."""
+        """The backend's properties."""
         return self._backend.facts
 
     @property
@@ -240,7 +240,7 @@ class EngineLoop:
             return self._scheduler.add_drafts(part, drafts, parents)
 
     def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
-        """Return what a step's tokens mean, and to whom."""
+        """Turn a step's tokens into outputs, each with its mailbox."""
         now_s = time.monotonic()
         mail: list[tuple[Mailbox, Output]] = []
         for delta in deltas:
@@ -281,8 +281,8 @@ class EngineLoop:
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
         """End requests whose next token could not be drawn.
 
-        Behind a wrong draft, or behind the request's end, it is no loss. Nor can log-probabilities
-        of the prompt be left out, or states of a text.
+        Undrawn tokens after a wrong draft, or after the request's end, do not matter. Missing prompt
+        log-probabilities or hidden states end the request too.
         """
         if result.states:
             pooled = [part.request for part in plan.slices if part.num_pooled]

@@ -1,4 +1,4 @@
-"""Delivery of outputs from the engine's thread to whoever waits for them."""
+"""Delivery of outputs from the engine's thread to their callers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def post(mail: list[tuple[Mailbox, Output]]) -> None:
     for wake, parcel in parcels.items():
         try:
             wake(partial(_put_all, parcel))
-        except RuntimeError:  # the event loop was closed: nobody is left to read these
+        except RuntimeError:  # the event loop was closed, and its readers with it
             continue
 
 

@@ -39,7 +39,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who runs, by rank; the other fields are `SchedulerView`'s."""
+    """Running requests, by rank; the other fields are `SchedulerView`'s."""
 
     stats: SchedulerStats
     running: tuple[RequestView, ...]
@@ -49,7 +49,7 @@ class View:
 
 
 def take_view(seen: SchedulerView, choices: Mapping[str, Listener]) -> View:
-    """Add to what the scheduler shows what is known of each request's answer."""
+    """Return the scheduler's view, with the progress of each request's answer."""
     running = [
         _request(request, choices.get(request.id), pages)
         for request, pages in zip(seen.running, seen.held, strict=True)
