@@ -281,8 +281,8 @@ class EngineLoop:
     def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
         """End requests whose next token could not be drawn.
 
-        Undrawn tokens after a wrong draft, or after the request's end, do not matter. Missing prompt
-        log-probabilities or hidden states end the request too.
+        Undrawn tokens after a wrong draft, or after the request's end, do not matter. Missing
+        log-probabilities of the prompt, or hidden states, end the request too.
         """
         if result.states:
             pooled = [part.request for part in plan.slices if part.num_pooled]
