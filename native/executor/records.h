@@ -15,18 +15,18 @@ constexpr int32_t kNone = -1;
 constexpr int kMaxOutputs = 4;
 
 enum class OpKind : int32_t {
-  Embed = 0,       // outputs[0] = rows of its weight times `factor`
-  Norm = 1,        // outputs[0] = norm of x, in `num_groups` pieces; added to y if there is one
-  Linear = 2,      // outputs = products with x (normed first if `norm`), and what follows them
-  Gated = 3,       // outputs[0] = gated products 0 and 1 of x (normed first if `norm`)
-  Rope = 4,        // outputs[0] = rotated x
-  Attention = 5,   // outputs[0] = attention of x over the pages of `layer`
-  Activation = 6,  // outputs[0] = activation(x) * y
-  Add = 7,         // outputs[0] = x + y
-  Logits = 8,      // logits of the sampled rows of x (normed first if `norm`)
-  Scale = 9,       // outputs[0] = x * `factor`
-  Tap = 10,        // rows of x leave the step as its value `tap`
-  Experts = 11,    // outputs[0] = mixture of experts of x, the scores being y
+  Embed = 0,           // outputs[0] = rows of its weight times `factor`
+  Norm = 1,            // outputs[0] = norm of x, in `num_groups` pieces; added to y if there is one
+  Linear = 2,          // outputs = products with x (normed first if `norm`), and what follows them
+  Gated = 3,           // outputs[0] = gated products 0 and 1 of x (normed first if `norm`)
+  Rope = 4,            // outputs[0] = rotated x
+  Attention = 5,       // outputs[0] = attention of x over the pages of `layer`
+  Activation = 6,      // outputs[0] = activation(x) * y
+  Add = 7,             // outputs[0] = x + y
+  Logits = 8,          // logits of the sampled rows of x (normed first if `norm`)
+  Scale = 9,           // outputs[0] = x * `factor`
+  Tap = 10,            // rows of x leave the step as its value `tap`
+  Experts = 11,        // outputs[0] = mixture of experts of x, the scores being y
   ExternalInput = 12,  // outputs[0] = rows from outside of the step
 };
 
