@@ -27,6 +27,7 @@ from twostroke.backends.cpu.library import choose_level
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("src", "tests", "benchmarks", "docs", "tools", "native", "pyproject.toml")
+LIBRARIES = ROOT / "src" / "twostroke" / "backends" / "cpu" / "lib"
 TIMEOUT_S = 300.0
 TESTS_FAILED = 1  # of pytest's exit codes; any other means that the tests could not run
 
@@ -115,9 +116,11 @@ class Copy:
         return False, _last_line(done)
 
     def _test(self, fault: Fault) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(self._root / "src")}
-        if fault.is_native:
-            environment["TWOSTROKE_NATIVE_DIR"] = str(self._libraries)
+        libraries = self._libraries if fault.is_native else LIBRARIES
+        environment = os.environ | {
+            "PYTHONPATH": str(self._root / "src"),
+            "TWOSTROKE_NATIVE_DIR": str(libraries),
+        }
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         return subprocess.run(
             [*command, "-m", "not oracle and not models and not page", *fault.tests.split()],

@@ -35,7 +35,7 @@ def native_dir() -> Path:
     """The folder of native libraries; builds them if none is given and none is there."""
     if (folder := env.native_dir()) is not None:
         return folder
-    folder = ROOT / "build" / "native"
+    folder = ROOT / "build" / "strict"
     if not list(folder.glob("libtwostroke_*.so")):
         search = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         cmake, ninja = (shutil.which(tool, path=search) for tool in ("cmake", "ninja"))

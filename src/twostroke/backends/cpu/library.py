@@ -108,7 +108,7 @@ def load_library(level: str) -> ctypes.CDLL:
     if path is None:
         places = ", ".join(str(folder) for folder in _folders())
         message = f"The native library of level '{level}' is in none of: {places}."
-        knob = "unset TWOSTROKE_NATIVE_DIR" if env.native_dir() else "run `make build`"
+        knob = "unset TWOSTROKE_NATIVE_DIR" if env.native_dir() else "run `make native`"
         raise BackendError(f"{message} To fix this, {knob}, or reinstall twostroke.")
     try:
         library = ctypes.CDLL(str(path))
@@ -116,11 +116,11 @@ def load_library(level: str) -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        message = f"{path} cannot be used: {error}. Run `make build`, or reinstall twostroke."
+        message = f"{path} cannot be used: {error}. Run `make native`, or reinstall twostroke."
         raise BackendError(message) from None
     sizes = tuple(library.ts_record_size(i) for i in range(len(RECORD_SIZES)))
     if library.ts_interface_version() != _INTERFACE_VERSION or sizes != RECORD_SIZES:
-        message = f"{path} was built for another version of twostroke. Run `make build`."
+        message = f"{path} was built for another version of twostroke. Run `make native`."
         raise BackendError(message)
     return library
 
