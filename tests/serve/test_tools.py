@@ -245,6 +245,18 @@ def test_the_hint_of_a_refused_schema_is_a_sentence_of_its_own(server: LiveServe
     assert said.endswith("is not supported. Did you mean 'const'?")
 
 
+def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) -> None:
+    for parameters, why in (
+        ({"type": "string"}, "arguments are an object."),
+        ({"type": "object", "properties": {"a": {"uniqueItems": True}}}, "is not supported."),
+    ):
+        function = {"name": "f", "strict": True, "parameters": parameters}
+        tools = [{"type": "function", "function": function}]
+        said = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
+        assert said.endswith(why)
+        assert not said.endswith("..")
+
+
 def test_a_schema_that_cannot_be_kept_to_frees_the_arguments_unless_strict() -> None:
     parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
     function = {"name": "f", "parameters": parameters}

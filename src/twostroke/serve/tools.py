@@ -118,10 +118,14 @@ def _callable(function: FunctionBody, param: str) -> Function:
         check_keywords(json.dumps(schema))
     except ValueError as error:
         if function.strict:
-            why = str(error) if str(error).endswith("?") else f"{error}."
+            why = str(error) if str(error).endswith((".", "?")) else f"{error}."
             raise RequestError("cannot be followed: {why}", field=param, why=why) from None
         return made.freed()
-    return made if schema.get("type", "object") == "object" else made.freed()
+    if schema.get("type", "object") == "object":
+        return made
+    if function.strict:
+        raise RequestError("cannot be followed: arguments are an object.", field=param)
+    return made.freed()
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,11 @@ def _explain(text: str, kind: type[msgspec.Struct], where: str = "") -> RequestE
     elif found := _WORD.fullmatch(what):
         word, known = found[1][:MAX_NAME_LENGTH], _words_at(kind, inner)
         reason = "must be one of {known}, got '{value}'.{hint}"
-        facts = {"known": ", ".join(known), "value": word, "hint": nearest(word, known)}
+        facts = {
+            "known": ", ".join(dict.fromkeys(known)),
+            "value": word,
+            "hint": nearest(word, known),
+        }
     else:
         reason, facts = "is not valid: {why}.", {"why": what}
     subject = "A key of {field} " if is_of_key else "" if path else "The body "
