@@ -13,7 +13,7 @@ from twostroke.core.config import BatchOptions
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.choice import Choice
-from twostroke.engine.mail import Mailbox
+from twostroke.engine.delivery import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def test_nothing_comes_after_the_last_output_of_a_cancelled_choice(tmp_path: Pat
         assert sum(len(output.token_ids) for output in seen) == seen[-1].usage.completion_tokens  # type: ignore[union-attr]
 
 
-def test_interrupted_submission_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_submission_queues_nothing(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
 
         def choices() -> Iterator[Choice]:
@@ -60,9 +60,9 @@ def test_interrupted_submission_leaves_nothing_behind(tmp_path: Path) -> None:
         assert stats.num_waiting + stats.num_running == 0
 
 
-def test_answer_read_to_its_end_has_nothing_more(tmp_path: Path) -> None:
+def test_iterating_after_the_end_yields_nothing(tmp_path: Path) -> None:
     async def read(client: Client) -> None:
-        generation = client.generate_async([5], _PARAMS)
+        generation = client.generate_many_async([[5]], _PARAMS)
         async for _ in generation:
             break
         rest = [output async for output in generation]
@@ -84,7 +84,7 @@ def test_draining_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
 
 def _choice(client: Client, name: str, mailbox: Mailbox) -> Choice:
     request = Request(name, [5, 6], num_prompt=2, params=_PARAMS, seed=0)
-    return Choice.of(request, 0, client.card.tokenizer, mailbox)
+    return Choice(request, 0, mailbox, client.card.tokenizer)
 
 
 def _wait_until_idle(client: Client) -> None:

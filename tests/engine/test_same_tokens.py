@@ -184,7 +184,7 @@ def assert_same_tokens(
 
 
 @pytest.mark.seeds(2)
-def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
+def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
     crowded = Setting(

@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_the_schedule(
     assert num_cached > 0
 
 
-def test_a_long_answer_holds_a_bounded_number_of_pages_behind_its_window(tmp_path: Path) -> None:
+def test_a_long_answer_holds_few_pages_before_its_window(tmp_path: Path) -> None:
     """Gemma 3's pattern: five layers with a window, and one that sees everything."""
     model = backend(tmp_path, (True,) * 5 + (False,))
     windows = model.facts.windows
