@@ -1,4 +1,4 @@
-"""What callers hear: refusals, choices, stop strings, cancellation, blocking and not."""
+"""The client: errors, choices, stop strings and cancellation, blocking and asynchronous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves."""
+"""The garbage collector in a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints on whole engines: answers keep to them, whoever guesses and whatever happens."""
+"""Constraints in whole engines: answers match them, with guesses, preemption and failures."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_the_reference_backend_follows_constraints(path: Path) -> None:
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
-    """There are too many ways to go on behind its beginning."""
+    """The grammar has too many continuations after its beginning."""
     ways = " | ".join(f'"w{i}"' for i in range(3000))
     grammar = Constraint("grammar", f'start: "aaa" ({ways})')
     with engine_of(path) as llm:

@@ -1,4 +1,4 @@
-"""What the engine counts: distributions, gaps between tokens, the last seconds."""
+"""Counts: distributions, times between tokens, the last seconds."""
 
 from __future__ import annotations
 

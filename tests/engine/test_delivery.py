@@ -1,4 +1,4 @@
-"""Outputs reach the caller in order, once, whatever ends a request."""
+"""Outputs reach the caller in order and once, however a request ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_nothing_comes_after_the_last_output_of_a_cancelled_choice(tmp_path: Pat
         cancelling: list[Thread] = []
 
         def put(output: Output) -> None:
-            """Cancel while an output is on its way, and give the cancellation time to pass it."""
+            """Cancel during delivery, and wait for the cancellation to overtake the output."""
             if not cancelling:
                 cancelling.append(Thread(target=client.loop.cancel, args=[["mine"]]))
                 cancelling[0].start()
@@ -88,7 +88,7 @@ def _choice(client: Client, name: str, mailbox: Mailbox) -> Choice:
 
 
 def _wait_until_idle(client: Client) -> None:
-    """Wait for the loop's lock to find no choice left."""
+    """Wait until no request runs."""
     client.generate([5], SamplingParams(max_tokens=40, ignore_eos=True)).wait()
     while client.loop.snapshot().scheduler.num_running:
         pass

@@ -1,4 +1,4 @@
-"""Which draft an engine takes, leaves out or refuses, and options that cannot be."""
+"""Drafts that an engine uses, leaves out or refuses, and contradictory options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings as callers see them: many texts in order, choices, errors, ends."""
+"""Embeddings for callers: order, options, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def read_all(client: Client, count: int) -> list[int]:
 def refuse(
     client: Client, monkeypatch: pytest.MonkeyPatch, first: int, last: int = sys.maxsize
 ) -> list[int]:
-    """Let the queue be full for some submissions, counted from 1; return those so far."""
+    """Refuse submissions `first` to `last`, counted from 1; return a list of all so far."""
     submit, seen = client.loop.submit, []
 
     def submit_or_not(choices: Any) -> None:

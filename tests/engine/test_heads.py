@@ -1,4 +1,4 @@
-"""Heads in whole engines: whatever they guess, answers are the same."""
+"""Heads in whole engines: their guesses do not change answers."""
 
 from __future__ import annotations
 

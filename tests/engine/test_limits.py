@@ -19,7 +19,7 @@ QUIET = replace(BUSY, bandwidth=500.0, peak=4000.0)
 
 
 class Machine:
-    """Measures what it is told to; the first measurement is of a busy machine."""
+    """Returns given measurements; the first one is of a busy machine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet: Hardware = QUIET) -> None:
         self.measured: list[bool] = []

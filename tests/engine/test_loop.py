@@ -1,4 +1,4 @@
-"""The loop: failures that stay with their request, the end, policies, health, counts."""
+"""The loop: failures of single requests, closing, policies, health, counts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_request_without_a_token_to_draw_fails_alone(
 def test_undrawable_tokens_after_wrong_drafts_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is right: then what cannot be drawn is the request's own next token."""
+    """After a right draft they do: then the request's own next token cannot be drawn."""
     with tiny_client(tmp_path) as (client, _):
         expected = answers(client, [[5]])[0]
     guessing = SpeculationOptions("ngram", count=4)

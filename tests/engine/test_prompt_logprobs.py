@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the model's own, from every backend, and no request's business."""
+"""Log-probabilities of prompts, from every backend."""
 
 from __future__ import annotations
 

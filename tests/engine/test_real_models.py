@@ -1,4 +1,4 @@
-"""What real models make of gaps and of texts to embed."""
+"""Real models fill gaps and embed texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings are what the reference says, and bit for bit the same in any company."""
+"""Embeddings agree with the reference, and do not depend on other requests, bit for bit."""
 
 from __future__ import annotations
 

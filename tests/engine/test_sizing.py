@@ -1,4 +1,4 @@
-"""How much key-value cache there is, and sentences whose advice works when it is followed."""
+"""The size of the key-value cache, and errors whose advice works."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
-    """One group of six sees everything; the others 512 positions and the 256 rows of a step."""
+    """One group of six has no window; the others need pages for 512 positions and 256 rows."""
     found = size_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
@@ -162,7 +162,7 @@ def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -
 
 
 def _follow(message: str, options: CacheOptions) -> CacheOptions | None:
-    """Return the options as a refusal advises them; None if it gives no advice."""
+    """Return the options that an error advises; None without advice."""
     if found := re.search(r"use --context-length (\d+)", message):
         return replace(options, context_length=int(found[1]))
     if found := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):

@@ -1,4 +1,4 @@
-"""Drafts that branch, on real backends: the same tokens, and faults that would change them."""
+"""Trees of drafts on real backends: the same tokens, and faults that would change them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(backend: Any, setting: Setting, requests: list[Request], known: Any = No
 
 
 class KeepsItsOwnPages(drafting.Drafting):
-    """A branch was right, and the request goes on with the pages of another path."""
+    """A branch is right, and the request continues with the pages of another path."""
 
     def settle(self, piece, last):  # type: ignore[no-untyped-def]
         super().settle(piece, min(last, piece.branches[0].first - 1) if piece.branches else ROOT)
@@ -104,7 +104,7 @@ def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, .
 
 
 class GuessesTrees:
-    """Knows the answers, and offers them among others."""
+    """Proposes the right answers among wrong ones."""
 
     name = "ngram"
 

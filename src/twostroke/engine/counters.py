@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
     from twostroke.engine.histogram import Distribution
     from twostroke.engine.output import Output
-    from twostroke.engine.seconds import Span
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
     from twostroke.schedule import SchedulerStats
@@ -226,7 +225,7 @@ class Counters:
         self._strokes = Strokes()
         self._prefill_rows, self._decode_rows = Histogram(ROW_BOUNDS), Histogram(ROW_BOUNDS)
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
-        self._seconds = Seconds(self.snapshot)
+        self.seconds = Seconds(self.snapshot)
 
     def add_step(self, plan: StepPlan, batch: BatchShape, result: StepResult) -> None:
         """Count one step, whose shape is `batch`."""
@@ -255,14 +254,6 @@ class Counters:
         """Count the times between this step's tokens and the previous ones."""
         for service in self.services.values():
             service.count_gaps(now_s)
-
-    def turn(self, now_s: float) -> None:
-        """Keep a snapshot if a new second has begun; call this before a step is counted."""
-        self._seconds.turn(now_s)
-
-    def span(self, seconds: int) -> Span[Snapshot]:
-        """Return snapshots of both ends of the last whole seconds."""
-        return self._seconds.span(seconds)
 
     def snapshot(self) -> Snapshot:
         """Return all counts as of now."""

@@ -125,7 +125,7 @@ class EngineLoop:
     def span(self, seconds: int) -> Span[Snapshot]:
         """Return snapshots of both ends of the last whole seconds, at most 60."""
         with self._condition:
-            return self._counters.span(seconds)
+            return self._counters.seconds.span(seconds)
 
     def view(self) -> View:
         """Return the running requests and the pages' contents, as of now."""
@@ -227,9 +227,9 @@ class EngineLoop:
             began_s = self._step_began_s = time.monotonic()
         self.speculator.extend(plan, self._add_drafts)
         result = self._compute(plan)
-        self._fail_undrawn(plan, result)
+        self._fail_unusable(plan, result)
         with self._condition:
-            self._counters.turn(time.monotonic())
+            self._counters.seconds.turn(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
             batch = BatchShape.of(plan)
             self._counters.add_step(plan, batch, result)
@@ -285,7 +285,7 @@ class EngineLoop:
         scores = [None] * part.num_scored
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
-    def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
+    def _fail_unusable(self, plan: StepPlan, result: StepResult) -> None:
         """End requests whose results are not numbers, or whose next token could not be drawn.
 
         Tokens after a wrong draft, or after the request's end, do not matter.
