@@ -192,7 +192,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
         return cls(await to_thread(_fetch_and_build, model, options))
 
-    async def generate(
+    def generate(
         self,
         prompt: Text,
         params: SamplingParams | None = None,
@@ -207,10 +207,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """
         card = self.engine.card
         hints = to_hints(card, speculate, prediction)
-        async for output in self._outputs(_completion(card, prompt, params, suffix, hints)):
-            yield output
+        return self._outputs(_completion(card, prompt, params, suffix, hints))
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
@@ -224,8 +223,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """
         card = self.engine.card
         hints = to_hints(card, speculate, prediction)
-        async for output in self._outputs(_turn(card, messages, params, hints)):
-            yield output
+        return self._outputs(_turn(card, messages, params, hints))
 
     async def embed(
         self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
