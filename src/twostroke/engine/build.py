@@ -146,9 +146,7 @@ def build(
             if_it_fails.callback(trained.close)
             helpers.append(trained)
             watchers.append(trained)
-        drafter = None
-        if draft is not None:
-            drafter = draft.build(options, card, backend, limits.hardware())
+        drafter = draft.build(options, card, backend, limits.hardware()) if draft else None
         if drafter is not None:
             if_it_fails.callback(drafter.close)
             helpers.append(drafter)
