@@ -31,7 +31,7 @@ def run_loop(
     params = SamplingParams(max_tokens=loop.num_tokens, temperature=0.0, ignore_eos=True)
 
     async def ask(prompt: Sequence[int]) -> AsyncIterator[int]:
-        async for output in client.generate_async(prompt, params):
+        async for output in client.generate_many_async([prompt], params):
             yield len(output.token_ids)
 
     return asyncio.run(closed_loop.run(ask, prompts, loop))

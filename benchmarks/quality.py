@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
-from twostroke.core.machine import memory_available
-from twostroke.engine.parts import build_backend
+from twostroke.core.hardware import memory_available
+from twostroke.engine.compute import make_backend
 from twostroke.engine.sizing import size_cache
 from twostroke.measure.divergence import compare
 from twostroke.models import build_program
@@ -105,4 +105,4 @@ def _backend(loaded: LoadedModel, compute: ComputeOptions) -> Backend:
     cache = CacheOptions(context_length=min(512, program.context_length))
     budget = BatchOptions().token_budget
     size = size_cache(program, cache, budget, loaded.file_bytes, memory_available())
-    return build_backend(loaded, program, compute, size)
+    return make_backend(loaded.tensors, program, compute, size, release=loaded.release)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from twostroke.core.machine import memory_total, num_cores, processor_name
+from twostroke.core.hardware import memory_total, num_cores, processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

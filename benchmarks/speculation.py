@@ -265,7 +265,7 @@ async def _answer(
 
     async def stream() -> None:
         for index in waiting:
-            generation = engine.client.generate_async(prompts[index], params, caller, hints)
+            generation = engine.client.generate_many_async([prompts[index]], params, caller, hints)
             outputs[index] = [output async for output in generation]
 
     await asyncio.gather(*[stream() for _ in range(num_streams)])

@@ -22,9 +22,8 @@ from goals import QWEN_15, SMOLLM2
 from quiet import MAX_SHARE, Watch
 from records import Entry, Record, keep
 from report import Spread, caption, machine_facts, note, save, table
-from twostroke.core.machine import num_cores
-from twostroke.engine.loading import load
-from twostroke.engine.parts import build_tokenizer
+from twostroke.core.hardware import num_cores
+from twostroke.engine.loading import build_tokenizer, load
 from twostroke.fetch import resolve
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from twostroke.engine.parts import build_tokenizer
+from twostroke.engine.loading import build_tokenizer
 from twostroke.measure.compare import held_out_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from twostroke.backends.cpu.library import level_reports
 from twostroke.cli import doctor
 from twostroke.cli.doctor import Measured
-from twostroke.core.nodes import MemoryNode
+from twostroke.core.hardware import MemoryNode
 from twostroke.engine import limits
 
 if TYPE_CHECKING:

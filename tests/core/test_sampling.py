@@ -1,4 +1,4 @@
-"""What a request may ask of the choice of its tokens."""
+"""Sampling parameters: forms that are accepted, and wrong values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers hear: refusals, choices, stop strings, cancellation, blocking and not."""
+"""The client: errors, choices, stop strings and cancellation, blocking and asynchronous."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         ([5], SamplingParams(stop_token_ids=(10**6,)), "stop_token_ids"),
     ],
 )
-def test_what_no_vocabulary_has_is_refused(
+def test_unknown_token_ids_are_refused(
     client: Client, tokens: list[int], params: SamplingParams, word: str
 ) -> None:
     with pytest.raises(RequestError, match=word):
@@ -55,7 +55,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(client: Client) -> None:
     assert whole.finish_reason is FinishReason.LENGTH
 
 
-def test_choices_are_those_of_their_own_seeds(client: Client) -> None:
+def test_choice_i_has_the_seed_plus_i(client: Client) -> None:
     def answer(seed: int, n: int) -> list[tuple[int, ...]]:
         params = SamplingParams(seed=seed, n=n, max_tokens=8)
         return [choice.token_ids for choice in client.generate([5, 6, 7], params).wait()]
@@ -65,7 +65,7 @@ def test_choices_are_those_of_their_own_seeds(client: Client) -> None:
     assert len(set(together)) == 3
 
 
-def test_the_largest_seed_has_choices_too(client: Client) -> None:
+def test_seeds_wrap_around_after_the_largest(client: Client) -> None:
     params = SamplingParams(seed=2**64 - 1, n=2, max_tokens=2)
     assert len(client.generate([5], params).wait()) == 2
 
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
     assert found.usage.completion_tokens == 2
 
 
-def test_a_stop_string_may_be_kept(client: Client) -> None:
+def test_a_stop_string_can_be_included(client: Client) -> None:
     hello = client.card.tokenizer.find("hello")
     assert hello is not None
     params = SamplingParams(
@@ -112,7 +112,7 @@ def test_a_stop_token_ends_without_its_text(client: Client) -> None:
     assert (found.text, found.stop, found.token_ids) == ("", hello, (hello,))
 
 
-def test_half_a_stop_string_is_shown_in_the_end(client: Client) -> None:
+def test_an_unfinished_stop_string_is_part_of_the_text(client: Client) -> None:
     hello = client.card.tokenizer.find("hello")
     assert hello is not None
     params = SamplingParams(
@@ -122,14 +122,14 @@ def test_half_a_stop_string_is_shown_in_the_end(client: Client) -> None:
     assert (found.text, found.finish_reason) == ("hellohello", FinishReason.LENGTH)
 
 
-def test_logprobs_come_one_a_token(client: Client) -> None:
+def test_each_token_has_logprobs(client: Client) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
     [found] = client.generate([5], params).wait()
     assert [len(entry.top_ids) for entry in found.logprobs] == [2, 2, 2]
     assert [entry.top_ids[0] for entry in found.logprobs] == list(found.token_ids)
 
 
-def test_figures_are_in_order(client: Client) -> None:
+def test_timings_are_in_order(client: Client) -> None:
     [found] = client.generate([5] * 40, GREEDY).wait()
     timings, usage = found.timings, found.usage
     assert timings.arrival_s <= timings.started_s <= timings.first_token_s <= timings.last_token_s
@@ -149,7 +149,7 @@ def test_tenants_do_not_share_prefixes(client: Client) -> None:
     assert again.usage.cached_tokens == 32
 
 
-def test_who_leaves_early_cancels_what_still_runs(tmp_path: Path) -> None:
+def test_leaving_early_cancels_the_other_choices(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
         backend.gate.clear()
         generation = client.generate([5], SamplingParams(n=3, ignore_eos=True))
@@ -160,7 +160,7 @@ def test_who_leaves_early_cancels_what_still_runs(tmp_path: Path) -> None:
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
-def test_first_and_last_output_tell_the_usage(tmp_path: Path) -> None:
+def test_first_and_last_output_have_usage(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         for cached in (0, 32):
@@ -173,7 +173,7 @@ def test_first_and_last_output_tell_the_usage(tmp_path: Path) -> None:
             assert last.usage.completion_tokens == 3
 
 
-def test_a_cancelled_generation_says_so_and_keeps_what_was_said(tmp_path: Path) -> None:
+def test_a_cancelled_generation_keeps_its_text_and_its_reason(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         generation = client.generate([5], SamplingParams(temperature=0, ignore_eos=True))
         outputs = generation.outputs()
@@ -187,7 +187,7 @@ def test_a_cancelled_generation_says_so_and_keeps_what_was_said(tmp_path: Path) 
         assert list(generation.outputs()) == []
 
 
-def test_a_request_that_waits_can_be_cancelled(tmp_path: Path) -> None:
+def test_a_waiting_request_can_be_cancelled(tmp_path: Path) -> None:
     with tiny_client(tmp_path, max_running=1) as (client, backend):
         backend.gate.clear()
         running = client.generate([5], GREEDY)
@@ -214,7 +214,7 @@ def test_prompts_are_queued_all_or_none(tmp_path: Path) -> None:
         assert len(running.wait()) == 1
 
 
-def test_async_outputs_are_the_blocking_ones(client: Client) -> None:
+def test_async_outputs_equal_blocking_ones(client: Client) -> None:
     async def answer() -> list[tuple[int, ...]]:
         many = client.generate_many_async([[5], [6, 7]], GREEDY)
         return [found.token_ids for found in await many.wait()]
@@ -225,7 +225,7 @@ def test_async_outputs_are_the_blocking_ones(client: Client) -> None:
 
 def test_async_generation_can_be_cancelled(client: Client) -> None:
     async def answer() -> list[FinishReason | None]:
-        generation = client.generate_async([5], SamplingParams(n=2, ignore_eos=True))
+        generation = client.generate_many_async([[5]], SamplingParams(n=2, ignore_eos=True))
         reasons = []
         async for output in generation:
             generation.cancel()
@@ -237,12 +237,12 @@ def test_async_generation_can_be_cancelled(client: Client) -> None:
     assert reasons.count(FinishReason.CANCEL) == 2
 
 
-def test_an_event_loop_that_is_gone_does_not_harm_the_engine(tmp_path: Path) -> None:
+def test_a_closed_event_loop_does_not_harm_the_engine(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
 
         async def leave() -> None:
             backend.gate.clear()
-            client.generate_async([5], GREEDY)
+            client.generate_many_async([[5]], GREEDY)
 
         asyncio.run(leave())
         backend.gate.set()

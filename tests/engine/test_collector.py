@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves."""
+"""The garbage collector in a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_as_it_was")
-def test_what_exists_is_left_alone_and_a_step_makes_no_collection() -> None:
+def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
     kept: list[list[int]] = [[] for _ in range(10)]
     ease_collector()
     assert gc.get_freeze_count() > len(kept)

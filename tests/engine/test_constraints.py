@@ -1,4 +1,4 @@
-"""Constraints on whole engines: answers keep to them, whoever guesses and whatever happens."""
+"""Constraints in whole engines: answers match them, with guesses, preemption and failures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def plain(path: Path) -> list[Any]:
         return said(answers(llm))
 
 
-def test_answers_are_what_the_constraint_allows(path: Path) -> None:
+def test_answers_match_their_constraint(path: Path) -> None:
     with engine_of(path) as llm:
         found = answers(llm)
     params = [one for one in ASKED for _ in range(one.n)] * len(PROMPTS)
@@ -123,7 +123,7 @@ def check(value: Any) -> None:
     ],
     ids=str,
 )
-def test_guesses_change_no_answer(
+def test_guesses_do_not_change_answers(
     path: Path, plain: list[Any], speculation: dict[str, Any]
 ) -> None:
     given = speculation | ({"draft": str(path)} if "draft" in speculation else {})
@@ -135,7 +135,7 @@ def test_guesses_change_no_answer(
             assert sum(stats.accepted.values()) > 20
 
 
-def test_what_a_grammar_forces_is_guessed(path: Path) -> None:
+def test_forced_tokens_are_guessed(path: Path) -> None:
     with engine_of(path, method="auto", count=8) as llm:
         llm.generate(PROMPTS, ASKED[0])
         stats = llm.engine.client.loop.snapshot().speculation
@@ -143,7 +143,7 @@ def test_what_a_grammar_forces_is_guessed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [None, 5])
-def test_preemption_and_prefix_hits_change_no_answer(
+def test_preemption_and_prefix_hits_do_not_change_answers(
     path: Path, plain: list[Any], count: int | None
 ) -> None:
     """The pages hold a single request and not six answers to it."""
@@ -157,7 +157,7 @@ def test_preemption_and_prefix_hits_change_no_answer(
         assert stats.num_referenced_pages == 0
 
 
-def test_the_reference_backend_keeps_to_constraints(path: Path) -> None:
+def test_the_reference_backend_follows_constraints(path: Path) -> None:
     params = replace(ASKED[0], max_tokens=60)
     with engine_of(path, "reference", method="off") as llm:
         plain = said([one for each in llm.generate(PROMPTS, params) for one in each])
@@ -168,7 +168,7 @@ def test_the_reference_backend_keeps_to_constraints(path: Path) -> None:
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
-    """There are too many ways to go on behind its beginning."""
+    """The grammar has too many continuations after its beginning."""
     ways = " | ".join(f'"w{i}"' for i in range(3000))
     grammar = Constraint("grammar", f'start: "aaa" ({ways})')
     with engine_of(path) as llm:
@@ -181,7 +181,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
-def test_ends_cannot_be_ignored() -> None:
+def test_ignore_eos_is_refused_with_a_constraint() -> None:
     with pytest.raises(RequestError, match="ignore_eos"):
         SamplingParams(constraint=REGEX, ignore_eos=True)
 
@@ -194,7 +194,7 @@ def test_an_unusable_constraint_is_refused_before_anything_is_queued(path: Path)
         assert llm.generate("a", ASKED[2])[0][0].text
 
 
-def test_async_callers_compile_beside_their_event_loop(
+def test_async_callers_compile_in_another_thread(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of(path, "reference") as llm:

@@ -1,4 +1,4 @@
-"""What the engine counts: distributions, gaps between tokens, the last seconds."""
+"""Counts: distributions, times between tokens, the last seconds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_values_beyond_the_bounds_are_counted_too() -> None:
     assert Histogram().read().mean is None
 
 
-def test_coarser_buckets_hold_what_finer_ones_do() -> None:
+def test_coarser_buckets_have_the_sums_of_finer_ones() -> None:
     histogram = Histogram()
     for value in (0.001, 0.002, 0.0025, 0.3, 0.25):
         histogram.observe(value)
@@ -56,7 +56,7 @@ def test_coarser_buckets_hold_what_finer_ones_do() -> None:
     assert coarse == {0.001: 1, 0.0025: 3, 0.25: 4, 1.0: 5}
 
 
-def test_what_was_counted_between_two_readings_is_their_difference() -> None:
+def test_the_difference_of_two_distributions_counts_between_them() -> None:
     histogram = Histogram()
     histogram.observe(0.5)
     early = histogram.read()
@@ -77,7 +77,7 @@ def test_gaps_of_a_step_are_counted_together() -> None:
     assert not counter.gaps
 
 
-def test_each_class_of_service_is_counted_for_itself(tmp_path: Path) -> None:
+def test_each_class_of_service_is_counted_separately(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.generate([5] * 20, _PARAMS, Caller(service="flex")).wait()
         client.generate([7] * 20, _PARAMS).wait()
@@ -101,7 +101,7 @@ def test_answers_of_one_token_have_no_time_per_token(tmp_path: Path) -> None:
     assert latencies["e2e"].count == latencies["ttft"].count == 1
 
 
-def test_cancelled_answers_are_counted_as_such(tmp_path: Path) -> None:
+def test_cancelled_answers_are_counted_as_cancelled(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
         backend.gate.clear()
         generation = client.generate([5], _PARAMS)
@@ -147,7 +147,7 @@ def test_the_last_seconds_are_those_before_this_one() -> None:
         assert (span.first, span.last, span.seconds) == (first, last, length), (at_s, most)
 
 
-def test_a_minute_is_all_that_is_remembered() -> None:
+def test_only_the_last_minute_is_remembered() -> None:
     now, sums = [0.0], [0]
     seconds = Seconds(lambda: sums[0], clock=lambda: now[0])
     for second in range(500):

@@ -1,4 +1,4 @@
-"""Outputs reach the caller in order, once, whatever ends a request."""
+"""Outputs reach the caller in order and once, however a request ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twostroke.core.config import BatchOptions
 from twostroke.core.request import FinishReason, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.choice import Choice
-from twostroke.engine.mail import Mailbox
+from twostroke.engine.delivery import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def test_nothing_comes_after_the_last_output_of_a_cancelled_choice(tmp_path: Pat
         cancelling: list[Thread] = []
 
         def put(output: Output) -> None:
-            """Cancel while an output is on its way, and give the cancellation time to pass it."""
+            """Cancel during delivery, and wait for the cancellation to overtake the output."""
             if not cancelling:
                 cancelling.append(Thread(target=client.loop.cancel, args=[["mine"]]))
                 cancelling[0].start()
@@ -46,7 +46,7 @@ def test_nothing_comes_after_the_last_output_of_a_cancelled_choice(tmp_path: Pat
         assert sum(len(output.token_ids) for output in seen) == seen[-1].usage.completion_tokens  # type: ignore[union-attr]
 
 
-def test_interrupted_submission_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_interrupted_submission_queues_nothing(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
 
         def choices() -> Iterator[Choice]:
@@ -60,9 +60,9 @@ def test_interrupted_submission_leaves_nothing_behind(tmp_path: Path) -> None:
         assert stats.num_waiting + stats.num_running == 0
 
 
-def test_answer_read_to_its_end_has_nothing_more(tmp_path: Path) -> None:
+def test_iterating_after_the_end_yields_nothing(tmp_path: Path) -> None:
     async def read(client: Client) -> None:
-        generation = client.generate_async([5], _PARAMS)
+        generation = client.generate_many_async([[5]], _PARAMS)
         async for _ in generation:
             break
         rest = [output async for output in generation]
@@ -84,11 +84,11 @@ def test_draining_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
 
 def _choice(client: Client, name: str, mailbox: Mailbox) -> Choice:
     request = Request(name, [5, 6], num_prompt=2, params=_PARAMS, seed=0)
-    return Choice.of(request, 0, client.card.tokenizer, mailbox)
+    return Choice(request, 0, mailbox, client.card.tokenizer)
 
 
 def _wait_until_idle(client: Client) -> None:
-    """Wait for the loop's lock to find no choice left."""
+    """Wait until no request runs."""
     client.generate([5], SamplingParams(max_tokens=40, ignore_eos=True)).wait()
     while client.loop.snapshot().scheduler.num_running:
         pass

@@ -1,4 +1,4 @@
-"""Which draft an engine takes, leaves out or refuses, and options that cannot be."""
+"""Drafts that an engine uses, leaves out or refuses, and contradictory options."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def engine_of(path: Path, **speculation: Any) -> LLM:
     return LLM(str(path), EngineOptions(compute, cache, speculation=guessing))
 
 
-def test_a_damaged_draft_that_nobody_named_is_left_out(
+def test_a_damaged_draft_from_the_catalogue_is_left_out(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(path.read_bytes()[:2000])
-    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: str(damaged))
+    monkeypatch.setattr("twostroke.engine.guessers.known_draft", lambda _: str(damaged))
     with engine_of(path, draft="auto") as llm:
         assert llm.engine.draft is None
-    assert "guesses nothing (--draft none: no draft): " in caplog.text
+    assert "is not used as a draft (--draft none: no draft): " in caplog.text
     with pytest.raises(ModelFormatError, match="damaged"):
         engine_of(path, draft="auto", method="draft")
 
 
-def test_the_draft_that_the_catalogue_knows(
+def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[str | None] = [str(other)]
-    monkeypatch.setattr("twostroke.engine.drafts.known_draft", lambda _: known[0])
+    monkeypatch.setattr("twostroke.engine.guessers.known_draft", lambda _: known[0])
 
     def drafts(**given: Any) -> tuple[str | None, tuple[str, ...]]:
         with engine_of(path, **given) as llm:
@@ -73,9 +73,9 @@ def test_the_draft_that_the_catalogue_knows(
     assert drafts(draft="auto", method="ngram") == (None, ("ngram",))
     assert drafts(draft="auto", method="off") == (None, ())
     with monkeypatch.context() as poor:
-        poor.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
+        poor.setattr("twostroke.engine.guessers.memory_available", lambda: 100_000_000)
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
-        with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+        with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
             drafts(draft="auto", method="draft")
     known[0] = None
     assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
@@ -84,23 +84,25 @@ def test_the_draft_that_the_catalogue_knows(
 
 
 def test_a_draft_that_does_not_fit_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.engine.drafts.memory_available", lambda: 100_000_000)
-    with pytest.raises(MemoryLimitError, match="The draft does not fit beside tiny"):
+    monkeypatch.setattr("twostroke.engine.guessers.memory_available", lambda: 100_000_000)
+    with pytest.raises(MemoryLimitError, match="The draft does not fit into memory with tiny"):
         engine_of(path, draft=str(path))
 
 
-def test_a_draft_whose_weights_find_no_room_is_named(
+def test_the_error_names_a_draft_without_memory_for_weights(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: Any, **__: Any) -> None:
         raise MemoryLimitError("No memory for 1.1 GB of weights; use a smaller model.")
 
-    monkeypatch.setattr("twostroke.engine.drafts.make_backend", no_room)
-    with pytest.raises(MemoryLimitError, match=r"does not fit beside tiny\. No memory for"):
+    monkeypatch.setattr("twostroke.engine.guessers.make_backend", no_room)
+    with pytest.raises(
+        MemoryLimitError, match=r"does not fit into memory with tiny\. No memory for"
+    ):
         engine_of(path, draft=str(path))
 
 
-def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
+def test_a_missing_draft_is_refused(path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         engine_of(path, draft="nowhere.gguf")
 
@@ -117,6 +119,6 @@ def test_a_draft_that_is_not_there_is_refused(path: Path) -> None:
         ({"count": 25}, "count must be from 1 to 24, got 25"),
     ],
 )
-def test_options_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SpeculationOptions(**given)

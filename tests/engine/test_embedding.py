@@ -1,4 +1,4 @@
-"""Embeddings as callers see them: many texts in order, choices, errors, ends."""
+"""Embeddings for callers: order, options, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from twostroke.core.errors import (
 )
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.engine.client import Caller, Generation
-from twostroke.engine.embedding import Embeddings, Line, embed
+from twostroke.engine.client import Caller
+from twostroke.engine.embedding import Embedding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,10 +53,10 @@ def texts_of(count: int) -> list[list[int]]:
     return [[5 + (place * 7 + i) % 200 for i in range(1 + place % 9)] for place in range(count)]
 
 
-def test_many_texts_come_in_order_however_few_the_queue_takes(tmp_path: Path) -> None:
+def test_many_texts_come_in_order_through_a_small_queue(tmp_path: Path) -> None:
     texts = texts_of(300)
     with tiny_client(tmp_path, max_waiting_requests=5) as (client, backend):
-        found = list(embed(client, texts, EmbeddingParams(), CALLER))
+        found = list(client.embed(texts, EmbeddingParams(), CALLER))
         assert [one.index for one in found] == [*range(300)]
         assert [one.usage.prompt_tokens for one in found] == [len(text) for text in texts]
         for place in (0, 7, 299):
@@ -68,13 +68,14 @@ def test_many_texts_come_in_order_however_few_the_queue_takes(tmp_path: Path) ->
         assert totals.embedded_tokens == sum(map(len, texts))
 
 
-def test_texts_to_embed_are_not_counted_as_answers(tmp_path: Path) -> None:
+def test_embedded_texts_are_not_counted_as_answers(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
-        assert len(list(embed(client, texts_of(3), EmbeddingParams(), CALLER))) == 3
+        assert len(list(client.embed(texts_of(3), EmbeddingParams(), CALLER))) == 3
         backend.gate.clear()
-        left = Generation(client.loop)
-        Line(client, texts_of(3), EmbeddingParams(), CALLER, left)
-        left.cancel()
+        stream = client.embed(texts_of(3), EmbeddingParams(), CALLER)
+        threading.Timer(0.2, client.loop.cancel, [list(client.loop._listeners)]).start()
+        with pytest.raises(EngineStoppedError):
+            next(stream)
         backend.gate.set()
         totals = client.loop.snapshot().services[DEFAULT_SERVICE]
     assert (totals.embedded_texts, totals.embedded_tokens) == (3, 1 + 2 + 3)
@@ -82,7 +83,9 @@ def test_texts_to_embed_are_not_counted_as_answers(tmp_path: Path) -> None:
     assert {found.count for found in totals.latencies.values()} == {0}
 
 
-def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBackend]) -> None:
+def test_a_full_queue_refuses_a_caller_without_a_text_in_it(
+    gated: tuple[Client, GatedBackend],
+) -> None:
     client, backend = gated
     backend.gate.clear()
     scheduler = client.loop._scheduler
@@ -91,22 +94,22 @@ def test_a_full_queue_refuses_who_has_nothing_in_it(gated: tuple[Client, GatedBa
     wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
     second = client.generate([5, 6], SamplingParams(max_tokens=1))
     with pytest.raises(OverloadedError):
-        next(embed(client, texts_of(2), EmbeddingParams(), CALLER))
+        next(client.embed(texts_of(2), EmbeddingParams(), CALLER))
     backend.gate.set()
     assert first.wait()
     assert second.wait()
-    assert len(list(embed(client, texts_of(5), EmbeddingParams(), CALLER))) == 5
+    assert len(list(client.embed(texts_of(5), EmbeddingParams(), CALLER))) == 5
 
 
 async def read_all(client: Client, count: int) -> list[int]:
-    found = [one async for one in Embeddings(client, texts_of(count), EmbeddingParams(), CALLER)]
-    return sorted(one.index for one in found)
+    generation = client.embed_async(texts_of(count), EmbeddingParams(), CALLER)
+    return sorted([Embedding.of(output).index async for output in generation])
 
 
 def refuse(
     client: Client, monkeypatch: pytest.MonkeyPatch, first: int, last: int = sys.maxsize
 ) -> list[int]:
-    """Let the queue be full for some submissions, counted from 1; return those so far."""
+    """Refuse submissions `first` to `last`, counted from 1; return a list of all so far."""
     submit, seen = client.loop.submit, []
 
     def submit_or_not(choices: Any) -> None:
@@ -119,57 +122,57 @@ def refuse(
     return seen
 
 
-def test_texts_wait_for_a_full_queue_once_one_of_them_was_taken(
+def test_later_texts_wait_while_the_queue_is_full(
     gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, _ = gated
     refuse(client, monkeypatch, 4, 12)
-    found = embed(client, texts_of(20), EmbeddingParams(), CALLER)
+    found = client.embed(texts_of(20), EmbeddingParams(), CALLER)
     assert [one.index for one in found] == [*range(20)]
     refuse(client, monkeypatch, 4, 12)
     assert asyncio.run(read_all(client, 20)) == [*range(20)]
     refuse(client, monkeypatch, 1)
     with pytest.raises(OverloadedError):
-        next(embed(client, texts_of(2), EmbeddingParams(), CALLER))
+        next(client.embed(texts_of(2), EmbeddingParams(), CALLER))
     with pytest.raises(OverloadedError):
         asyncio.run(read_all(client, 2))
 
 
-def test_texts_that_wait_for_a_full_queue_can_be_cancelled(
+def test_waiting_texts_can_be_cancelled(
     gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, _ = gated
     seen = refuse(client, monkeypatch, 3)
 
     async def read_until_cancelled() -> None:
-        embeddings = Embeddings(client, texts_of(5), EmbeddingParams(), CALLER)
+        generation = client.embed_async(texts_of(5), EmbeddingParams(), CALLER)
 
         async def cancel() -> None:
             await asyncio.to_thread(wait_for, lambda: len(seen) > 8)  # it tries again and again
-            embeddings.cancel()
+            generation.cancel()
 
         cancelling = asyncio.create_task(cancel())
-        async for _ in embeddings:
-            pass
+        async for output in generation:
+            Embedding.of(output)
         await cancelling
 
     with pytest.raises(EngineStoppedError):
         asyncio.run(asyncio.wait_for(read_until_cancelled(), 30))
-    assert not client.loop._choices
+    assert not client.loop._listeners
 
 
-def test_no_policy_waits_for_more_texts_than_may_be_open(tmp_path: Path) -> None:
+def test_static_batches_do_not_wait_for_texts_that_wait_themselves(tmp_path: Path) -> None:
     batch = BatchOptions(policy="static", batch_size=256)
     with tiny_client(tmp_path, batch=batch) as (client, _):
         reading = asyncio.wait_for(read_all(client, 300), 30)
         assert asyncio.run(reading) == [*range(300)]
-        found = list(embed(client, texts_of(300), EmbeddingParams(), CALLER))
+        found = list(client.embed(texts_of(300), EmbeddingParams(), CALLER))
         assert [one.index for one in found] == [*range(300)]
 
 
-def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBackend]) -> None:
+def test_leaving_early_cancels_all_texts(gated: tuple[Client, GatedBackend]) -> None:
     client, _ = gated
-    stream = embed(client, texts_of(600), EmbeddingParams(), CALLER)
+    stream = client.embed(texts_of(600), EmbeddingParams(), CALLER)
     assert next(stream).index == 0
     stream.close()
     wait_for(
@@ -183,20 +186,20 @@ def test_who_leaves_early_leaves_nothing_behind(gated: tuple[Client, GatedBacken
     assert client.loop.snapshot().services[DEFAULT_SERVICE].embedded_texts < 600
 
 
-def test_one_text_that_fails_is_told_and_takes_no_other_request_along(
+def test_a_failing_text_raises_and_other_requests_continue(
     gated: tuple[Client, GatedBackend],
 ) -> None:
     client, backend = gated
     backend.poison = 99
     other = client.generate(TEXT, SamplingParams(max_tokens=2, ignore_eos=True))
     with pytest.raises(TwostrokeError, match="failed on this request"):
-        list(embed(client, [[7, 8], [5, 99, 6], [9]], EmbeddingParams(), CALLER))
+        list(client.embed([[7, 8], [5, 99, 6], [9]], EmbeddingParams(), CALLER))
     assert len(other.wait()[0].token_ids) == 2
     backend.poison = None
-    assert len(list(embed(client, [[7, 8]], EmbeddingParams(), CALLER))) == 1
+    assert len(list(client.embed([[7, 8]], EmbeddingParams(), CALLER))) == 1
 
 
-def test_states_that_are_no_numbers_are_an_error(
+def test_states_that_are_not_finite_are_an_error(
     gated: tuple[Client, GatedBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, backend = gated
@@ -210,18 +213,20 @@ def test_states_that_are_no_numbers_are_an_error(
         return result
 
     monkeypatch.setattr(backend, "run", run)
-    assert len(list(embed(client, [[7, 8]], EmbeddingParams(), CALLER))) == 1
+    assert len(list(client.embed([[7, 8]], EmbeddingParams(), CALLER))) == 1
     with pytest.raises(TwostrokeError, match="are not numbers"):
-        list(embed(client, [[7, 8], [66]], EmbeddingParams(), CALLER))
+        list(client.embed([[7, 8], [66]], EmbeddingParams(), CALLER))
 
 
-def test_an_engine_that_stops_tells_who_waits(gated: tuple[Client, GatedBackend]) -> None:
+def test_stopping_the_engine_ends_embeddings_with_an_error(
+    gated: tuple[Client, GatedBackend],
+) -> None:
     client, backend = gated
     backend.gate.clear()
-    stream = embed(client, texts_of(3), EmbeddingParams(), CALLER)
+    stream = client.embed(texts_of(3), EmbeddingParams(), CALLER)
     threading.Timer(0.2, lambda: (backend.gate.set(), client.loop.close())).start()
     with pytest.raises((EngineStoppedError, TwostrokeError)):
-        [*stream, *embed(client, texts_of(30), EmbeddingParams(), CALLER)]
+        [*stream, *client.embed(texts_of(30), EmbeddingParams(), CALLER)]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +242,7 @@ def test_an_engine_that_stops_tells_who_waits(gated: tuple[Client, GatedBackend]
         ([[5]], {"pooling": "maen"}, RequestError, "pooling", "Did you mean 'mean'?"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(
+def test_wrong_texts_are_refused_before_a_step_runs(
     gated: tuple[Client, GatedBackend],
     texts: list[list[int]],
     params: dict[str, Any],
@@ -247,7 +252,7 @@ def test_what_cannot_be_is_refused_before_anything_runs(
 ) -> None:
     client, backend = gated
     with pytest.raises(error, match=said) as caught:
-        list(embed(client, texts, EmbeddingParams(**params), CALLER))
+        list(client.embed(texts, EmbeddingParams(**params), CALLER))
     assert caught.value.field == param
     assert backend.num_steps == 0
 
@@ -277,7 +282,7 @@ def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
     assert llm.embed([]) == []
 
 
-def test_fewer_dimensions_are_the_first_ones(llm: LLM) -> None:
+def test_fewer_dimensions_keep_the_first_values(llm: LLM) -> None:
     whole = llm.embed("hello world")[0].vector
     for count in (1, 10, 64):
         found = llm.embed("hello world", dimensions=count)[0].vector
@@ -285,7 +290,7 @@ def test_fewer_dimensions_are_the_first_ones(llm: LLM) -> None:
         np.testing.assert_allclose(found, part / np.linalg.norm(part), atol=1e-5)
 
 
-def test_the_mean_is_the_default_and_never_takes_cached_pages(llm: LLM) -> None:
+def test_the_mean_is_the_default_and_never_uses_cached_pages(llm: LLM) -> None:
     text = "hello world " * 20
     llm.generate(text, SamplingParams(max_tokens=1))
     found = {pooling: llm.embed(text, pooling=pooling)[0] for pooling in ("auto", "mean", "last")}
@@ -295,7 +300,7 @@ def test_the_mean_is_the_default_and_never_takes_cached_pages(llm: LLM) -> None:
     assert found["last"].usage.cached_tokens > 0
 
 
-def test_asynchronous_callers_get_the_same(tmp_path: Path) -> None:
+def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     options = EngineOptions(ComputeOptions("reference"), SMALL)
 
@@ -314,31 +319,31 @@ def test_asynchronous_callers_get_the_same(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.vector, known.vector, atol=1e-6)
 
 
-def test_cancelled_readings_stop(gated: tuple[Client, GatedBackend]) -> None:
+def test_cancelling_stops_async_embeddings(gated: tuple[Client, GatedBackend]) -> None:
     client, _ = gated
 
     async def leave() -> None:
-        embeddings = Embeddings(client, texts_of(600), EmbeddingParams(), CALLER)
-        async for _ in embeddings:
+        generation = client.embed_async(texts_of(600), EmbeddingParams(), CALLER)
+        async for _ in generation:
             break
-        embeddings.cancel()
+        generation.cancel()
 
     asyncio.run(leave())
-    wait_for(lambda: not client.loop._choices)
+    wait_for(lambda: not client.loop._listeners)
     wait_for(lambda: client.loop.snapshot().scheduler.num_referenced_pages == 0)
 
 
 @pytest.mark.parametrize(
     ("number", "expected"), [(None, "mean"), (0, "mean"), (1, "mean"), (3, "last"), (2, None)]
 )
-def test_the_file_says_what_is_pooled(
+def test_a_gguf_file_chooses_the_pooling(
     tmp_path: Path, number: int | None, expected: str | None
 ) -> None:
     metadata = {} if number is None else {"llama.pooling_type": number}
     path = write_tiny_gguf(tmp_path / "tiny.gguf", metadata=metadata)
     with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
         if expected is None:
-            with pytest.raises(RequestError, match="'cls', is not supported") as caught:
+            with pytest.raises(RequestError, match="'cls', which is not supported") as caught:
                 llm.embed("hello world")
             assert caught.value.field == "pooling"
             expected = "last"
@@ -348,7 +353,7 @@ def test_the_file_says_what_is_pooled(
         assert len(llm.embed("hello", pooling=expected)) == 1
 
 
-def test_a_folder_of_sentence_transformers_says_it_too(tmp_path: Path) -> None:
+def test_a_sentence_transformers_folder_chooses_the_pooling(tmp_path: Path) -> None:
     import json
 
     folder = write_tiny_folder(tmp_path / "tiny")

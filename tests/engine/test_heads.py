@@ -1,4 +1,4 @@
-"""Heads in whole engines: whatever they guess, answers are the same."""
+"""Heads in whole engines: their guesses do not change answers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_eagle_guesses_no_further_than_rows_are_cheap(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slow_first_step_says_nothing_of_others(
+def test_a_slow_first_step_does_not_count(
     path: Path, heads: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of(path, method=kind, heads=heads[kind]) as llm:
@@ -171,7 +171,7 @@ def test_a_slow_first_step_says_nothing_of_others(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], kind: str) -> None:
+def test_preempted_requests_get_guesses_again(path: Path, heads: dict[str, str], kind: str) -> None:
     """The pages hold a single request and not six answers to it."""
     prompts = [f"{prompt} {index}" for index in range(2) for prompt in PROMPTS]
     params = [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=6)] * 4
@@ -183,7 +183,7 @@ def test_preempted_requests_are_guessed_on(path: Path, heads: dict[str, str], ki
         assert llm.engine.client.loop.snapshot().scheduler.num_preemptions > 0
 
 
-def test_heads_and_words_said_before_go_together(
+def test_heads_and_ngrams_work_together(
     path: Path, heads: dict[str, str], plain: list[Any]
 ) -> None:
     with engine_of(path, method="auto", heads=heads["eagle"], count=4) as llm:
@@ -196,7 +196,7 @@ def test_heads_and_words_said_before_go_together(
         assert {"eagle"} < set(llm.engine.client.loop.snapshot().speculation.proposed)
 
 
-def test_nothing_is_left_of_requests_that_ended(path: Path, heads: dict[str, str]) -> None:
+def test_ended_requests_are_forgotten(path: Path, heads: dict[str, str]) -> None:
     for kind in KINDS:
         with engine_of(path, method=kind, heads=heads[kind], count=4) as llm:
             llm.generate(PROMPTS * 3, GREEDY)
@@ -221,7 +221,7 @@ def test_answers_up_to_the_end_of_the_context_are_guessed(
         assert llm.engine.client.loop.speculator._proposers  # none was given up
 
 
-def test_heads_with_a_shorter_context_begin_anew(path: Path, tmp_path: Path) -> None:
+def test_heads_with_a_shorter_context_start_again(path: Path, tmp_path: Path) -> None:
     folder = write_random_heads(tmp_path / "heads", path, "eagle")
     facts = json.loads((folder / "heads.json").read_text())
     (folder / "heads.json").write_text(json.dumps(facts | {"context_length": 40}))
@@ -275,7 +275,7 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
             engine_of(path, method="eagle", heads=str(folder))
 
 
-def test_heads_that_hold_no_numbers_are_refused(path: Path, tmp_path: Path) -> None:
+def test_heads_with_values_that_are_not_finite_are_refused(path: Path, tmp_path: Path) -> None:
     folder = write_random_heads(tmp_path / "heads", path, "medusa")
     loaded = load_heads(folder)
     broken = loaded.tensors["output.weight"].dequantize().copy()
@@ -288,7 +288,7 @@ def test_heads_that_hold_no_numbers_are_refused(path: Path, tmp_path: Path) -> N
         engine_of(path, method="medusa", heads=str(tmp_path / "broken"))
 
 
-def test_weights_that_heads_do_not_have_are_refused(path: Path, tmp_path: Path) -> None:
+def test_unknown_weights_of_heads_are_refused(path: Path, tmp_path: Path) -> None:
     folder = write_random_heads(tmp_path / "heads", path, "eagle")
     tensors = dict(load_heads(folder).tensors)
     write_safetensors(
@@ -312,9 +312,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         SpeculationOptions(**options)
 
 
-def test_heads_that_look_back_too_far_for_the_memory_are_refused(
-    path: Path, tmp_path: Path
-) -> None:
+def test_heads_whose_window_exceeds_memory_are_refused(path: Path, tmp_path: Path) -> None:
     far = write_random_heads(tmp_path, path, "eagle", window=1 << 28)
     with pytest.raises(MemoryLimitError, match=r"MB of memory are free: lower --max-running"):
         engine_of(path, heads=str(far))

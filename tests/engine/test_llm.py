@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
 
 
-def test_a_model_may_be_given_by_a_path_and_by_nothing_else(path: Path) -> None:
+def test_a_model_is_a_path_or_a_name(path: Path) -> None:
     with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
         assert llm.generate("hello", GREEDY)[0][0].usage.completion_tokens == 8
     for wrong in (None, 5, b"smollm2"):
@@ -64,7 +64,7 @@ def test_each_prompt_has_its_own_answers_in_order(llm: LLM) -> None:
     assert all(len(tokens) == 8 for tokens in alone)
 
 
-def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
+def test_a_prompt_can_be_token_ids(llm: LLM) -> None:
     tokens = llm.engine.card.tokenizer.encode("hello world")
     by_text = llm.generate("hello world", GREEDY)
     assert llm.generate(tokens, GREEDY)[0][0].token_ids == by_text[0][0].token_ids
@@ -75,7 +75,7 @@ def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompts", [None, 5, b"ab", {"a": 1}, [[1, "a"]], [None], [[1.5]], [b"ab"], [1, "a"]]
 )
-def test_what_is_no_prompt_is_said_in_a_sentence(llm: LLM, prompts: Any) -> None:
+def test_wrong_prompts_are_refused_with_a_sentence(llm: LLM, prompts: Any) -> None:
     for call in (llm.generate, llm.embed):
         with pytest.raises(RequestError, match=r"a text.* list of .*, got .*\.$"):
             call(prompts)
@@ -85,7 +85,7 @@ def test_no_prompts_have_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_params_may_differ_and_must_be_as_many(llm: LLM) -> None:
+def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=count, n=2, ignore_eos=True) for count in (1, 3)]
     found = llm.generate(["a", "a"], each)
     assert [[len(one.token_ids) for one in answers] for answers in found] == [[1, 1], [3, 3]]
@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_answer(llm: LLM) -> None:
     assert first == again != other[0][0].token_ids
 
 
-def test_streamed_pieces_are_the_whole(llm: LLM) -> None:
+def test_streamed_pieces_equal_the_whole_text(llm: LLM) -> None:
     outputs = list(llm.stream("hello", GREEDY))
     assert "".join(output.text for output in outputs) == llm.generate("hello", GREEDY)[0][0].text
 
@@ -133,15 +133,13 @@ def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
         ([[{"role": "user", "content": "x"}]], "messages[0] must be an object"),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_a_sentence(
-    llm: LLM, messages: Any, why: str
-) -> None:
+def test_wrong_conversations_are_refused_with_a_sentence(llm: LLM, messages: Any, why: str) -> None:
     with pytest.raises(RequestError) as refused:
         llm.chat(messages, SamplingParams(max_tokens=1))
     assert str(refused.value).startswith(why)
 
 
-def test_a_prompt_that_is_too_long_is_called_what_the_caller_calls_it(llm: LLM) -> None:
+def test_errors_use_the_callers_name_of_a_long_prompt(llm: LLM) -> None:
     tokens, text = [5] * 600, "x" * 600
     with pytest.raises(ContextLengthError, match=r"your prompt resulted .* the prompt\.") as error:
         llm.generate([tokens])
@@ -162,18 +160,18 @@ def test_a_prompt_that_is_too_long_is_called_what_the_caller_calls_it(llm: LLM) 
     asyncio.run(ask())
 
 
-def test_keys_and_values_stay_within_the_memory_given_for_them(llm: LLM) -> None:
+def test_keys_and_values_stay_within_memory_bytes(llm: LLM) -> None:
     assert 0.9 * SMALL.memory_bytes < llm.engine.facts.cache_bytes <= SMALL.memory_bytes
 
 
-def test_one_prompt_that_is_refused_stops_the_others(llm: LLM) -> None:
+def test_one_refused_prompt_stops_the_others(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["a", [5] * 600], SamplingParams(ignore_eos=True))
     wait_for(lambda: llm.engine.client.loop.snapshot().scheduler.num_running == 0)
     assert llm.engine.client.loop.snapshot().scheduler.num_waiting == 0
 
 
-def test_async_answers_stream_side_by_side(llm: LLM) -> None:
+def test_async_answers_stream_concurrently(llm: LLM) -> None:
     async def answer(text: str) -> str:
         return "".join(
             [output.text async for output in AsyncLLM(llm.engine).generate(text, GREEDY)]
@@ -210,7 +208,7 @@ def test_async_loading_and_closing(path: Path) -> None:
     assert asyncio.run(life())
 
 
-def test_a_closed_model_answers_no_more(path: Path) -> None:
+def test_a_closed_model_refuses_prompts(path: Path) -> None:
     options = EngineOptions(ComputeOptions(backend="reference"), SMALL)
     with LLM(str(path), options) as llm:
         llm.generate("a", GREEDY)
@@ -245,7 +243,7 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
         assert llm.generate("hello", GREEDY)
 
 
-def test_an_unknown_model_is_no_engine() -> None:
+def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ModelNotFoundError, match="Did you mean 'smollm2'"):
         LLM("smolm2")
 
@@ -315,7 +313,7 @@ def test_an_async_model_closes_with_its_block(path: Path) -> None:
         asyncio.run(use()).engine.client.generate([1], GREEDY)
 
 
-def test_an_answer_may_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
+def test_an_answer_can_fill_the_gap_before_a_suffix(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "code.gguf", metadata=infill_metadata())
     with LLM(path, EngineOptions(ComputeOptions("reference"), SMALL)) as llm:
         tokenizer = llm.engine.card.tokenizer
@@ -336,7 +334,7 @@ def test_an_answer_may_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
         assert llm.generate("hello", ending, suffix=suffix)[0][0].stop == end
 
 
-def test_a_model_without_such_tokens_refuses_a_suffix(llm: LLM) -> None:
+def test_a_model_without_infill_tokens_refuses_a_suffix(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no tokens for filling in the middle") as caught:
         llm.generate("hello", GREEDY, suffix="world")
     assert caught.value.field == "suffix"

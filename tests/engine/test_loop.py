@@ -1,4 +1,4 @@
-"""The loop: failures that stay with their request, the end, policies, health, counts."""
+"""The loop: failures of single requests, closing, policies, health, counts."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def test_a_request_without_a_token_to_draw_fails_alone(
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
-def test_a_draft_without_a_token_to_draw_behind_it_fails_no_one(
+def test_undrawable_tokens_after_wrong_drafts_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is right: then what cannot be drawn is the request's own next token."""
+    """After a right draft they do: then the request's own next token cannot be drawn."""
     with tiny_client(tmp_path) as (client, _):
         expected = answers(client, [[5]])[0]
     guessing = SpeculationOptions("ngram", count=4)
@@ -120,7 +120,7 @@ def test_a_draft_without_a_token_to_draw_behind_it_fails_no_one(
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
 
-def test_a_broken_loop_tells_everyone_and_takes_no_more(tmp_path: Path) -> None:
+def test_a_broken_loop_fails_all_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     with tiny_client(tmp_path, max_running=1) as (client, backend):
         backend.gate.clear()
         generations = [client.generate([token], GREEDY) for token in (5, 6)]
@@ -142,7 +142,7 @@ def test_closing_lets_running_requests_finish_in_time(tmp_path: Path) -> None:
         assert client.loop.health is Health.STOPPED
 
 
-def test_closing_cuts_off_what_takes_longer(tmp_path: Path) -> None:
+def test_closing_ends_requests_that_take_longer(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, backend):
         backend.gate.clear()
         generation = client.generate([5], GREEDY)
@@ -155,7 +155,7 @@ def test_closing_cuts_off_what_takes_longer(tmp_path: Path) -> None:
             generation.wait()
 
 
-def test_nothing_is_taken_after_closing_which_may_come_twice(tmp_path: Path) -> None:
+def test_a_loop_can_be_closed_twice_and_then_refuses_requests(tmp_path: Path) -> None:
     with tiny_client(tmp_path) as (client, _):
         client.loop.close()
         client.loop.close()
@@ -164,7 +164,9 @@ def test_nothing_is_taken_after_closing_which_may_come_twice(tmp_path: Path) -> 
         assert caught.value.http_status == 503
 
 
-def test_the_backend_hears_of_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_forgets_every_ended_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forgotten: list[str] = []
 
     def forget(self: Backend, request: Request) -> None:
@@ -181,9 +183,7 @@ def test_the_backend_hears_of_every_end(tmp_path: Path, monkeypatch: pytest.Monk
         wait_for(lambda: set(forgotten) == expected)
 
 
-def test_health_shows_a_step_that_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_reports_a_stalled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny_client(tmp_path) as (client, backend):
         assert client.loop.health is Health.READY
         monkeypatch.setattr(loop_module, "_STALLED_AFTER_S", 0.05)
@@ -255,7 +255,7 @@ def test_every_policy_gives_the_same_tokens(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_batch_beyond_what_may_run_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_batch_larger_than_max_running_is_refused(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(UsageError, match=r"batch of 9"):
         engine(tmp_path, policy="static", batch_size=9, max_running=8)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the model's own, from every backend, and no request's business."""
+"""Log-probabilities of prompts, from every backend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield it
 
 
-def test_prompts_are_as_likely_as_their_logits_say(backend: Backend) -> None:
+def test_prompt_logprobs_follow_from_the_logits(backend: Backend) -> None:
     chance = random.Random(3)
     requests = random_requests(chance, 12, vocab_size=200, longest=60, most_output=6)
     for number, request in enumerate(requests):
@@ -86,7 +86,7 @@ def test_prompts_are_as_likely_as_their_logits_say(backend: Backend) -> None:
         assert request.params.max_tokens == len(tokens) or tokens
 
 
-def test_answers_come_with_their_prompts_log_probabilities(client: Client) -> None:
+def test_answers_have_their_prompts_logprobs(client: Client) -> None:
     plain = client.generate(PROMPT, SamplingParams(max_tokens=5, seed=1, logprobs=0)).wait()[0]
     params = SamplingParams(max_tokens=5, seed=1, logprobs=0, prompt_logprobs=2, n=2)
     first, second = client.generate(PROMPT, params).wait()
@@ -103,7 +103,7 @@ def test_answers_come_with_their_prompts_log_probabilities(client: Client) -> No
     assert found == pytest.approx([one.logprob for one in plain.logprobs], abs=1e-5)
 
 
-def test_pieces_of_a_long_prompt_come_one_step_at_a_time(client: Client) -> None:
+def test_logprobs_of_a_long_prompt_come_step_by_step(client: Client) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     outputs = list(client.generate(PROMPT, params))
     assert [len(output.prompt_logprobs) for output in outputs] == [6, 6, 6, 1]
@@ -114,7 +114,7 @@ def test_pieces_of_a_long_prompt_come_one_step_at_a_time(client: Client) -> None
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
-def test_an_answer_may_be_left_out(client: Client, length: int) -> None:
+def test_a_prompt_can_be_scored_without_an_answer(client: Client, length: int) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=1, ignore_eos=length % 2 == 1)
     (answer,) = client.generate(PROMPT[:length], params).wait()
     assert (answer.text, answer.token_ids, answer.logprobs) == ("", (), ())
@@ -123,7 +123,7 @@ def test_an_answer_may_be_left_out(client: Client, length: int) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_cached_pages_are_not_asked_for_what_they_do_not_hold(client: Client) -> None:
+def test_prompt_logprobs_do_not_use_cached_pages(client: Client) -> None:
     prompt = [*range(20, 90)]
     params = SamplingParams(max_tokens=0, prompt_logprobs=1)
     (first,) = client.generate(prompt, params).wait()
@@ -146,7 +146,7 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_but_not_continued(client:
         client.generate([*prompt, 20], params)
 
 
-def test_a_prompt_that_fails_takes_nobody_along(tmp_path: Path) -> None:
+def test_a_failing_prompt_does_not_harm_others(tmp_path: Path) -> None:
     with tiny_client(tmp_path, most_scored=4) as (client, backend):
         backend.poison = 99
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)

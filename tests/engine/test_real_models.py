@@ -1,4 +1,4 @@
-"""What real models make of gaps and of texts to embed."""
+"""Real models fill gaps and embed texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = EngineOptions(cache=CacheOptions(context_length=512))
 
 
 @pytest.mark.models
-def test_a_code_model_fills_a_gap_and_stops_where_the_suffix_goes_on(
+def test_a_code_model_fills_a_gap_and_stops_at_the_suffix(
     real_model: Callable[[str], Path],
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=48)
@@ -31,7 +31,7 @@ def test_a_code_model_fills_a_gap_and_stops_where_the_suffix_goes_on(
 
 
 @pytest.mark.model
-def test_sentences_of_one_meaning_lie_near_each_other(smollm2_path: Path) -> None:
+def test_sentences_of_similar_meaning_have_similar_vectors(smollm2_path: Path) -> None:
     pairs = [
         ("How do I sort a list in Python?", "Ways to order the elements of a Python list"),
         ("The doctor prescribed antibiotics.", "A physician gave me medicine against it."),

@@ -1,4 +1,4 @@
-"""Same request, same tokens: alone or in company, whole or chunked, cold or cached, preempted."""
+"""Same request, same tokens: alone or batched, whole or chunked, cold or cached, preempted."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def family(
 
 @pytest.fixture(scope="module")
 def windowed() -> Iterator[Pair]:
-    """Layers that see unequally far, on pages of int8."""
+    """Layers with and without windows, on pages of int8."""
     model = tiny_model(num_layers=3, windows=(20, None, 50), head_dim=32)
     plain, shared = (
         CpuBackend(*model, NUM_PAGES, 16, num_threads, kv_format="int8") for num_threads in (1, 2)
@@ -171,7 +171,7 @@ def test_tokens_of_the_real_model_do_not_depend_on_the_schedule(smollm2: Pair, s
 def assert_same_tokens(
     pair: Pair, chance: random.Random, requests: list[Request], fewest_pages: int
 ) -> None:
-    """Run the requests under three random settings and, each by itself, under the plainest."""
+    """Run the requests in three random settings, and one at a time in the plainest setting."""
     most_pages = max(60, 2 * fewest_pages)
     settings = [Setting.chosen_by(chance, fewest_pages, most_pages) for _ in range(3)]
     alone = settings[0].alone(NUM_PAGES)
@@ -184,7 +184,7 @@ def assert_same_tokens(
 
 
 @pytest.mark.seeds(2)
-def test_drafts_change_no_token(tiny: Pair, seed: int) -> None:
+def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
     chance = random.Random(seed)
     requests = random_requests(chance, 32, vocab_size=280, longest=80, most_output=60)
     crowded = Setting(

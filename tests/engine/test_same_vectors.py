@@ -1,4 +1,4 @@
-"""Embeddings are what the reference says, and bit for bit the same in any company."""
+"""Embeddings agree with the reference, and do not depend on other requests, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLAIN = Setting(NUM_PAGES, 1000, 4, prefix_cache=False, policy=Continuous())
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vectors_of_every_family_are_as_the_reference_says(
+def test_vectors_of_every_family_agree_with_the_reference(
     tmp_path: Path, family: str, pooling: str
 ) -> None:
     sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
@@ -72,7 +72,7 @@ def test_vectors_of_every_family_are_as_the_reference_says(
     assert found @ right > (0.98 if loaded.spec.experts else 0.9999)
 
 
-def test_torch_says_what_the_reference_says() -> None:
+def test_torch_agrees_with_the_reference() -> None:
     pytest.importorskip("torch", reason="no PyTorch here")
     from twostroke.backends.torch import TorchBackend
 
@@ -138,7 +138,7 @@ def test_vectors_do_not_depend_on_the_schedule(pair: Pair, seed: int) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_a_preempted_text_has_the_vector_that_it_would_have_had(pair: Pair, pooling: str) -> None:
+def test_preemption_does_not_change_a_vector(pair: Pair, pooling: str) -> None:
     tokens = [5 + (7 * i) % 200 for i in range(150)]
     right = vectors_of(pair.plain, PLAIN, [text_request(tokens, pooling)])["t"]
     num_pages = 12 * len(pair.plain.facts.windows)
@@ -157,7 +157,7 @@ def test_a_preempted_text_has_the_vector_that_it_would_have_had(pair: Pair, pool
         if plan is None:
             break
         deltas = scheduler.commit(plan, pair.shared.run(plan))
-        found += [embedder.take(d, 0.0).embedding for d in deltas if d.request is victim]
+        found += [embedder.take(delta, 0.0) for delta in deltas if delta.request is victim]
     assert victim.num_preemptions == 1
     assert victim.is_finished
-    assert [vector.tobytes() for vector in found if vector is not None] == [right]
+    assert [output.embedding.tobytes() for output in found if output is not None] == [right]

@@ -1,4 +1,4 @@
-"""How much key-value cache there is, and sentences whose advice works when it is followed."""
+"""The size of the key-value cache, and errors whose advice works."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def test_one_whole_context_may_take_more_than_half() -> None:
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_memory_asked_for_is_filled_and_not_exceeded(page_size: int) -> None:
+def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
     found = size(memory_bytes=200 * MB, page_size=page_size)
     assert found.page_size == page_size
     assert 0 <= 200 * MB - found.cache_bytes < page_size * TOKEN_BYTES
     assert found.cache_bytes == found.num_pages * page_size * TOKEN_BYTES
 
 
-def test_a_context_that_is_no_multiple_of_a_page_fits_whole() -> None:
+def test_the_last_page_of_a_context_can_be_partial() -> None:
     assert size(context_length=17).num_pages == 8 * 2
 
 
-def test_a_context_beyond_the_model_s_names_the_knob() -> None:
+def test_a_context_longer_than_the_models_names_the_option() -> None:
     with pytest.raises(UsageError, match=r"at most 8192 .* not 8193: lower --context-length"):
         size(context_length=8193)
 
@@ -90,12 +90,12 @@ def test_too_little_memory_says_weights_cache_and_what_would_fit() -> None:
     assert "--kv-memory" not in said
 
 
-def test_a_small_cache_offers_both_knobs() -> None:
+def test_a_small_cache_error_offers_both_options() -> None:
     said = refusal(memory_bytes=24 * MB)
     assert said.endswith("use --context-length 1040, or --kv-memory 189MB.")
 
 
-def test_a_cache_larger_than_memory_is_told_apart() -> None:
+def test_a_cache_larger_than_memory_has_its_own_sentence() -> None:
     said = refusal(10**9, memory_bytes=2 * 10**9)
     assert "--kv-memory asks for 2,000 MB" in said
     assert re.search(r"Lower --kv-memory to at most 767MB, which holds \d+ tokens", said)
@@ -106,8 +106,8 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
     assert "no context would fit" in refusal(WEIGHT_BYTES + 10 * MB, **options)
 
 
-def test_layers_with_a_window_need_pages_for_the_window_alone() -> None:
-    """One group of six sees everything; the others 512 positions and the 256 rows of a step."""
+def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
+    """One group of six has no window; the others need pages for 512 positions and 256 rows."""
     found = size_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
@@ -115,7 +115,7 @@ def test_layers_with_a_window_need_pages_for_the_window_alone() -> None:
     assert found.cache_bytes < 0.2 * 8 * 32768 * 18 * 1024
 
 
-def test_shorter_than_the_window_every_group_needs_as_much() -> None:
+def test_below_the_window_every_group_needs_equally_many_pages() -> None:
     options = CacheOptions(context_length=320)
     found = size_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11)
     assert found.num_pages == 8 * 6 * 20
@@ -162,7 +162,7 @@ def _size_or_refusal(program: Program, options: CacheOptions, free_bytes: int) -
 
 
 def _follow(message: str, options: CacheOptions) -> CacheOptions | None:
-    """Return the options as a refusal advises them; None if it gives no advice."""
+    """Return the options that an error advises; None without advice."""
     if found := re.search(r"use --context-length (\d+)", message):
         return replace(options, context_length=int(found[1]))
     if found := re.search(r"--kv-memory (?:to at most )?(\d+)MB", message):

@@ -1,4 +1,4 @@
-"""Guessing ahead on whole engines: the same answers, in fewer steps."""
+"""Speculation in whole engines: the same answers, in fewer steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the same vocabulary, which agrees by chance alone."""
+    """Another model with the same vocabulary, which agrees only by chance."""
     tiny = Tiny(num_layers=1, seed=5, context_length=300)
     return write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", tiny)
 
@@ -125,7 +125,7 @@ def test_answers_are_the_same(
         assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
 
 
-def test_the_reference_backend_guesses_too(path: Path) -> None:
+def test_the_reference_backend_speculates(path: Path) -> None:
     with engine_of(path, "reference", method="off") as llm:
         plain = said(llm.generate(PROMPTS, replace(GREEDY, max_tokens=20)))
     with engine_of(path, "reference", method="draft", draft=str(path), count=3) as llm:
@@ -143,7 +143,7 @@ def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
         assert one.usage.rejected_tokens <= 4  # behind the end
 
 
-def test_guesses_behind_a_stop_string_are_of_no_use(path: Path) -> None:
+def test_guesses_after_a_stop_string_are_not_accepted(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=20) as llm:
         [[answer]] = llm.generate("hello the world", GREEDY)
         for letter in sorted(set(answer.text)):
@@ -152,7 +152,7 @@ def test_guesses_behind_a_stop_string_are_of_no_use(path: Path) -> None:
             assert one.usage.rejected_tokens >= 0
 
 
-def test_words_said_before_are_guessed(path: Path) -> None:
+def test_repeated_text_is_guessed(path: Path) -> None:
     with engine_of(path, method="ngram", count=6) as llm:
         [[answer]] = llm.generate("hello", GREEDY)
         [[again]] = llm.generate("hello", GREEDY)
@@ -171,7 +171,7 @@ def test_a_prediction_is_used(path: Path) -> None:
         assert llm.engine.client.loop.snapshot().speculation.accepted["prediction"] > 0
 
 
-def test_one_request_can_do_without(path: Path) -> None:
+def test_one_request_can_turn_speculation_off(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=4) as llm:
         [[answer]] = llm.generate("hello", GREEDY, speculate="off")
         assert (answer.usage.accepted_tokens, answer.usage.rejected_tokens) == (0, 0)
@@ -181,7 +181,7 @@ def test_one_request_can_do_without(path: Path) -> None:
             llm.generate("hello", GREEDY, speculate="ngram")
 
 
-def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
+def test_lookahead_runs_only_on_request(path: Path) -> None:
     seeded = replace(GREEDY, seed=1)  # what it tries first is drawn
     with engine_of(path, count=24) as llm:
         proposed = llm.engine.client.loop.speculator.stats.proposed
@@ -198,7 +198,7 @@ def test_lookahead_is_for_those_who_ask_for_it(path: Path) -> None:
         llm.generate("hello", GREEDY, speculate="lookahead")
 
 
-def test_async_callers_give_hints_too(path: Path) -> None:
+def test_async_callers_can_give_hints(path: Path) -> None:
     async def answer() -> int:
         compute = ComputeOptions(num_threads=2)
         guessing = SpeculationOptions(draft=str(path), count=4)
@@ -216,7 +216,7 @@ def test_async_callers_give_hints_too(path: Path) -> None:
 
 
 def test_a_context_that_fills_up_ends_as_without_drafts(path: Path) -> None:
-    """The last tokens of the context, where there is no room for guesses."""
+    """The last tokens of the context leave no room for guesses."""
     prompt = [5 + i % 200 for i in range(490)]
     found = []
     for speculation in ({"method": "off"}, {"draft": str(path), "count": 24}):
@@ -226,7 +226,9 @@ def test_a_context_that_fills_up_ends_as_without_drafts(path: Path) -> None:
     assert len(found[0][0][1]) == 22
 
 
-def test_a_text_longer_than_the_drafts_context_goes_on_without(path: Path, other: Path) -> None:
+def test_a_text_longer_than_the_drafts_context_continues_without_it(
+    path: Path, other: Path
+) -> None:
     prompt = [5 + i % 200 for i in range(280)]
     found = []
     for speculation in ({"method": "off"}, {"method": "draft", "draft": str(other), "count": 4}):
@@ -238,7 +240,7 @@ def test_a_text_longer_than_the_drafts_context_goes_on_without(path: Path, other
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokens are others: fewer words, and the bytes in another order."""
+    """A model with other tokens: fewer words, and the bytes in another order."""
     tiny = Tiny(seed=3, context_length=400)
     metadata = tiny_metadata(tiny)
     tokens = list(metadata["tokenizer.ggml.tokens"])
@@ -251,7 +253,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("given", [{"count": 5}, {"method": "draft"}, {"count": 24}], ids=str)
-def test_a_draft_may_have_another_vocabulary(
+def test_a_draft_can_have_another_vocabulary(
     path: Path, stranger: Path, plain: list[Any], given: dict[str, Any]
 ) -> None:
     with engine_of(path, draft=str(stranger), **given) as llm:
@@ -262,8 +264,8 @@ def test_a_draft_may_have_another_vocabulary(
         assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
 
 
-def test_a_draft_may_lack_rows_for_control_tokens_of_its_target(path: Path, tmp_path: Path) -> None:
-    """Whoever names such a token, in a prompt of ids, takes the draft from nobody."""
+def test_a_draft_can_lack_rows_for_its_targets_control_tokens(path: Path, tmp_path: Path) -> None:
+    """A request with such a token does not end speculation for other requests."""
     metadata, tensors = tiny_metadata(Tiny()), tiny_tensors(Tiny())
     tokens, table = metadata["tokenizer.ggml.tokens"], tensors["token_embd.weight"].dequantize()
     metadata["tokenizer.ggml.tokens"] = [*tokens, "<|tool|>", "<|call|>"]
@@ -316,7 +318,7 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
 
 @pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
 def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, most: int) -> None:
-    """The draft is its own target, so that nothing but what rows cost can stop it."""
+    """The draft equals its target, so only the cost of rows limits it."""
     with engine_of(path, method="draft", draft=str(path)) as llm:
         (draft,) = llm.engine.client.loop.speculator._proposers
         propose, counts = draft.propose, []
@@ -332,7 +334,7 @@ def test_a_draft_guesses_no_further_than_rows_are_cheap(path: Path, cheap: int, 
 
 
 @pytest.mark.parametrize("failing", ["propose", "learn", "finish"])
-def test_a_draft_that_fails_takes_no_answer_along(
+def test_a_failing_draft_does_not_harm_answers(
     path: Path, plain: list[Any], failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(path, method="draft", draft=str(path), count=3) as llm:

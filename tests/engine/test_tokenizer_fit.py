@@ -9,7 +9,7 @@ import pytest
 
 from support.tiny import Tiny, write_tiny_folder
 from twostroke.core.errors import ModelFormatError
-from twostroke.engine.parts import build_tokenizer
+from twostroke.engine.loading import build_tokenizer
 from twostroke.weights import load_path
 
 if TYPE_CHECKING:

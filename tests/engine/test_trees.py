@@ -1,4 +1,4 @@
-"""Drafts that branch, on real backends: the same tokens, and faults that would change them."""
+"""Trees of drafts on real backends: the same tokens, and faults that would change them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(backend: Any, setting: Setting, requests: list[Request], known: Any = No
 
 
 class KeepsItsOwnPages(drafting.Drafting):
-    """A branch was right, and the request goes on with the pages of another path."""
+    """A branch is right, and the request continues with the pages of another path."""
 
     def settle(self, piece, last):  # type: ignore[no-untyped-def]
         super().settle(piece, min(last, piece.branches[0].first - 1) if piece.branches else ROOT)
@@ -68,7 +68,7 @@ class BeginsWithNothing(drafting.Drafting):
 
 @pytest.mark.parametrize("fault", [None, KeepsItsOwnPages, DropsAStore, BeginsWithNothing])
 @pytest.mark.parametrize("kv_format", ["f16", "int8"])
-def test_pages_of_branches_that_are_wrong_show_in_the_tokens(
+def test_wrong_pages_of_branches_would_change_tokens(
     monkeypatch: pytest.MonkeyPatch, fault: type[drafting.Drafting] | None, kv_format: str
 ) -> None:
     native_dir()
@@ -85,7 +85,7 @@ def test_pages_of_branches_that_are_wrong_show_in_the_tokens(
 
 @pytest.mark.parametrize("name", ["reference", "torch"])
 @pytest.mark.parametrize("windows", [(None, None), (20, None)])
-def test_backends_that_interpret_take_trees(name: str, windows: tuple[int | None, ...]) -> None:
+def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, ...]) -> None:
     if name == "torch":
         pytest.importorskip("torch", reason="no PyTorch here")
         from twostroke.backends.torch import TorchBackend as Backend
@@ -104,7 +104,7 @@ def test_backends_that_interpret_take_trees(name: str, windows: tuple[int | None
 
 
 class GuessesTrees:
-    """Knows the answers, and offers them among others."""
+    """Proposes the right answers among wrong ones."""
 
     name = "ngram"
 
@@ -145,9 +145,7 @@ def complete(client: Client, prompts: list[list[int]], params: SamplingParams) -
     return [generation.wait()[0] for generation in generations]
 
 
-def test_an_engine_answers_the_same_with_trees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[token, 7, 8] for token in (5, 6, 9)]
     cases = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),

@@ -1,4 +1,4 @@
-"""Models whose layers see near or far: the same tokens, on a bounded number of pages."""
+"""Models with windows: the same tokens, on a bounded number of pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_PAGES = 300
 
 
 class RowByRow(ReferenceBackend):
-    """Computes one row at a time, so that no library's order of additions depends on a chunk."""
+    """Computes one row at a time, so that the order of additions does not depend on chunks."""
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens: list[int] = []
@@ -52,7 +52,7 @@ class RowByRow(ReferenceBackend):
 
 
 def backend(folder: Path, slides: tuple[bool, ...], num_pages: int = NUM_PAGES) -> RowByRow:
-    """Return a tiny model in whose layers rows see `WINDOW` positions where `slides` says so."""
+    """Return a tiny model whose layers have a window of `WINDOW` where `slides` is true."""
     sizes = Tiny(num_layers=len(slides), hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1)
     loaded = load_path(write_tiny_gguf(folder / "tiny.gguf", sizes))
     spec = replace(loaded.spec, window=WindowSpec(WINDOW, slides))
@@ -86,8 +86,8 @@ def test_tokens_do_not_depend_on_the_schedule(
     assert num_cached > 0
 
 
-def test_a_long_answer_holds_a_bounded_number_of_pages_behind_its_window(tmp_path: Path) -> None:
-    """Gemma 3's pattern: five layers with a window, and one that sees everything."""
+def test_a_long_answer_holds_few_pages_before_its_window(tmp_path: Path) -> None:
+    """Gemma 3's pattern: five layers with a window, and one without."""
     model = backend(tmp_path, (True,) * 5 + (False,))
     windows = model.facts.windows
     assert windows == (None,) + (WINDOW,) * 5

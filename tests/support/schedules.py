@@ -172,7 +172,7 @@ def run_schedule(
             logprobs[delta.request.id] += delta.scores + delta.logprobs
             if vectors is not None and delta.request.id in embedders:
                 output = embedders[delta.request.id].take(delta, 0.0)
-                if output.embedding is not None:
+                if output is not None and output.embedding is not None:
                     vectors[delta.request.id] = output.embedding.tobytes()
             if delta.request.finish_reason is not None:
                 backend.forget(delta.request)

@@ -54,7 +54,7 @@ class LiveServer:
     @property
     def num_busy(self) -> int:
         """How many answers the engine still owes somebody."""
-        return len(self.client.loop._choices)
+        return len(self.client.loop._listeners)
 
     def wait_idle(self) -> None:
         """Wait until the engine has nothing to do and no page is held."""

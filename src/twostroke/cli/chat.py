@@ -188,7 +188,7 @@ class Conversation:
             generation.cancel()
         completion = join(outputs)
         strokes = loop.snapshot().strokes - before
-        hardware = self.engine.limits.beside(strokes)
+        hardware = self.engine.limits.above(strokes, may_measure=True)
         figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
         notes = self._notes(completion)
         width = self.console.width

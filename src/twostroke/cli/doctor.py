@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from twostroke.core.machine import (
+from twostroke.core.hardware import (
+    MemoryNode,
     memory_available,
+    memory_nodes,
     memory_total,
     num_cores,
+    place_threads,
     processor_name,
     resolve_num_threads,
 )
-from twostroke.core.nodes import MemoryNode, memory_nodes, place_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

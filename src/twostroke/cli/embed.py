@@ -56,14 +56,13 @@ def command(**given: Any) -> None:
     model, quiet = given.pop("model"), given.pop("quiet")
     options = replace(engine_options(given), speculation=SpeculationOptions("off"))
     from twostroke.engine.client import Caller
-    from twostroke.engine.embedding import embed
     from twostroke.engine.prompts import encode_text
 
     with open_engine(model, options, quiet=quiet) as engine:
         tokens = [encode_text(engine.card, text, field="input") for text in texts]
         _check_lengths(engine, [len(one) for one in tokens])
         caller = Caller(prompt_field="input")
-        for embedding in embed(engine.client, tokens, params, caller):
+        for embedding in engine.client.embed(tokens, params, caller):
             click.echo(_as_json(embedding))
 
 

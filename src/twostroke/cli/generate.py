@@ -83,7 +83,7 @@ def command(**given: Any) -> None:
         strokes = engine.client.loop.snapshot().strokes
     if quiet and not as_json:
         return
-    hardware = engine.limits.beside(strokes)
+    hardware = engine.limits.above(strokes, may_measure=True)
     figures = Figures.of(completion.usage, completion.timings, strokes, hardware)
     if as_json:
         click.echo(_as_json(completion, figures))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, NoReturn
 
 from twostroke.core.errors import Field, UsageError, nearest
@@ -23,11 +23,11 @@ MAX_DRAFTS: Final = 24  # for one request in one step
 class ComputeOptions:
     """The backend, its threads, and the instruction-set level of the cpu backend.
 
-    `device` is the torch backend's: "auto" is a GPU where there is one, else "cpu"; "cuda:1" names
+    `device` is the torch backend's: "auto" is a GPU if there is one, else "cpu"; "cuda:1" names
     one of several. `activation_bits` is the cpu backend's precision of activations at quantized
-    weights: 8 are up to 1.6 times faster on AVX-512 for prompts and many streams, and change
-    answers as they do in other engines with 8 (docs/kernels/activations.md); 9 means 15
-    where activations are large and 8 elsewhere (docs/kernels/activations.md).
+    weights: 8 is up to 1.6 times faster on AVX-512 for prompts and many streams, and changes
+    answers as in other engines that use 8; 9 means 15 where activations are large and 8 elsewhere
+    (docs/kernels/activations.md).
     """
 
     backend: str = "auto"
@@ -42,15 +42,12 @@ class ComputeOptions:
         if self.num_threads is not None and not 1 <= self.num_threads <= 1024:
             reason = f"must be from 1 to 1024, got {self.num_threads}."
             raise UsageError(reason, field="num_threads")
-        if self.level is not None and self.backend not in {"auto", "cpu"}:
-            raise UsageError("needs the backend cpu.", field="level")
-        if self.activation_bits not in ACTIVATION_BITS:
-            *most, last = ACTIVATION_BITS
-            bits = f"{', '.join(map(str, most))} or {last}"
-            reason = f"must be {bits}, got {self.activation_bits}."
-            raise UsageError(reason, field="activation_bits")
-        if self.activation_bits != DEFAULT_ACTIVATION_BITS and self.backend not in {"auto", "cpu"}:
-            raise UsageError("needs the backend cpu.", field="activation_bits")
+        _one_number_of("activation_bits", self.activation_bits, ACTIVATION_BITS)
+        if self.backend not in {"auto", "cpu"}:
+            if self.level is not None:
+                raise UsageError("needs the backend cpu.", field="level")
+            if self.activation_bits != DEFAULT_ACTIVATION_BITS:
+                raise UsageError("needs the backend cpu.", field="activation_bits")
         if self.device != "auto" and self.backend != "torch":
             raise UsageError("needs the backend torch.", field="device")
 
@@ -61,10 +58,10 @@ class CacheOptions:
 
     `memory_bytes` None is enough for the longest requests, within half of the free memory.
     `context_length` None is the model's own. `strict_prefix` keeps pages filled by generated rows
-    out of the prefix cache on backends that compute these rows differently.
-    `kv_format` is how the cpu backend stores keys and values: "f16" (what "auto" takes), "bf16" for
-    models whose keys or values go beyond 65504, or "int8" for about half of the memory
-    (docs/adr/0011-keys-are-spread-before-int8.md has what it costs).
+    out of the prefix cache on backends that compute these rows differently. `kv_format` is how the
+    cpu backend stores keys and values: "f16" (also "auto"), "bf16" for models whose keys or values
+    exceed 65504, or "int8" for about half of the memory (its cost is in
+    docs/adr/0011-keys-are-spread-before-int8.md).
     """
 
     memory_bytes: int | None = None
@@ -77,10 +74,7 @@ class CacheOptions:
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("kv_format", self.kv_format, KV_FORMATS)
-        if self.page_size not in PAGE_SIZES:
-            *most, last = PAGE_SIZES
-            sizes = f"{', '.join(map(str, most))} or {last}"
-            raise UsageError(f"must be {sizes}, got {self.page_size}.", field="page_size")
+        _one_number_of("page_size", self.page_size, PAGE_SIZES)
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             reason = f"must be greater than 0, got {self.memory_bytes}."
             raise UsageError(reason, field="memory_bytes")
@@ -95,8 +89,8 @@ class BatchOptions:
 
     `policy` is "continuous" (join at any step), "dynamic" (a batch starts when `batch_size`
     requests wait or `max_wait_s` passed) or "static" (a batch starts when `batch_size` wait).
-    `token_budget` is the most tokens that a step computes, `max_running` the most requests that
-    run at once: each gets at least one token a step, so None is 256 or the budget if that is less.
+    A step computes at most `token_budget` tokens, at least one for each of at most `max_running`
+    requests; None is 256, or the budget if that is less.
     """
 
     policy: str = "continuous"
@@ -110,15 +104,9 @@ class BatchOptions:
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("policy", self.policy, POLICIES)
-        for name, low in (
-            ("max_running", 1),
-            ("token_budget", 1),
-            ("batch_size", 1),
-            ("max_wait_s", 0),
-            ("max_waiting_requests", 1),
-            ("max_waiting_tokens", 1),
-        ):
-            value = getattr(self, name)
+        for number in fields(self)[1:]:
+            name, value = number.name, getattr(self, number.name)
+            low = 0 if name == "max_wait_s" else 1
             if value is not None and not value >= low:
                 raise UsageError(f"must be at least {low}, got {value}.", field=name)
             if value == math.inf:
@@ -127,17 +115,18 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """How tokens are guessed before they are computed, which changes speed and never an answer.
+    """How tokens are guessed before they are computed; this changes speed and never an answer.
 
-    `method`: "ngram" looks for the same words earlier in the request, in what its
-    caller expects, and in the same tenant's answers; "draft" is a smaller model, named `draft`
-    ("auto": the one that the catalogue knows for this model, if it is in the cache); "lookahead"
-    lets the model itself guess several tokens at once; "medusa" and "eagle" are heads that were
-    trained for the model and lie in the folder `heads`; "auto" is n-gram, and the draft and the
-    heads if they are named. `count` None takes as many guesses as pay, a number that many always.
-
-    A `draft` "auto" is left out where heads are named, where another method is asked for, and
-    where there is no memory for it.
+    Attributes:
+        method: "ngram" looks for the same words earlier in the request, in the answer that its
+            caller expects, and in the tenant's other answers; "draft" is a smaller model;
+            "lookahead" lets the model itself guess several tokens at once; "medusa" and "eagle"
+            are heads that were trained for the model; "auto" is n-gram, with the draft and the
+            heads if they are named.
+        draft: the draft model; "auto" is the catalogue's for this model, if it is in the cache. It
+            is left out if heads are named, another method is chosen, or memory is short.
+        heads: the folder of the heads.
+        count: that many guesses always; None takes as many as pay.
     """
 
     method: str = "auto"
@@ -173,7 +162,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """All that `engine.build` needs besides the model."""
+    """All options of `engine.build`."""
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -181,7 +170,7 @@ class EngineOptions:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not go together."""
+        """Refuse parts that do not fit together."""
         backend = self.compute.backend
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
             raise UsageError("needs the backend cpu.", field="kv_format")
@@ -191,3 +180,10 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         reason = f"must be one of {', '.join(known)}, got '{{value}}'.{nearest(value, known)}"
         raise UsageError(reason, field=name, value=value)
+
+
+def _one_number_of(name: str, value: int, known: tuple[int, ...]) -> None:
+    if value not in known:
+        *most, last = known
+        numbers = f"{', '.join(map(str, most))} or {last}"
+        raise UsageError(f"must be {numbers}, got {value}.", field=name)

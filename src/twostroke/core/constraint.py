@@ -25,8 +25,8 @@ class Constraint:
 
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
-    llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is what the caller
-    calls it: errors name it. Before the text comes a `preface`, if there is one.
+    llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
+    name of it, for errors. A `preface` may precede the text.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.

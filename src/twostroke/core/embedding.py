@@ -8,14 +8,12 @@ from typing import Final
 
 from twostroke.core.errors import RequestError, nearest
 
-_MOST_SHOWN: Final = 40  # characters of a wrong word that an error repeats
-
 
 class Pooling(Enum):
-    """The last hidden states, after the last norm, that make up a text's embedding."""
+    """The final hidden states, after the last norm, that make up a text's embedding."""
 
     MEAN = "mean"  # of all tokens
-    LAST = "last"  # of the last token, which has seen all
+    LAST = "last"  # of the last token, which depends on all
 
 
 AUTO: Final = "auto"
@@ -26,8 +24,8 @@ POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
 class EmbeddingParams:
     """How a text becomes a vector, whose length is always 1.
 
-    `pooling` is one of `POOLINGS`; auto is the choice of the model's files, and the mean without
-    one. With `dimensions` only that many first values are kept, scaled to length 1 again.
+    `pooling` is one of `POOLINGS`; "auto" is what the model's files say, else the mean. With
+    `dimensions` only that many first values are kept, scaled to length 1 again.
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.
@@ -39,7 +37,7 @@ class EmbeddingParams:
     def __post_init__(self) -> None:
         """Refuse values that no request may carry."""
         if self.pooling not in POOLINGS:
-            word = str(self.pooling)[:_MOST_SHOWN]
+            word = str(self.pooling)[:40]
             reason = f"must be {', '.join(POOLINGS)}, got {word!r}."
             raise RequestError(reason + nearest(word, POOLINGS), field="pooling")
         count = self.dimensions

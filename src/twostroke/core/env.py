@@ -1,4 +1,4 @@
-"""The environment variables that Twostroke reads: all of them, here and nowhere else."""
+"""All environment variables that Twostroke reads; no other module reads any."""
 
 from __future__ import annotations
 

@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    Naming = Callable[[str], str]  # the engine's name of a field to the one that a caller uses
+    Naming = Callable[[str], str]  # from the engine's name of a field to the caller's
 
-_SAME_START_SHARE = 0.7  # of the letters of both words
-_OTHER_START_SHARE = 0.8
+_SAME_START_SHARE: Final = 0.7  # of the letters of both words
+_OTHER_START_SHARE: Final = 0.8
+_MAX_NAME_LENGTH: Final = 200  # longer words are cut: comparing takes time
 
 
 class Field(str):
-    """The name of another field in the facts of an error: it is rendered as the caller's name."""
+    """The name of another field in the facts of an error; errors show the caller's name."""
 
     __slots__ = ()
 
 
 class TwostrokeError(Exception):
-    """The root of every error that Twostroke raises on purpose.
+    """The base of every error that Twostroke raises on purpose.
 
-    An error about a field has the field's name (or a path such as `messages[3].content`) and a
-    reason that continues the sentence: "must be at least 1, got 0.". A reason that begins with a
-    capital letter is a whole sentence. `facts` fill the places in the reason that they name, and
-    `{field}` in it is the field.
+    An error about a field has the field's name (or a path such as `messages[3].content`), and its
+    reason continues the sentence: "must be at least 1, got 0.". A reason that begins with a
+    capital letter is a whole sentence. `facts` replace their names in braces in the reason, and the
+    field replaces `{field}`.
 
-    `exit_code` is the command line's exit code, `http_status` the server's status, and `code` a
-    short machine-readable word (OpenAI's `error.code`).
+    `exit_code` is the command line's, `http_status` the server's, and `code` a short
+    machine-readable word (OpenAI's `error.code`).
     """
 
     exit_code = 1
@@ -68,7 +69,7 @@ class UsageError(TwostrokeError):
 
 
 class ModelNotFoundError(TwostrokeError):
-    """No model by that name or path."""
+    """There is no model with this name or path."""
 
     exit_code = 3
     http_status = 404
@@ -76,7 +77,7 @@ class ModelNotFoundError(TwostrokeError):
 
 
 class ModelFormatError(TwostrokeError):
-    """A model file that is truncated, damaged, or of a kind that cannot be read."""
+    """A model file is truncated, damaged, or of a kind that is not supported."""
 
     exit_code = 4
     http_status = 500
@@ -84,7 +85,7 @@ class ModelFormatError(TwostrokeError):
 
 
 class DownloadError(TwostrokeError):
-    """A model could not be fetched whole: network, disk, or checksum."""
+    """A model could not be fetched completely: network, disk, or checksum."""
 
     exit_code = 5
 
@@ -109,7 +110,7 @@ class BackendError(TwostrokeError):
 
 
 class RequestError(TwostrokeError):
-    """A request with a wrong value; the engine stays as it was."""
+    """A request has a wrong value; the engine is not affected."""
 
     exit_code = 2
     http_status = 400
@@ -117,11 +118,11 @@ class RequestError(TwostrokeError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt, or a prompt with its answer, that can never fit.
+    """A prompt, or a prompt with its answer, can never fit.
 
-    Where it exceeds the context length, the facts have `context_length`, `num_prompt` and, if the
-    prompt alone fits, `num_answer`, in tokens; `least` is "at least " for a prompt that was not
-    counted to its end. Protocols have sentences of their own for these.
+    If the context length is the reason, the facts have `context_length`, `num_prompt` and, if the
+    prompt alone fits, `num_answer`, in tokens; `least` is "at least " if the prompt was not counted
+    to its end. Protocols replace the sentence by their own.
     """
 
     code = "context_length_exceeded"
@@ -141,40 +142,24 @@ class EngineStoppedError(TwostrokeError):
     code = "engine_stopped"
 
 
-_MAX_NAME_LENGTH: Final = 200  # of a word that is compared with names; comparing takes time
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the known word closest to `word`, or an empty string.
+    """Return ` Did you mean 'x'?` for the known word most like `word`, or an empty string.
 
-    Capitals and small letters are alike: OFF is near to off. A word that is not like any of them,
-    as a reader would see it, or longer than any name, gets no hint.
+    Upper and lower case are the same. Words are alike if most of their letters are the same (more
+    of them if the first letters differ), or if one, of at least four letters, begins the other.
     """
-    if len(word) > _MAX_NAME_LENGTH:
-        return ""
-    wanted = _bare(word)
-    names = {_bare(name): name for name in known}
-    alike = [name for name in names if names[name] != word and _is_like(wanted, name)]
-    if not alike:
-        return ""
-    return f" Did you mean '{names[max(alike, key=lambda name: _share(wanted, name))]}'?"
+    wanted = _bare(word[:_MAX_NAME_LENGTH])
+    alike: dict[float, str] = {}
+    for name in known:
+        bare = _bare(name)
+        share = SequenceMatcher(None, bare, wanted).ratio()
+        least = _SAME_START_SHARE if wanted[:1] == bare[:1] else _OTHER_START_SHARE
+        short, long = sorted((wanted, bare), key=len)
+        begins = len(short) >= 4 and long.startswith(short)
+        if name != word and (share >= least or begins):
+            alike.setdefault(share, name)
+    return f" Did you mean '{alike[max(alike)]}'?" if alike else ""
 
 
 def _bare(word: str) -> str:
-    return word.lower().lstrip("-")  # which all options begin with
-
-
-def _share(word: str, known: str) -> float:
-    return SequenceMatcher(None, known, word).ratio()
-
-
-def _is_like(word: str, known: str) -> bool:
-    """Whether most letters are the same, still more if the first is not, or one begins the other.
-
-    What is shorter than four letters begins too much.
-    """
-    least = _SAME_START_SHARE if word[:1] == known[:1] else _OTHER_START_SHARE
-    if _share(word, known) >= least:
-        return True
-    short, long = sorted((word, known), key=len)
-    return len(short) >= 4 and long.startswith(short)
+    return word.lower().lstrip("-")  # options begin with it

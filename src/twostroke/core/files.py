@@ -1,4 +1,4 @@
-"""Small files: JSON read within a limit, and writes that are whole or leave the old file."""
+"""Small files: JSON is read within a limit, and files are replaced in one step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ MAX_JSON_BYTES = 1 << 24
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file; ModelFormatError if there is none."""
-    return parse_json(read_small_file(path), path.name)
+    value = _parse(path)
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON object.")
+    return value
 
 
 def read_json_objects(path: Path) -> list[dict[str, Any]]:
     """Return the list of JSON objects in a small file; ModelFormatError if there is none."""
-    value = _parse(read_small_file(path), path.name)
+    value = _parse(path)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON list of objects.")
     return value
@@ -42,14 +45,6 @@ def read_small_file(path: Path) -> bytes:
     return raw
 
 
-def parse_json(raw: bytes, name: str) -> dict[str, Any]:
-    """Return a JSON object; ModelFormatError, which names the file `name`, if it is damaged."""
-    value = _parse(raw, name)
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{name!r} is damaged: it is not a JSON object.")
-    return value
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a small file in one step: readers see the old text or the new one."""
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
@@ -65,8 +60,8 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
     write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def _parse(raw: bytes, name: str) -> Any:
+def _parse(path: Path) -> Any:
     try:
-        return json.loads(raw)
+        return json.loads(read_small_file(path))
     except (ValueError, RecursionError):
-        raise ModelFormatError(f"{name!r} is damaged: it is not JSON.") from None
+        raise ModelFormatError(f"{path.name!r} is damaged: it is not JSON.") from None

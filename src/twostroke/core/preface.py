@@ -1,4 +1,4 @@
-"""The part of an answer that comes before what was asked for."""
+"""Text before an answer that does not belong to it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Preface:
-    """A model's reasoning in front of its answer; no constraint and no stop string applies to it.
+    """A model's reasoning before its answer; constraints and stop strings do not apply to it.
 
-    `begin` is the text that opens it, as the first thing that is written, or empty where the prompt
-    has opened it already; without that text there is none. `end` is the text that closes it.
+    `begin` is the text that opens it, at the beginning of the output; empty if the prompt has
+    opened it already. Without that text there is no preface. `end` is the text that closes it.
     """
 
     begin: str

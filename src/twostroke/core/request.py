@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from twostroke.core.sampling import SamplingParams
 
 
-NO_PAGE = -1  # in a group's list: a page that no later row will read
+NO_PAGE = -1  # in a group's list of pages: no later row reads this part
 
 
 class FinishReason(Enum):
     """Why a request ended."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens or the context was reached, or no token was wanted
-    CANCEL = "cancel"  # the caller went away or asked
-    ERROR = "error"  # the engine failed under it
+    LENGTH = "length"  # max_tokens (perhaps 0) or the context length
+    CANCEL = "cancel"  # the caller cancelled or disconnected
+    ERROR = "error"  # the engine failed on it
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
     """Advice that may make a request faster and never changes its tokens.
 
-    `speculate` is the method that guesses its next tokens, a name in `core.config.SPECULATE`.
-    `prediction` is an output that the caller expects, as tokens.
+    `speculate` is the method of guessing, a name in `core.config.SPECULATE`. `prediction` is the
+    output that the caller expects, as tokens.
     """
 
     speculate: str = "auto"
@@ -44,35 +44,34 @@ NO_HINTS = Hints()
 class Request:
     """One sequence of tokens on its way through the engine.
 
-    There are no phases: a step computes a slice `tokens[num_computed:num_computed + count]`,
-    and a request whose `num_computed` has caught up with all but its last token is
-    decoding. Only the scheduler changes a request after it was added.
+    There are no phases: a step computes a slice `tokens[num_computed:num_computed + count]`, and
+    a request is decoding once all of its tokens except the last are computed. Only the scheduler
+    changes a request after it was added.
 
     Attributes:
         tokens: prompt followed by output.
-        num_prompt: how many of `tokens` are prompt.
-        seed: the seed that was drawn or given; row `i` of the output uses counter `i`.
-        end_ids: tokens that end the request (empty under `ignore_eos`), stop ids included.
-        pages: one list for each of the model's cache groups, all equally long: entry i is the id
-            of the key-value page that holds the group's part of `tokens[i * page_size:]`, or
-            `NO_PAGE` if it is wholly before the group's window. No lists while it waits.
-        hints: how its next tokens may be guessed, and from which text.
-        matcher: says which tokens keep its output within `params.constraint`, if there is one.
-        pooling: which of its last hidden states are wanted; then no token is drawn for it. None
-            for a request that is to be continued.
-        num_final: how many of its tokens will stay; None for all. Those after them are guesses of a
-            model that follows another one, and may be taken back.
+        num_prompt: the number of prompt tokens in `tokens`.
+        seed: of the random numbers; token `i` of the output uses counter `i`.
+        end_ids: tokens that end the request, stop ids included.
+        salt: separates the prefix caches of tenants.
+        prompt_field: the caller's name of the prompt, for errors, such as "messages".
+        hints: how its next tokens may be guessed.
+        matcher: tells which tokens keep its output within `params.constraint`, if it has one.
+        pooling: the hidden states to return for an embedding; no token is drawn then.
+        arrival_s: when it was added, on the engine's monotonic clock.
+        started_s: when it first got pages; 0 before that.
+        pages: a list for each of the model's cache groups, all equally long: entry i is the id of
+            the key-value page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
+            that is entirely before the group's window. No lists while it waits.
+        num_final: how many of its tokens are final; None for all. The others are guesses of a
+            model that follows another one, and may be removed.
         num_cached: prompt tokens found in the prefix cache when it was first admitted.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
-        num_drafted: tokens that were guessed and computed before they were known.
+        num_drafted: guessed tokens that were computed.
         num_accepted: how many of these were right.
         num_preemptions: how often it lost all of its pages.
-        num_moves: how often pages that it had were replaced, after a preemption or by a branch's;
-            otherwise its lists only grow, or are emptied before windows.
-        salt: separates the prefix cache of one tenant from another's.
-        prompt_field: the caller's name for the prompt, "prompt" or "messages", for errors.
-        arrival_s: when it was added, on the engine's monotonic clock.
-        started_s: when it was first given pages; 0 before that.
+        num_moves: how often some of its pages were replaced, after a preemption or by a branch's;
+            otherwise its lists only grow, or get `NO_PAGE` before windows.
     """
 
     id: str
@@ -103,49 +102,49 @@ class Request:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens that were given."""
+        """The prompt's tokens."""
         return self.tokens[: self.num_prompt]
 
     @property
     def output(self) -> list[int]:
-        """The tokens that were generated."""
+        """The generated tokens."""
         return self.tokens[self.num_prompt :]
 
     @property
     def num_output(self) -> int:
-        """How many tokens were generated."""
+        """How many tokens are generated."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """How many tokens are not computed yet; 0 only once it is finished."""
+        """How many tokens are not computed yet; 0 only at the end."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_settled(self) -> int:
-        """How many tokens are computed and will stay."""
+        """How many tokens are computed and final."""
         if self.num_final is None:
             return self.num_computed
         return min(self.num_computed, self.num_final)
 
     @property
     def num_unscored(self) -> int:
-        """How many prompt tokens' log-probabilities are wanted and not reported yet."""
+        """How many prompt tokens still need their log-probabilities reported."""
         if self.params.prompt_logprobs is None:
             return 0
         return self.num_prompt - 1 - self.num_scored
 
     @property
     def max_output(self) -> int | None:
-        """How many tokens may be drawn for it; None for as many as the context holds."""
+        """The most tokens to draw; None for as many as the context holds."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether something is wanted of its prompt's rows, so that cached ones are of no use."""
+        """Whether all prompt rows must be computed, so that cached pages cannot be used."""
         return self.pooling is Pooling.MEAN or self.num_unscored > 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """Whether it has ended."""
         return self.finish_reason is not None

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, checked once when it is built."""
+"""How the tokens of a request are chosen; values are checked when the object is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A number's meaning, and its values with both ends; `above` leaves out `low`."""
+    """A number's meaning and its bounds, both included; with `above`, `low` is not."""
 
     kind: type[int | float]
     low: float
@@ -73,18 +73,21 @@ class SamplingParams:
     The order of application is: logit bias, repetition, frequency and presence penalties,
     minimum tokens (end tokens barred), the constraint's mask, temperature, top-k, min-p, top-p,
     draw.
-    `temperature` 0 is greedy: the largest logit, the lowest id among equals.
-    `max_tokens` None means as many as the context holds. `seed` None draws a fresh one per
-    request. `logprobs` None reports none, 0 the chosen token's alone, k the k likeliest beside it;
-    they are taken from the model's own distribution, before any of the above. `prompt_logprobs`
-    wants the same of each prompt token but the first, and then `max_tokens` may be 0. `stop` and
-    `stop_token_ids` are kept as tuples; a list, or a single stop string, may be given. With a
-    `constraint` the answer is one that it allows, or the beginning of one if it was cut; where
-    nothing can be added any more it ends, even before `min_tokens`. Constraint and stop
-    strings apply only after a `preface`, such as a model's reasoning.
-    `shown_ids` are special tokens that the answer's text shows, which else it leaves out.
-    `end_ids` end it as `stop_token_ids` do; they are the model's, not the caller's, so that none of
-    the caller's limits holds for them.
+
+    Attributes:
+        max_tokens: None for as many as the context holds; may be 0 with `prompt_logprobs`.
+        temperature: 0 is greedy: the largest logit, the lowest id among equals.
+        seed: None draws a new one for each request.
+        stop, stop_token_ids: kept as tuples; lists, or a single stop string, may be given.
+        logprobs: None for none, 0 for the chosen token's alone, k for the k likeliest tokens as
+            well; from the model's own distribution, before all of the above.
+        prompt_logprobs: the same for each prompt token except the first.
+        constraint: the answer matches it, or begins as a match if it was cut. An answer that
+            cannot grow any more ends, even before `min_tokens`.
+        preface: text before the answer, such as reasoning, that `constraint` and `stop` ignore.
+        shown_ids: special tokens that the answer's text includes; it leaves out the others.
+        end_ids: end the answer as `stop_token_ids` do; they are the model's, so the limits of the
+            caller's do not apply.
 
     Raises:
         RequestError: a value is outside its bounds; `field` names it.
@@ -178,33 +181,17 @@ def _as_tuple(param: str, value: object) -> tuple[object, ...]:
 
 
 def _check(param: str, value: object, bounds: Bounds) -> None:
-    if bounds.kind is int:
-        _check_int(param, value, int(bounds.low), int(bounds.high))
-    else:
-        _check_float(param, value, bounds)
+    kinds = int if bounds.kind is int else (int, float)
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        kind = "an integer" if bounds.kind is int else "a finite number"
+        raise RequestError(f"must be {kind}, got {{value!r}}.", field=param, value=value)
+    assert isinstance(value, int | float)
+    if not bounds.low <= value <= bounds.high or (bounds.above and value == bounds.low):
+        low, high, given = (_text(number) for number in (bounds.low, bounds.high, value))
+        span = f"greater than {low} and at most" if bounds.above else f"from {low} to"
+        raise RequestError(f"must be {span} {high}, got {given}.", field=param)
 
 
-def _check_int(param: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError("must be an integer, got {value!r}.", field=param, value=value)
-    if not low <= value <= high:
-        raise RequestError(f"must be from {low} to {high}, got {value}.", field=param)
-
-
-def _check_float(param: str, value: object, bounds: Bounds) -> None:
-    number, low, high = _to_float(value), bounds.low, bounds.high
-    if not math.isfinite(number):
-        raise RequestError("must be a finite number, got {value!r}.", field=param, value=value)
-    if not low <= number <= high or (bounds.above and number == low):
-        span = f"greater than {low:g} and at most" if bounds.above else f"from {low:g} to"
-        raise RequestError(f"must be {span} {high:g}, got {number:g}.", field=param)
-
-
-def _to_float(value: object) -> float:
-    """Return a number as a float; NaN for anything else, too large an integer included."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+def _text(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from twostroke.core.tree import Branch
 
 
-UNASKED: Final = (None,)  # log-probabilities of a token, if none are wanted
-NO_TOKEN = -1  # drawn when a row's logits are unusable: its request fails, its batch does not
+UNASKED: Final = (None,)  # log-probabilities of one token, if the request wants none
+NO_TOKEN = -1  # drawn from logits that are not numbers: the request fails, the others do not
 
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
 class Slice:
     """One request's share of a step: compute `request.tokens[start:start + count]` and `drafts`.
 
-    Keys and values of these tokens go to the pages in `request.pages`, which already reach far
-    enough. If the last of the `count` rows is the request's newest token, the slice `samples`: a
-    token is drawn from that row's logits. After a newest token of the output there may be `drafts`,
-    guesses of the next tokens; from each draft's logits a token is drawn too, as if the drafts up
-    to it were part of the request. Drafts are a chain or, after a slice of one row, a tree:
-    `branches` are the drafts that begin other paths, in their order.
+    Keys and values of these tokens are stored in `request.pages`, which are already long enough.
+    If the last of the `count` rows is the request's newest token, the slice `samples`: a token is
+    drawn from that row's logits. Then `drafts` may follow, guesses of the next tokens. A token is
+    drawn after each draft too, as if the drafts up to it were part of the request. Drafts are a
+    chain or, after a slice of one row, a tree: `branches` are the drafts that begin other paths, in
+    order.
 
     The last `num_scored` rows before those that draw report the log-probability of the prompt's
     next token. The last `num_pooled` rows return their hidden states.
@@ -45,7 +45,7 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """How many tokens are computed, drafts among them."""
+        """How many tokens are computed, drafts included."""
         return self.count + len(self.drafts)
 
     @property
@@ -74,8 +74,8 @@ class StepPlan:
     `ExternalInput`, (rows, width) in the order of the slices.
 
     `requests`, `starts` and `counts` are those of the slices, collected once because a step needs
-    them several times; drafts, which are added later, are not. With `is_decode` each slice is one
-    row that draws, its request's newest token, apart from drafts.
+    them several times. With `is_decode` each slice has one row, its request's newest token, apart
+    from drafts.
     """
 
     slices: tuple[Slice, ...]
@@ -97,7 +97,7 @@ class StepPlan:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether any slice has drafts by now."""
+        """Whether any slice has drafts."""
         return any(s.drafts for s in self.slices)
 
     @property
@@ -107,13 +107,13 @@ class StepPlan:
 
     @property
     def draws(self) -> list[bool]:
-        """For each row with logits, in order: whether it draws a token; otherwise it is scored."""
+        """For each row with logits, in order, whether it draws a token; the others are scored."""
         return [place >= s.num_scored for s in self.slices for place in range(s.num_with_logits)]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) of one token, from the unmodified distribution."""
+    """Natural log-probabilities of one token, from the model's own distribution."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -124,12 +124,12 @@ class TokenLogprobs:
 class StepResult:
     """The tokens that a step drew: `num_drawn` of each slice, in the plan's order.
 
-    A slice's first token follows the request's newest, the others follow its drafts. A token is
-    `NO_TOKEN` where none could be drawn; `logprobs[i]` is None unless the request asked for it.
+    A slice's first token follows the request's newest, the others follow its drafts. It is
+    `NO_TOKEN` if none could be drawn; `logprobs[i]` is None unless the request asked for it.
     `elapsed_s` is the whole call, `kernel_s` its part inside kernels; both are 0.0 if not measured.
-    `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the reports of the
-    scored rows, None where logits are unusable. `states` has, for each slice with `num_pooled`
-    rows, their normed last hidden states (rows, width), which depend on these rows alone.
+    `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the log-
+    probabilities of scored rows, None if logits are not numbers. `states` has, for each slice with
+    `num_pooled` rows, their final hidden states (rows, width), which depend on these rows alone.
     """
 
     tokens: list[int]
@@ -145,8 +145,8 @@ class StepResult:
 class Delta:
     """The outcome of one step for one request: new tokens, and perhaps its end.
 
-    `scores` are log-probabilities of the prompt's tokens, in their order, from the second on.
-    `states` are the hidden states (rows, width) that were wanted of the rows just computed.
+    `scores` are log-probabilities of the prompt's next tokens, in order, from the second token on.
+    `states` are the hidden states (rows, width) of the rows to pool.
     """
 
     request: Request

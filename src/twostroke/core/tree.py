@@ -1,4 +1,4 @@
-"""Trees of drafts: what each draft follows, and the path of right ones."""
+"""Trees of drafts: the token that each draft follows, and the path of right drafts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-ROOT = -1  # what the first drafts follow: the request's newest token
+ROOT = -1  # the request's newest token, which the first drafts follow
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
 
-    Each follows the one before it; the first follows draft `parent` (or `ROOT`), at `position`. A
+    Each follows the previous draft; the first follows draft `parent` (or `ROOT`), at `position`. A
     row sees only its ancestors, so a branch has separate pages. `pages` has a list for each cache
-    group, for the places from `place` on; earlier ones are the request's. The last `num_own` of
-    each list belong to this branch, the others to its parent.
+    group, for the places from `place` on; earlier ones are the request's. The last `num_own` pages
+    of each list belong to this branch, the others to its parent.
 
-    The first own page begins with what the branch shares with others. The rows `above` of this step
-    (counted from the slice's first; they end at `position` - 1) are stored there, too. If older
-    tokens share the page, it begins as a copy of the request's page: `is_copied`.
+    The first own page begins with tokens that the branch shares with others. The rows `above` of
+    this step (counted from the slice's first; they end at `position` - 1) are stored there too. If
+    older tokens share the page, it begins as a copy of the request's page: `is_copied`.
     """
 
     first: int
@@ -36,7 +36,7 @@ class Branch:
 
     @property
     def own_place(self) -> int:
-        """The place of the first page that is the branch's own."""
+        """The place of the branch's first own page."""
         return self.place + len(self.pages[0]) - self.num_own
 
     @property
@@ -96,7 +96,7 @@ def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 def right_drafts(
     drafts: Sequence[int], branches: Sequence[Branch], drawn: Sequence[int]
 ) -> Sequence[int]:
-    """Return the indices of the drafts that were right, each following the one before.
+    """Return the indices of the right drafts, each following the previous one.
 
     `drawn[0]` was drawn after the request's newest token, `drawn[1 + i]` after draft i. The
     request's next tokens are `drawn[0]` and those drawn after the right drafts.

@@ -1,72 +1,37 @@
-"""One choice of a generation: the request, its text so far, and whom to tell."""
+"""One answer: tokens become text, stop strings end it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from twostroke.core.request import FinishReason
 from twostroke.core.service import DEFAULT_SERVICE
-from twostroke.core.step import Delta
-from twostroke.engine.output import Output, Timings, Usage
+from twostroke.engine.listener import Listener
+from twostroke.engine.output import Output
 from twostroke.tokenize import StreamDecoder
 
 if TYPE_CHECKING:
-    from twostroke.core.errors import TwostrokeError
     from twostroke.core.request import Request
-    from twostroke.engine.counters import ServiceCounter
-    from twostroke.engine.mail import Mailbox
+    from twostroke.core.step import Delta
+    from twostroke.engine.delivery import Mailbox
     from twostroke.tokenize import Tokenizer
 
 
-class Listener(Protocol):
-    """Who is told what steps bring a request, until its last output."""
+class Choice(Listener):
+    """Turns a request's tokens into text."""
 
-    request: Request
-    mailbox: Mailbox
-    service: str
-    counter: ServiceCounter
-    num_output: int
-    first_token_s: float
-    last_token_s: float
-
-    def take(self, delta: Delta, now_s: float) -> Output:
-        """Return what a step means to the caller."""
-
-    def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
-        """Return the last output of a request that ends by itself no more."""
-
-    def count_end(self, reason: FinishReason, timings: Timings | None = None) -> None:
-        """Count the end; one that ended well has `timings`."""
-
-
-@dataclass(slots=True, eq=False)
-class Choice:
-    """Turns a request's tokens into text; lives from submission to its last output."""
-
-    request: Request
-    index: int
-    decoder: StreamDecoder
-    mailbox: Mailbox
-    service: str = DEFAULT_SERVICE
-    counter: ServiceCounter = field(init=False)  # the loop's, from submission on
-    num_output: int = 0
-    num_unwanted: int = 0  # guesses that were right, behind a stop string
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         request: Request,
         index: int,
-        tokenizer: Tokenizer,
         mailbox: Mailbox,
+        tokenizer: Tokenizer,
         service: str = DEFAULT_SERVICE,
-    ) -> Choice:
-        """Make the choice of a new request."""
+    ) -> None:
+        """Decode with `tokenizer`; the other arguments as in `Listener`."""
+        super().__init__(request, index, mailbox, service)
         params = request.params
-        decoder = StreamDecoder(
+        self._decoder = StreamDecoder(
             tokenizer,
             params.stop,
             include_stop=params.include_stop,
@@ -74,18 +39,16 @@ class Choice:
             min_tokens=params.min_tokens,
             preface=params.preface,
         )
-        return cls(request, index, decoder, mailbox, service)
 
     def take(self, delta: Delta, now_s: float) -> Output:
-        """Return what a step's tokens mean to the caller.
+        """Return a step's tokens and their text.
 
-        When a stop string is met, the output is the choice's last although the request itself
-        goes on: the engine then ends it.
+        The output is the last one if a stop string is found, although the request has not ended;
+        the loop ends it then.
         """
-        decoder, reason, shown = self.decoder, self.request.finish_reason, delta.tokens
-        if not shown and reason is None:
+        tokens, reason, counter = delta.tokens, self.request.finish_reason, self.counter
+        if not tokens and reason is None:
             return Output(self.index, "", (), prompt_logprobs=delta.scores)
-        counter = self.counter
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
@@ -93,77 +56,39 @@ class Choice:
         else:
             counter.gaps.append(self.last_token_s)
         self.last_token_s = now_s
-        if reason is None and len(shown) == 1 and not is_first:
-            text = decoder.known.get(shown[0])
-            if text is not None:  # as mostly, and it is to be quick
+        if reason is None and len(tokens) == 1 and not is_first:
+            text = self._decoder.known.get(tokens[0])
+            if text is not None:  # the most frequent case, which must be fast
                 self.num_output += 1
                 counter.num_tokens += 1
-                return Output(self.index, text, shown, delta.logprobs, delta.scores)
-        if reason is FinishReason.STOP:  # the last token says so, and is no text
-            shown = shown[:-1]
-        text = decoder.feed(shown[0]) if shown else ""
-        count = 1
-        while count < len(shown) and decoder.stop is None:
-            text += decoder.feed(shown[count])
-            count += 1
-        if decoder.stop is not None:  # what was drawn behind it is nobody's
-            tokens, logprobs = delta.tokens[:count], delta.logprobs[:count]
-            self.num_unwanted = max(0, len(delta.tokens) - 1 - count)  # the last was no guess
-            delta = Delta(delta.request, tokens, logprobs, delta.scores)
-            self.num_output += count
-            counter.num_tokens += count
-            return self._last(text, delta, FinishReason.STOP, decoder.stop)
-        count = len(delta.tokens)
-        self.num_output += count
-        counter.num_tokens += count
-        if reason is None:
-            output = Output(self.index, text, delta.tokens, delta.logprobs, delta.scores)
-            if is_first:
-                output.usage = self._usage()
-            return output
-        text += decoder.finish()
-        stop = delta.tokens[-1] if reason is FinishReason.STOP else decoder.stop
-        return self._last(text, delta, reason, stop)
+                return Output(self.index, text, tokens, delta.logprobs, delta.scores)
 
-    def cut(self, reason: FinishReason, error: TwostrokeError | None = None) -> Output:
-        """Return the last output of a choice that ends without another token."""
-        return self._last(self.decoder.finish(), None, reason, None, error)
+        stop: str | int | None = None
+        text, num_read = self._read(tokens[:-1] if reason is FinishReason.STOP else tokens)
+        if self._decoder.stop is not None:
+            self.num_unused = max(0, len(tokens) - 1 - num_read)  # the last token was no guess
+            tokens = tokens[:num_read]
+            reason, stop = FinishReason.STOP, self._decoder.stop
+        elif reason is not None:
+            text += self._rest()
+            stop = tokens[-1] if reason is FinishReason.STOP else self._decoder.stop
+        self.num_output += len(tokens)
+        counter.num_tokens += len(tokens)
+        output = Output(self.index, text, tokens, delta.logprobs[: len(tokens)], delta.scores)
+        if reason is not None:
+            return self._ended(output, reason, stop)
+        if is_first:
+            output.usage = self._usage()
+        return output
 
-    def count_end(self, reason: FinishReason, timings: Timings | None = None) -> None:
-        """Count the end of the answer."""
-        self.counter.end(reason, timings, self.num_output)
+    def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:
+        """Return the text of tokens up to a stop string, and how many tokens were read."""
+        text = ""
+        for count, token in enumerate(tokens, 1):
+            text += self._decoder.feed(token)
+            if self._decoder.stop is not None:
+                return text, count
+        return text, len(tokens)
 
-    def _last(
-        self,
-        text: str,
-        delta: Delta | None,
-        reason: FinishReason,
-        stop: str | int | None,
-        error: TwostrokeError | None = None,
-    ) -> Output:
-        request = self.request
-        return Output(
-            self.index,
-            text,
-            delta.tokens if delta else (),
-            delta.logprobs if delta else (),
-            delta.scores if delta else (),
-            finish_reason=reason,
-            stop=stop,
-            usage=self._usage(),
-            timings=Timings(
-                request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
-            ),
-            error=error,
-        )
-
-    def _usage(self) -> Usage:
-        request = self.request
-        num_accepted = request.num_accepted - self.num_unwanted
-        return Usage(
-            request.num_prompt,
-            request.num_cached,
-            self.num_output,
-            num_accepted,
-            request.num_drafted - num_accepted,
-        )
+    def _rest(self) -> str:
+        return self._decoder.finish()

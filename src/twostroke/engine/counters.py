@@ -1,10 +1,11 @@
-"""What a running engine counts, and the snapshot through which everybody reads it."""
+"""Counts of a running engine, and the snapshot in which others read them."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
+from operator import sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from twostroke.core.request import FinishReason
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
     from twostroke.engine.histogram import Distribution
-    from twostroke.engine.output import Timings
-    from twostroke.engine.seconds import Span
+    from twostroke.engine.output import Output
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
     from twostroke.schedule import SchedulerStats
@@ -45,8 +45,7 @@ class Stroke:
 
     def __sub__(self, earlier: Stroke) -> Stroke:
         """Return what was added since `earlier`."""
-        names = [field.name for field in fields(self)]
-        return Stroke(*(getattr(self, name) - getattr(earlier, name) for name in names))
+        return Stroke(*map(sub, astuple(self), astuple(earlier)))
 
     @property
     def flops_per_s(self) -> float:
@@ -69,7 +68,7 @@ class Stroke:
 
 @dataclass(frozen=True, slots=True)
 class Strokes:
-    """Both strokes; a step counts as prefill when most of its rows are prompt tokens."""
+    """Sums for prefill and decode; a step is prefill if most of its rows are prompt tokens."""
 
     prefill: Stroke = Stroke()
     decode: Stroke = Stroke()
@@ -92,9 +91,9 @@ class TimedRows(NamedTuple):
 class ServiceTotals:
     """Sums for one class of service.
 
-    A prompt counts when its first token has come, `completion_tokens` as they are generated.
-    `ends` are counted by finish reason; `latencies` are in seconds, by the names in `LATENCIES`.
-    Embedded texts are counted apart from answers, when their vectors are ready.
+    Prompts are counted at their first token, `completion_tokens` as they are generated. `ends` are
+    by finish reason; `latencies` are in seconds, by the names in `LATENCIES`. Texts to embed are
+    not answers: they are counted separately, when their vectors are ready.
     """
 
     prompt_tokens: int
@@ -115,8 +114,8 @@ class ServiceTotals:
 class SpeculationTotals:
     """Guesses: `proposed` and `accepted` by source, `accepted_at` by place after the newest token.
 
-    `passes` are steps of a request with guesses: each brought one token besides the accepted ones.
-    `saved_s` estimates the time that the same tokens would have taken in addition.
+    `passes` are slices with guesses; each drew one token besides the accepted ones. `saved_s`
+    estimates how much longer the same tokens would have taken without guesses.
     """
 
     proposed: Counter[str]
@@ -128,11 +127,11 @@ class SpeculationTotals:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine's counts at one moment. Sums are since it started, `age_s` seconds ago.
+    """The engine's counts at one moment; sums are since its start, `age_s` seconds ago.
 
-    `services` are by class of service. `prefill_rows` and `decode_rows` distribute steps by their
-    number of rows; `recent_steps` are the last steps. `scheduler` also says how many requests and
-    pages there are in each state now.
+    `services` are by class of service. `prefill_rows` and `decode_rows` are the distributions of a
+    step's rows; `recent_steps` are the last steps. `scheduler` also counts the requests and pages
+    in each state now.
     """
 
     age_s: float
@@ -146,14 +145,11 @@ class Snapshot:
 
 
 class ServiceCounter:
-    """Counts for one class of service. The engine's loop writes, under its lock.
-
-    The gaps before a step's tokens are counted together: in most steps they are all the same.
-    """
+    """Counts for one class of service; the loop's lock guards it."""
 
     def __init__(self) -> None:
         """Count from 0."""
-        self.gaps: list[float] = []  # when the tokens before those of this step were generated
+        self.gaps: list[float] = []  # times of the tokens that precede this step's
         self.num_tokens = 0
         self._latencies = {name: Histogram() for name in LATENCIES}
         self._num_prompt = self._num_cached = 0
@@ -161,36 +157,40 @@ class ServiceCounter:
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Count a request whose first token has come."""
+        """Count a request that gets its first token."""
         self._num_prompt += request.num_prompt
         self._num_cached += request.num_cached
         self._latencies["queue"].observe(request.started_s - request.arrival_s)
         self._latencies["ttft"].observe(now_s - request.arrival_s)
 
-    def count_embedded(self, request: Request) -> None:
-        """Count a text whose vector is ready."""
-        self._embedded_texts += 1
-        self._embedded_tokens += request.num_prompt
-
     def count_gaps(self, now_s: float) -> None:
-        """Count the gaps before the tokens of a step."""
+        """Count the times between this step's tokens and the previous ones."""
         gaps = self.gaps
         if not gaps:
             return
-        if gaps.count(gaps[0]) == len(gaps):
+        if gaps.count(gaps[0]) == len(gaps):  # as in most steps
             self._latencies["itl"].observe(now_s - gaps[0], len(gaps))
         else:
             for before_s, count in Counter(gaps).items():
                 self._latencies["itl"].observe(now_s - before_s, count)
         gaps.clear()
 
-    def end(self, reason: FinishReason, timings: Timings | None, num_output: int) -> None:
-        """Count a request that has ended; a completed one has `timings`."""
+    def end(self, request: Request, last: Output) -> None:
+        """Count a request that has ended with the output `last`; a text only if it has a vector."""
+        reason, timings, usage = last.finish_reason, last.timings, last.usage
+        assert reason is not None
+        assert timings is not None
+        assert usage is not None
+        is_complete = reason in COMPLETED
+        if request.pooling is not None:
+            self._embedded_texts += is_complete
+            self._embedded_tokens += is_complete * request.num_prompt
+            return
         self._ends[reason] += 1
-        if reason not in COMPLETED or timings is None:
+        if not is_complete:
             return
         self._latencies["e2e"].observe(timings.e2e_s)
-        tpot_s = timings.tpot_s(num_output)
+        tpot_s = timings.tpot_s(usage.completion_tokens)
         if tpot_s is not None:
             self._latencies["tpot"].observe(tpot_s)
 
@@ -208,7 +208,7 @@ class ServiceCounter:
 
 
 class Counters:
-    """The engine's counts. The loop writes and reads them under its lock."""
+    """The engine's counts; the loop's lock guards them."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Counters:
         scheduler: Callable[[], SchedulerStats],
         speculation: SpeculationStats,
     ) -> None:
-        """Count work by the Program's `cost`; a snapshot includes what the others count."""
+        """Count work by `cost`; snapshots include the counts of `scheduler` and `speculation`."""
         self.services = {service: ServiceCounter() for service in SERVICES}
         self._cost = cost
         self._scheduler = scheduler
@@ -225,17 +225,12 @@ class Counters:
         self._strokes = Strokes()
         self._prefill_rows, self._decode_rows = Histogram(ROW_BOUNDS), Histogram(ROW_BOUNDS)
         self._recent: deque[TimedRows] = deque(maxlen=_NUM_RECENT)
-        self._seconds = Seconds(self.snapshot)
+        self.seconds = Seconds(self.snapshot)
 
     def add_step(self, plan: StepPlan, batch: BatchShape, result: StepResult) -> None:
         """Count one step, whose shape is `batch`."""
-        prompt_rows = sum(
-            [
-                min(s.start + s.count, s.request.num_prompt) - s.start
-                for s in plan.slices
-                if s.start < s.request.num_prompt
-            ]
-        )
+        prompts = [(s.start, s.count, s.request.num_prompt) for s in plan.slices]
+        prompt_rows = sum([min(count, end - start) for start, count, end in prompts if start < end])
         cost, rows, strokes = self._cost.of(batch), batch.num_rows, self._strokes
         is_prefill = 2 * prompt_rows > rows
         old = strokes.prefill if is_prefill else strokes.decode
@@ -256,17 +251,9 @@ class Counters:
         self._recent.append(TimedRows(rows, prompt_rows, len(plan.slices), result.elapsed_s))
 
     def count_gaps(self, now_s: float) -> None:
-        """Count the gaps before a step's tokens."""
+        """Count the times between this step's tokens and the previous ones."""
         for service in self.services.values():
             service.count_gaps(now_s)
-
-    def turn(self, now_s: float) -> None:
-        """Keep a snapshot if a new second has begun; to be called before a step is counted."""
-        self._seconds.turn(now_s)
-
-    def span(self, seconds: int) -> Span[Snapshot]:
-        """Return snapshots of both ends of the last whole seconds."""
-        return self._seconds.span(seconds)
 
     def snapshot(self) -> Snapshot:
         """Return all counts as of now."""

@@ -1,4 +1,4 @@
-"""Distributions that take no more room however much is counted, and their percentiles."""
+"""Distributions in a fixed number of buckets, and their percentiles."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ _DECADE: Final = (
     *("3.2", "3.6", "4", "4.5", "5", "5.6", "6.3", "7.1", "8", "9"),
 )
 
-# From 10 microseconds to hours, twenty to a decade: a percentile is known to within some 6%.
+# From 10 microseconds to hours, twenty to a decade: percentiles have an error of at most 6%.
 TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) for step in _DECADE)
 ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How many values were at most `bounds[i]` and above the bound before; the last: above all."""
+    """`counts[i]` values are at most `bounds[i]` and above the previous bound; the last are above.
+
+    `sum` is the sum of all values.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -36,19 +39,19 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float | None:
-        """Their mean; None of none."""
+        """The mean; None without values."""
         count = self.count
         return self.sum / count if count else None
 
     def percentile(self, share: float) -> float | None:
-        """Return about the value below which `share` of them lie; None of none.
+        """Return about the value that `share` of all values are below; None without values.
 
-        Within a bucket values are taken to lie evenly.
+        Values are assumed to lie evenly within a bucket.
         """
         below = list(accumulate(self.counts))
         if not below[-1]:
@@ -61,7 +64,7 @@ class Distribution:
         return low + (high - low) * (rank - before) / self.counts[place]
 
     def cumulative(self, bounds: Sequence[float]) -> Iterator[tuple[float, int]]:
-        """Yield how many values are at most each of `bounds`, which are some of its own."""
+        """Yield how many values are at most each of `bounds`, a part of the distribution's own."""
         below = list(accumulate(self.counts))
         for bound in bounds:
             yield bound, below[bisect_left(self.bounds, bound)]
@@ -84,5 +87,5 @@ class Histogram:
         self._sum += value * count
 
     def read(self) -> Distribution:
-        """Return what has been counted so far."""
+        """Return the counts so far."""
         return Distribution(self._bounds, tuple(self._counts), self._sum)

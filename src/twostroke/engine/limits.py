@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from twostroke.backends.cpu.team import measure_bandwidth, measure_peak
 from twostroke.core import env
-from twostroke.core.errors import BackendError, UsageError
-from twostroke.core.hardware import Hardware
-from twostroke.core.machine import memory_total, processor_name
+from twostroke.core.errors import BackendError, ModelFormatError, UsageError
+from twostroke.core.files import read_json, write_json
+from twostroke.core.hardware import Hardware, memory_total, processor_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,49 +22,40 @@ _VERSION = 3  # of the measurement: raise it when what is measured changes
 
 
 class Limits:
-    """One engine's limits, measured (or remembered) at first use, which nothing it does exceeds.
+    """The machine's limits for one engine, measured (or read from the cache) at first use.
 
-    A machine that was busy when it was measured shows itself by a share above 100%. It is measured
-    again then, once; a rate that is beyond the limits even so is the limit itself.
+    A measurement on a busy machine is too low, and the engine's own speed may exceed it. The
+    machine is then measured again, once; a speed that still exceeds the limit becomes the limit.
     """
 
     def __init__(self, level: str, num_threads: int, stream_bytes: int) -> None:
-        """Be the limits that `machine` measures for these."""
+        """Take arguments of `machine`."""
         self._set_up = (level, num_threads, stream_bytes)
         self._hardware: Hardware | None = None
         self._was_measured_again = False
 
     def hardware(self) -> Hardware | None:
-        """Return what was measured; None where no native library can measure."""
+        """Return the measured limits; None if no native library can measure."""
         if self._hardware is None:
-            self._hardware = self._machine(again=False)
+            self._hardware = self._measure(again=False)
         return self._hardware
 
-    def beside(self, strokes: Strokes) -> Hardware | None:
-        """Return the limits to show `strokes` beside; None where there are none."""
+    def above(self, strokes: Strokes, *, may_measure: bool) -> Hardware | None:
+        """Return limits that `strokes` do not exceed; do not measure while the machine is busy."""
         hardware = self.hardware()
-        if hardware is None:
-            return None
-        if _exceeds(strokes, hardware) and not self._was_measured_again:
+        if hardware is None or _raised(hardware, strokes) == hardware:
+            return hardware
+        if may_measure and not self._was_measured_again:
             self._was_measured_again = True
-            hardware = self._hardware = self._machine(again=True) or hardware
+            hardware = self._hardware = self._measure(again=True) or hardware
         return _raised(hardware, strokes)
 
-    def seen(self, strokes: Strokes) -> Hardware | None:
-        """Return the limits, at least what `strokes` achieved; never measures a machine at work."""
-        hardware = self.hardware()
-        return None if hardware is None else _raised(hardware, strokes)
-
-    def _machine(self, *, again: bool) -> Hardware | None:
+    def _measure(self, *, again: bool) -> Hardware | None:
         level, num_threads, stream_bytes = self._set_up
         try:
             return machine(level, num_threads, stream_bytes, again=again)
-        except (BackendError, UsageError):  # a level for the cpu backend, while another computes
+        except (BackendError, UsageError):  # the cpu backend cannot run here; another one does
             return None
-
-
-def _exceeds(strokes: Strokes, hardware: Hardware) -> bool:
-    return _raised(hardware, strokes) != hardware
 
 
 def _raised(hardware: Hardware, strokes: Strokes) -> Hardware:
@@ -81,10 +71,10 @@ def _raised(hardware: Hardware, strokes: Strokes) -> Hardware:
 def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = False) -> Hardware:
     """Return the machine's bandwidth and peak for kernels of `level` on `num_threads` threads.
 
-    `stream_bytes` is the size of what is streamed at each step (the weights): a model that fits
-    into the last-level cache has another bandwidth than one that does not. Measured in well under
-    a second the first time, or when `again`; kept in the cache folder afterwards. A busy machine
-    measures low, never high, so the best of all measurements is what is kept and returned.
+    `stream_bytes` is the size of what each step streams (the weights): models that fit into the
+    last-level cache have a higher bandwidth. The measurement takes less than a second, the first
+    time or with `again`; the result is kept in the cache folder. A busy machine measures too low,
+    never too high, so the best of all measurements is kept and returned.
     """
     key = f"{_VERSION}|{processor_name()}|{level}|{num_threads}|{stream_bytes.bit_length()}"
     path = env.cache_dir() / "machine" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -102,25 +92,15 @@ def machine(level: str, num_threads: int, stream_bytes: int, *, again: bool = Fa
         peak_kind=kind,
         source="measured",
     )
-    _write(path, measured)
+    with suppress(OSError):  # the machine is then measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(measured))
     return measured
 
 
 def _read(path: Path) -> Hardware | None:
     try:
-        known = Hardware(**json.loads(path.read_text()))
+        known = Hardware(**read_json(path))
         return known if known.bandwidth > 0 and known.peak > 0 else None
-    except (OSError, ValueError, TypeError):
+    except (ModelFormatError, TypeError):
         return None
-
-
-def _write(path: Path, hardware: Hardware) -> None:
-    """Remember; a folder that cannot be written only means measuring again next time."""
-    partial = path.with_suffix(".part")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(hardware), indent=1))
-        partial.replace(path)
-        return
-    with suppress(OSError):  # half of it, on a full disk
-        partial.unlink(missing_ok=True)

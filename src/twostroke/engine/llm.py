@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from twostroke.core.config import PARTNER
 from twostroke.core.embedding import AUTO, EmbeddingParams
-from twostroke.core.errors import OverloadedError, RequestError, UsageError
+from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
-from twostroke.engine.embedding import Embeddings, embed
+from twostroke.engine.embedding import Embedding
 from twostroke.engine.loading import pull
 from twostroke.engine.prompts import (
     encode_gap,
@@ -25,23 +26,22 @@ from twostroke.engine.prompts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator
 
     from twostroke.core.config import EngineOptions
     from twostroke.core.request import Hints
-    from twostroke.engine.client import AsyncGeneration, Client, Generation, ModelCard
-    from twostroke.engine.embedding import Embedding
+    from twostroke.engine.client import Client, ModelCard
+    from twostroke.engine.generation import Generation
     from twostroke.engine.output import Completion, Output
 
     Message = Mapping[str, object]
     Text = str | Sequence[int]
     Model = str | PathLike[str]
 
-_WRITER, _SPEAKER = Caller(prompt_field="prompt"), Caller(prompt_field="messages")
-_READER = Caller(prompt_field="input")
+_FOR_EMBEDDINGS = Caller(prompt_field="input")
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model that answers in this process.
 
     >>> with LLM("smollm2") as llm:
@@ -52,7 +52,7 @@ class LLM:
         """Load `model`: a path, a short name or hf:owner/repo; fetched first if not here yet.
 
         Raises:
-            TwostrokeError: it cannot be found, read, or held in memory.
+            TwostrokeError: the model cannot be found, read, or held in memory.
         """
         self.engine: Engine = _fetch_and_build(model, options)
 
@@ -65,23 +65,26 @@ class LLM:
         speculate: str = "auto",
         prediction: str = "",
     ) -> list[list[Completion]]:
-        """Continue each prompt (a text, or token ids); all of them share the engine's batches.
+        """Continue prompts (texts, or lists of token ids), which share the engine's batches.
 
-        Returns one list a prompt, in order, with its `n` completions. One `params` serves all
-        prompts, or there is one for each. With a `suffix` each answer fills what is missing between
-        its prompt and that. `speculate` says who may guess tokens ahead, and `prediction` what the
-        answers will be like, as far as that is known: both change the time that answers take, never
-        the answers.
+        Returns a list for each prompt, in order, with its `n` completions. `params` are for all
+        prompts, or a list with one for each. With a `suffix` each answer is the text between its
+        prompt and the suffix. `speculate` names the method that guesses tokens, and `prediction`
+        is the text of the expected answer; both change the speed and never the answers.
 
         Raises:
-            RequestError: a prompt is empty or can never fit, the counts differ, or the model cannot
-                fill in the middle.
+            RequestError: a prompt is empty or can never fit, or the model cannot fill in the
+                middle.
         """
         many = _as_prompts(prompts)
-        card, each = self.engine.card, _as_params(params, len(many))
-        written = [_written(card, *pair, suffix) for pair in zip(many, each, strict=True)]
-        tokens, each = [tokens for tokens, _ in written], [one for _, one in written]
-        return self._run(tokens, each, _WRITER, self._hints(speculate, prediction))
+        card = self.engine.card
+        hints = to_hints(card, speculate, prediction)
+        return self._answer(
+            [
+                _completion(card, prompt, one, suffix, hints)
+                for prompt, one in zip(many, _as_params(params, len(many)), strict=True)
+            ]
+        )
 
     def chat(
         self,
@@ -96,11 +99,11 @@ class LLM:
         `speculate` and `prediction` as in `generate`.
 
         Raises:
-            RequestError: the model has no chat template, or a message is not as it should be.
+            RequestError: the model has no chat template, or a message is not valid.
         """
-        tokens, params = encode_turn(self.engine.card, messages, _as_one(params))
-        hints = self._hints(speculate, prediction)
-        return self._run([tokens], [params], _SPEAKER, hints)[0]
+        card = self.engine.card
+        hints = to_hints(card, speculate, prediction)
+        return self._answer([_turn(card, messages, params, hints)])[0]
 
     def stream(
         self,
@@ -111,77 +114,66 @@ class LLM:
         speculate: str = "auto",
         prediction: str = "",
     ) -> Iterator[Output]:
-        """Continue one prompt and yield its outputs; leaving early cancels what still runs.
+        """Continue one prompt and yield its outputs; leaving early cancels the rest.
 
         `suffix`, `speculate` and `prediction` as in `generate`.
         """
-        client = self.engine.client
-        tokens, params = _written(client.card, prompt, _as_one(params), suffix)
-        hints = self._hints(speculate, prediction)
-        generation = client.generate(tokens, params, _WRITER, hints)
+        card, client = self.engine.card, self.engine.client
+        hints = to_hints(card, speculate, prediction)
+        generation = _completion(card, prompt, params, suffix, hints).submit(client)
         client.loop.flush()
         yield from generation
 
     def embed(
         self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
     ) -> list[Embedding]:
-        """Return a vector of length 1 for each text (or token ids), in order.
+        """Return a vector of length 1 for each text (or list of token ids), in order.
 
-        Texts of one meaning point the same way, as far as the model was taught to. `pooling` is
-        "mean" or "last", or what suits the model; `dimensions` keeps only the first so many values.
+        Texts of similar meaning have similar directions, best with models made for embeddings.
+        `pooling` is "mean", "last", or "auto" for the model's own; `dimensions` keeps only that
+        many first values.
 
         Raises:
-            RequestError: a text is empty or can never fit, or the model does not embed so.
+            RequestError: a text is empty or can never fit, or the model cannot embed in this way.
         """
-        card = self.engine.card
-        tokens = [encode_text(card, text, field="input") for text in _as_prompts(texts)]
-        params = EmbeddingParams(pooling, dimensions)
-        return list(embed(self.engine.client, tokens, params, _READER))
+        tokens, params = _texts(self.engine.card, texts), EmbeddingParams(pooling, dimensions)
+        return list(self.engine.client.embed(tokens, params, _FOR_EMBEDDINGS))
 
     def close(self) -> None:
-        """Stop the engine and give back its memory."""
+        """Stop the engine and free its memory."""
         self.engine.close()
 
-    def __enter__(self) -> Self:
-        """Use the model in a `with` block, which closes it."""
-        return self
-
     def __exit__(self, *exception: object) -> None:
-        """Close the model."""
+        """Close the model at the end of a `with` block."""
         self.close()
 
-    def _hints(self, speculate: str, prediction: str) -> Hints:
-        return to_hints(self.engine.card, speculate, prediction)
-
-    def _run(
-        self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        caller: Caller,
-        hints: Hints,
-    ) -> list[list[Completion]]:
+    def _answer(self, prompts: list[_Prompt]) -> list[list[Completion]]:
         """Answer all prompts, as many at a time as the engine's queue takes."""
         client = self.engine.client
-        submit = partial(_queued, client, caller, hints)
-        open_generations: deque[Generation] = deque()
+        running: deque[Generation] = deque()
         answers: list[list[Completion]] = []
         try:
-            for tokens, one in zip(prompts, params, strict=True):
-                while (generation := submit(tokens, one, open_generations)) is None:
+            for prompt in prompts:
+                while True:
+                    try:
+                        running.append(prompt.submit(client))
+                        break
+                    except OverloadedError:
+                        if not running:
+                            raise
                     client.loop.flush()
-                    answers.append(open_generations[0].wait())
-                    open_generations.popleft()
-                open_generations.append(generation)
+                    answers.append(running[0].wait())
+                    running.popleft()
             client.loop.flush()
-            answers += [generation.wait() for generation in open_generations]
-        except BaseException:  # an interrupt too must not leave the rest running
-            for generation in open_generations:
+            answers += [generation.wait() for generation in running]
+        except BaseException:  # an interrupt too must not leave the others running
+            for generation in running:
                 generation.cancel()
             raise
         return answers
 
 
-class AsyncLLM:
+class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """A model that answers in this process, for asynchronous callers.
 
     >>> llm = await AsyncLLM.load("smollm2")
@@ -196,11 +188,11 @@ class AsyncLLM:
     @classmethod
     async def load(cls, model: Model, options: EngineOptions | None = None) -> AsyncLLM:
         """Load `model` without blocking the event loop."""
-        from asyncio import to_thread  # those who block do without it
+        from asyncio import to_thread  # blocking callers need no asyncio
 
         return cls(await to_thread(_fetch_and_build, model, options))
 
-    async def generate(
+    def generate(
         self,
         prompt: Text,
         params: SamplingParams | None = None,
@@ -209,16 +201,15 @@ class AsyncLLM:
         speculate: str = "auto",
         prediction: str = "",
     ) -> AsyncIterator[Output]:
-        """Continue a prompt and yield its outputs; leaving early cancels what still runs.
+        """Continue a prompt and yield its outputs; leaving early cancels the rest.
 
         `suffix`, `speculate` and `prediction` as in `LLM.generate`.
         """
-        card, hints = self.engine.card, to_hints(self.engine.card, speculate, prediction)
-        tokens, params = _written(card, prompt, _as_one(params), suffix)
-        async for output in self._outputs(tokens, params, _WRITER, hints):
-            yield output
+        card = self.engine.card
+        hints = to_hints(card, speculate, prediction)
+        return self._outputs(_completion(card, prompt, params, suffix, hints))
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
@@ -226,60 +217,86 @@ class AsyncLLM:
         speculate: str = "auto",
         prediction: str = "",
     ) -> AsyncIterator[Output]:
-        """Answer a conversation and yield its outputs; leaving early cancels what still runs.
+        """Answer a conversation and yield its outputs; leaving early cancels the rest.
 
         `speculate` and `prediction` as in `LLM.generate`.
         """
         card = self.engine.card
-        tokens, params = encode_turn(card, messages, _as_one(params))
         hints = to_hints(card, speculate, prediction)
-        async for output in self._outputs(tokens, params, _SPEAKER, hints):
-            yield output
+        return self._outputs(_turn(card, messages, params, hints))
 
     async def embed(
         self, texts: Text | Sequence[Text], *, pooling: str = AUTO, dimensions: int | None = None
     ) -> list[Embedding]:
         """Return a vector of length 1 for each text, in order, as `LLM.embed`."""
-        card, client = self.engine.card, self.engine.client
-        tokens = [encode_text(card, text, field="input") for text in _as_prompts(texts)]
-        params = EmbeddingParams(pooling, dimensions)
-        embeddings = Embeddings(client, tokens, params, _READER)
+        tokens, params = _texts(self.engine.card, texts), EmbeddingParams(pooling, dimensions)
+        generation = self.engine.client.embed_async(tokens, params, _FOR_EMBEDDINGS)
         try:
-            found = [one async for one in embeddings]
+            found = [Embedding.of(output) async for output in generation]
         finally:
-            embeddings.cancel()
-        return sorted(found, key=lambda one: one.index)
+            generation.cancel()
+        return sorted(found, key=lambda embedding: embedding.index)
 
     async def close(self) -> None:
-        """Stop the engine and give back its memory."""
+        """Stop the engine and free its memory."""
         from asyncio import to_thread
 
         await to_thread(self.engine.close)
 
-    async def __aenter__(self) -> Self:
-        """Use the model in an `async with` block, which closes it."""
-        return self
-
     async def __aexit__(self, *exception: object) -> None:
-        """Close the model."""
+        """Close the model at the end of an `async with` block."""
         await self.close()
 
-    async def _outputs(
-        self, tokens: list[int], params: SamplingParams | None, caller: Caller, hints: Hints
-    ) -> AsyncIterator[Output]:
+    async def _outputs(self, prompt: _Prompt) -> AsyncIterator[Output]:
         from asyncio import to_thread
 
-        client, params = self.engine.client, params or SamplingParams()
-        grammar = None
-        if params.constraint is not None:
-            grammar = await to_thread(client.grammars.compile, params.constraint)
-        generation: AsyncGeneration = client.generate_async(tokens, params, caller, hints, grammar)
+        client, constraint, grammar = self.engine.client, prompt.params.constraint, None
+        if constraint is not None:
+            grammar = await to_thread(client.grammars.compile, constraint)
+        generation = client.generate_many_async(
+            [prompt.tokens], prompt.params, prompt.caller, prompt.hints, grammar
+        )
         client.loop.flush()
         try:
             async for output in generation:
                 yield output
         finally:
             generation.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt as token ids, and how to answer it."""
+
+    tokens: list[int]
+    params: SamplingParams
+    caller: Caller
+    hints: Hints
+
+    def submit(self, client: Client) -> Generation:
+        return client.generate(self.tokens, self.params, self.caller, self.hints)
+
+
+def _completion(
+    card: ModelCard, prompt: Text, params: SamplingParams | None, suffix: str, hints: Hints
+) -> _Prompt:
+    params = _checked(params)
+    if suffix:
+        tokens, params = encode_gap(card, prompt, suffix), ending_gaps(card, params)
+    else:
+        tokens = encode_text(card, prompt)
+    return _Prompt(tokens, params, Caller(prompt_field="prompt"), hints)
+
+
+def _turn(
+    card: ModelCard, messages: Sequence[Message], params: SamplingParams | None, hints: Hints
+) -> _Prompt:
+    tokens, params = encode_turn(card, messages, _checked(params))
+    return _Prompt(tokens, params, Caller(prompt_field="messages"), hints)
+
+
+def _texts(card: ModelCard, texts: Text | Sequence[Text]) -> list[list[int]]:
+    return [encode_text(card, text, field="input") for text in _as_prompts(texts)]
 
 
 def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
@@ -293,67 +310,29 @@ def _fetch_and_build(model: Model, options: EngineOptions | None) -> Engine:
     return build(name, options)
 
 
-def _queued(
-    client: Client,
-    caller: Caller,
-    hints: Hints,
-    tokens: list[int],
-    params: SamplingParams,
-    earlier: deque[Generation],
-) -> Generation | None:
-    """Submit a prompt; None if the queue is full of `earlier` ones, which will make room."""
-    try:
-        return client.generate(tokens, params, caller, hints)
-    except OverloadedError:
-        if not earlier:
-            raise
-        return None
-
-
-def _written(
-    card: ModelCard, prompt: Text, params: SamplingParams, suffix: str
-) -> tuple[list[int], SamplingParams]:
-    """Return a prompt's ids, also where it is to be joined to a suffix, and its parameters."""
-    if not suffix:
-        return encode_text(card, prompt), params
-    return encode_gap(card, prompt, suffix), ending_gaps(card, params)
-
-
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, bytearray, Mapping)) or not hasattr(prompts, "__getitem__"):
-        kind = type(prompts).__name__
-        reason = f"must be a text, a list of token ids, or a list of these, got {kind}."
-        raise RequestError(reason, field="prompt")
-    is_one = len(prompts) > 0 and hasattr(prompts[0], "__index__")
-    return [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+    """Return a list of prompts, with one prompt if only one was given."""
+    is_list = not isinstance(prompts, str | bytes | Mapping) and hasattr(prompts, "__getitem__")
+    if not is_list or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def _as_params(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if isinstance(params, (str, bytes, Mapping)) or not hasattr(params, "__getitem__"):
-        raise _no_params(params)
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        return [_checked(params)] * count
     if len(params) != count:
         raise UsageError(f"There are {count} prompts but {len(params)} sampling parameters.")
-    return [_as_one(one) for one in params]
+    return [_checked(one) for one in params]
 
 
-def _as_one(params: SamplingParams | None) -> SamplingParams:
+def _checked(params: object) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        raise _no_params(params)
+        kind = type(params).__name__
+        reason = f"params must be SamplingParams, as SamplingParams(max_tokens=64), not {kind}."
+        raise UsageError(reason)
     return params
-
-
-def _no_params(given: object) -> UsageError:
-    kind = type(given).__name__
-    return UsageError(
-        f"params must be SamplingParams, as SamplingParams(max_tokens=64), not {kind}."
-    )

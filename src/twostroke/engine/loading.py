@@ -1,16 +1,19 @@
-"""From a model's name to its files on this machine, and to its checked weights."""
+"""From a model's name to its files on this machine, its checked weights and its tokenizer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from twostroke import fetch
-from twostroke.weights import load_path, peek_family
+from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize import from_gguf, from_tokenizer_json
+from twostroke.weights import GgufTokenizer, load_path, peek_family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from twostroke.fetch import Watcher
+    from twostroke.tokenize import Tokenizer
     from twostroke.weights import LoadedModel
 
 
@@ -34,3 +37,21 @@ def load(name: str) -> LoadedModel:
     """
     found = fetch.use(name)
     return load_path(found.path, found.name, found.licence)
+
+
+def build_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """Return the tokenizer from a model's files.
+
+    Raises:
+        ModelFormatError: it cannot be read, or the model has no row for some of its tokens.
+    """
+    source = loaded.tokenizer_source
+    if isinstance(source, GgufTokenizer):
+        return from_gguf(source.metadata)
+    tokenizer = from_tokenizer_json(source.path)
+    if tokenizer.num_text_ids > loaded.spec.vocab_size:
+        raise ModelFormatError(
+            f"{loaded.name}: its {source.path.name} has {tokenizer.num_text_ids} tokens, its "
+            f"embedding table {loaded.spec.vocab_size} rows: it is the tokenizer of another model."
+        )
+    return tokenizer

@@ -15,7 +15,7 @@ from twostroke.core.request import FinishReason
 from twostroke.core.step import NO_TOKEN, StepPlan, StepResult
 from twostroke.core.tree import right_drafts
 from twostroke.engine.counters import Counters
-from twostroke.engine.mail import post
+from twostroke.engine.delivery import deliver
 from twostroke.engine.view import View, take_view
 from twostroke.program import BatchShape
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from twostroke.backends import BackendFacts, Runner
     from twostroke.core.request import Request
     from twostroke.core.step import Delta, Slice
-    from twostroke.engine.choice import Listener
     from twostroke.engine.counters import Snapshot
-    from twostroke.engine.mail import Mailbox
-    from twostroke.engine.output import Output, Timings
+    from twostroke.engine.delivery import Mailbox
+    from twostroke.engine.listener import Listener
+    from twostroke.engine.output import Output
     from twostroke.engine.seconds import Span
     from twostroke.program.cost import StepCost
     from twostroke.schedule import Scheduler, SchedulerConfig
@@ -46,11 +46,11 @@ class Health(Enum):
 
 
 class EngineLoop:
-    """Owns the scheduler and the backend; everything else speaks to it through `submit`.
+    """Owns the scheduler and the backend, and runs steps while there are requests.
 
-    The lock guards the scheduler and the choices. It is free while a step runs, so a request can
-    be added or cancelled at any time; the scheduler keeps pages in flight until the commit.
-    Outputs are posted under the lock: nothing may come to a caller after a choice's last output.
+    The lock guards the scheduler and the listeners. It is free while a step runs, so requests can
+    be added and cancelled at any time; the scheduler keeps pages in flight until the commit.
+    Outputs are delivered under the lock, so that no output follows a request's last one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self.speculator = speculator
         self._counters = Counters(cost, scheduler.stats, speculator.stats)
-        self._choices: dict[str, Listener] = {}
+        self._listeners: dict[str, Listener] = {}
         self._ended: list[Request] = []
         self._condition = threading.Condition()
         self._stopping = False
@@ -70,8 +70,8 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="twostroke-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, choices: Iterable[Listener]) -> None:
-        """Queue choices; all of them or, when one is refused, none.
+    def submit(self, listeners: Iterable[Listener]) -> None:
+        """Queue the listeners' requests; all of them or, when one is refused, none.
 
         Raises:
             ContextLengthError: one can never fit.
@@ -82,20 +82,20 @@ class EngineLoop:
             self._check_running()
             added: list[Listener] = []
             try:
-                for choice in choices:
-                    choice.request.arrival_s = time.monotonic()
-                    choice.counter = self._counters.services[choice.service]
-                    self._scheduler.add(choice.request)
-                    self._choices[choice.request.id] = choice
-                    added.append(choice)
-            except BaseException:  # an interrupt must not leave orphaned requests
-                for choice in added:
-                    self._forget(choice, FinishReason.CANCEL)
+                for listener in listeners:
+                    listener.request.arrival_s = time.monotonic()
+                    listener.counter = self._counters.services[listener.service]
+                    self._scheduler.add(listener.request)
+                    self._listeners[listener.request.id] = listener
+                    added.append(listener)
+            except BaseException:  # an interrupt must not leave requests that nobody reads
+                for listener in added:
+                    self._forget(listener, FinishReason.CANCEL)
                 raise
             self._condition.notify()
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run, however empty the queue is.
+        """Refuse a request that could never run, even alone.
 
         Raises:
             RequestError, ContextLengthError: as `submit`.
@@ -103,19 +103,16 @@ class EngineLoop:
         self._scheduler.max_len(request)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """End requests at once, wherever they are; unknown or finished ones are left alone."""
+        """End requests at once, waiting or running; unknown and finished ones are ignored."""
         with self._condition:
-            mail: list[tuple[Mailbox, Output]] = []
             for request_id in request_ids:
-                choice = self._choices.get(request_id)
-                if choice is not None:
-                    self._end(choice, FinishReason.CANCEL)
-                    mail.append((choice.mailbox, choice.cut(FinishReason.CANCEL)))
-            post(mail)
+                listener = self._listeners.get(request_id)
+                if listener is not None:
+                    self._cut(listener, FinishReason.CANCEL)
             self._condition.notify()
 
     def flush(self) -> None:
-        """Let a policy that waits for a full batch start: its callers have no more requests."""
+        """Start a batch that is not full: no more requests come now."""
         with self._condition:
             self._scheduler.flush()
             self._condition.notify()
@@ -128,12 +125,12 @@ class EngineLoop:
     def span(self, seconds: int) -> Span[Snapshot]:
         """Return snapshots of both ends of the last whole seconds, at most 60."""
         with self._condition:
-            return self._counters.span(seconds)
+            return self._counters.seconds.span(seconds)
 
     def view(self) -> View:
         """Return the running requests and the pages' contents, as of now."""
         with self._condition:
-            return take_view(self._scheduler.view(), self._choices)
+            return take_view(self._scheduler.view(), self._listeners)
 
     @property
     def facts(self) -> BackendFacts:
@@ -159,7 +156,7 @@ class EngineLoop:
         """Stop: wait up to `drain_s` seconds for running requests, then cut off the rest."""
         deadline = time.monotonic() + drain_s
         self.flush()
-        while time.monotonic() < deadline and self._choices and self._thread.is_alive():
+        while time.monotonic() < deadline and self._listeners and self._thread.is_alive():
             time.sleep(0.02)
         with self._condition:
             self._stopping = True
@@ -175,36 +172,44 @@ class EngineLoop:
         if self._stopping:
             raise EngineStoppedError("The engine is shutting down.")
 
-    def _end(self, choice: Listener, reason: FinishReason, timings: Timings | None = None) -> None:
-        """Forget a choice, end its request and count it; the lock is held."""
-        self._forget(choice, reason)
-        choice.count_end(reason, timings)
+    # The lock is held while these three are called.
 
-    def _forget(self, choice: Listener, reason: FinishReason) -> None:
-        """Have a request end; the lock is held.
+    def _cut(
+        self, listener: Listener, reason: FinishReason, error: TwostrokeError | None = None
+    ) -> None:
+        """End a request now, and deliver its last output."""
+        output = listener.cut(reason, error)
+        self._end(listener, output)
+        deliver([(listener.mailbox, output)])
 
-        The backend may be computing it at this moment, so it hears of the end between steps.
-        """
-        self._choices.pop(choice.request.id, None)
-        if not choice.request.is_finished:
-            self._scheduler.finish(choice.request, reason)
-        self._ended.append(choice.request)
+    def _end(self, listener: Listener, output: Output) -> None:
+        """End the request of a last output, and count it."""
+        assert output.finish_reason is not None
+        self._forget(listener, output.finish_reason)
+        listener.counter.end(listener.request, output)
+
+    def _forget(self, listener: Listener, reason: FinishReason) -> None:
+        """End a request; the backend, which may be computing it, is told between steps."""
+        self._listeners.pop(listener.request.id, None)
+        if not listener.request.is_finished:
+            self._scheduler.finish(listener.request, reason)
+        self._ended.append(listener.request)
 
     def _run(self) -> None:
         try:
             while self._step():
                 pass
             reason = "it was shut down."
-        except BaseException as error:  # noqa: BLE001 the thread's outermost boundary: callers must hear of it, of a panic in a library, too
+        except BaseException as error:  # noqa: BLE001 the thread's outermost boundary: callers must learn of any failure, of a panic in a library too
             reason = f"{type(error).__name__}: {error}"
             self._failure = reason
         stopped = TwostrokeError(f"The engine stopped: {reason}")
         with self._condition:
-            left = list(self._choices.values())
-            self._choices.clear()
-            for choice in left:
-                choice.count_end(FinishReason.ERROR)
-            post([(c.mailbox, c.cut(FinishReason.ERROR, stopped)) for c in left])
+            for listener in self._listeners.values():  # without the scheduler, which may be broken
+                output = listener.cut(FinishReason.ERROR, stopped)
+                listener.counter.end(listener.request, output)
+                deliver([(listener.mailbox, output)])
+            self._listeners.clear()
 
     def _step(self) -> bool:
         """Do one step, or wait for work; return False once the engine is to stop."""
@@ -222,15 +227,15 @@ class EngineLoop:
             began_s = self._step_began_s = time.monotonic()
         self.speculator.extend(plan, self._add_drafts)
         result = self._compute(plan)
-        self._fail_undrawn(plan, result)
+        self._fail_unusable(plan, result)
         with self._condition:
-            self._counters.turn(time.monotonic())
+            self._counters.seconds.turn(time.monotonic())
             deltas = self._scheduler.commit(plan, result)
             batch = BatchShape.of(plan)
             self._counters.add_step(plan, batch, result)
             self.speculator.learn(plan, batch, result, time.monotonic() - began_s)
             self._step_began_s = None
-            post(self._take(deltas))
+            deliver(self._take(deltas))
         return True
 
     def _add_drafts(
@@ -240,27 +245,29 @@ class EngineLoop:
             return self._scheduler.add_drafts(part, drafts, parents)
 
     def _take(self, deltas: list[Delta]) -> list[tuple[Mailbox, Output]]:
-        """Turn a step's tokens into outputs, each with its mailbox."""
+        """Return a step's outputs, each with its mailbox."""
         now_s = time.monotonic()
-        mail: list[tuple[Mailbox, Output]] = []
+        outputs: list[tuple[Mailbox, Output]] = []
         for delta in deltas:
-            choice = self._choices.get(delta.request.id)
-            if choice is None:  # cancelled while the step ran
+            listener = self._listeners.get(delta.request.id)
+            if listener is None:  # cancelled while the step ran
                 continue
-            output = choice.take(delta, now_s)
+            output = listener.take(delta, now_s)
+            if output is None:
+                continue
             if output.finish_reason is not None:
-                self._end(choice, output.finish_reason, output.timings)
-            mail.append((choice.mailbox, output))
+                self._end(listener, output)
+            outputs.append((listener.mailbox, output))
         self._counters.count_gaps(now_s)
-        return mail
+        return outputs
 
     def _compute(self, plan: StepPlan) -> StepResult:
-        """Run a plan; if it fails, find the request that poisons it so that it fails alone."""
+        """Run a plan; if it fails, run its requests one by one, so that only the bad ones fail."""
         try:
             return self._backend.run(plan)
-        except Exception as error:  # noqa: BLE001 a kernel's failure must not take the other requests along
+        except Exception as error:  # noqa: BLE001 a kernel's failure must not end other requests
             if len(plan.slices) == 1:
-                return self._poisoned(plan, error)
+                return self._failed(plan.slices[0], error)
         parts = [self._compute(StepPlan((part,))) for part in plan.slices]
         tokens = [token for part in parts for token in part.tokens]
         logprobs = [p for part in parts for p in part.logprobs]
@@ -268,9 +275,9 @@ class EngineLoop:
         states = [rows for part in parts for rows in part.states]
         return StepResult(tokens, logprobs, scores=scores, states=states)
 
-    def _poisoned(self, plan: StepPlan, error: Exception) -> StepResult:
-        part = plan.slices[0]
-        if not isinstance(error, RequestError):  # which is the request's own fault
+    def _failed(self, part: Slice, error: Exception) -> StepResult:
+        """End a request that cannot be computed, and return an empty result for its slice."""
+        if not isinstance(error, RequestError):  # such an error is the request's own
             error = _failure(f"{type(error).__name__}: {error}")
         self._fail(part.request, error)
         tokens = [NO_TOKEN] * part.num_drawn
@@ -278,11 +285,10 @@ class EngineLoop:
         scores = [None] * part.num_scored
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
-    def _fail_undrawn(self, plan: StepPlan, result: StepResult) -> None:
-        """End requests whose next token could not be drawn.
+    def _fail_unusable(self, plan: StepPlan, result: StepResult) -> None:
+        """End requests whose results are not numbers, or whose next token could not be drawn.
 
-        Undrawn tokens after a wrong draft, or after the request's end, do not matter. Missing
-        log-probabilities of the prompt, or hidden states, end the request too.
+        Tokens after a wrong draft, or after the request's end, do not matter.
         """
         if result.states:
             pooled = [part.request for part in plan.slices if part.num_pooled]
@@ -307,12 +313,11 @@ class EngineLoop:
                     break
 
     def _fail(self, request: Request, error: TwostrokeError) -> None:
-        """End one request whose computation failed; the others go on."""
+        """End one request whose computation failed; the others continue."""
         with self._condition:
-            choice = self._choices.get(request.id)
-            if choice is not None:
-                self._end(choice, FinishReason.ERROR)
-                post([(choice.mailbox, choice.cut(FinishReason.ERROR, error))])
+            listener = self._listeners.get(request.id)
+            if listener is not None:
+                self._cut(listener, FinishReason.ERROR, error)
 
 
 def _failure(why: str) -> TwostrokeError:

@@ -1,4 +1,4 @@
-"""What a caller receives: pieces of text as they come, and figures at the end."""
+"""What a caller receives: pieces of text, and usage and timings at the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that a choice took; `cached_tokens` are prompt tokens found in the prefix cache.
+    """Tokens of a choice; `cached_tokens` are prompt tokens found in the prefix cache.
 
-    Tokens that were guessed before they were known are accepted, and then part of the completion,
-    or rejected, and then of nothing.
+    Guessed tokens are accepted, and then part of the completion, or rejected.
     """
 
     prompt_tokens: int
@@ -31,10 +30,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When things happened to a choice, in seconds on the engine's clock.
+    """Times of a choice, in seconds on the engine's clock.
 
-    `started_s` is when its first row was computed (the end of queueing). An embedding has no first
-    token, which stays 0, and was ready at `last_token_s`.
+    `started_s` is when it left the queue. Of an embedding, `first_token_s` is 0, and it was ready
+    at `last_token_s`.
     """
 
     arrival_s: float
@@ -49,7 +48,7 @@ class Timings:
 
     @property
     def queue_s(self) -> float:
-        """From arrival to the first computed row."""
+        """Time in the queue."""
         return self.started_s - self.arrival_s
 
     @property
@@ -58,7 +57,7 @@ class Timings:
         return self.last_token_s - self.arrival_s
 
     def tpot_s(self, num_output: int) -> float | None:
-        """Time per output token behind the first one; None where there is but one."""
+        """Time per output token after the first one; None if there is only one."""
         if num_output < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (num_output - 1)
@@ -66,14 +65,14 @@ class Timings:
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: a step makes hundreds
 class Output:
-    """One step's news of one choice.
+    """What one step adds to one choice.
 
-    `text` is safe to show: whole characters, and no beginning of a stop string. Token ids and
-    log-probabilities may run ahead of it. `prompt_logprobs` come before the first token, or with
-    it, where the request asked for them: one for each prompt token but the first. The output with a
-    choice's first token has its `usage` so far. The last has `finish_reason`, `usage` and
-    `timings`; `stop` is then the stop string or token id that was met, if any, and `error` what
-    ended it where that was no good end. `embedding` is the vector of a text that was read for it.
+    `text` has whole characters only, and no beginning of a stop string; token ids and
+    log-probabilities may be ahead of it. `prompt_logprobs` come before the first token, or with it,
+    if the request asked for them: one for each prompt token except the first. The output with a
+    choice's first token has its `usage` so far. The last output has `finish_reason`, `usage` and
+    `timings`; `stop` is the stop string or token id that ended the choice, `error` the failure that
+    did. `embedding` is the vector of a text to embed, which has only this output.
     """
 
     index: int
@@ -93,8 +92,8 @@ class Output:
 class Completion:
     """One whole answer.
 
-    `logprobs` has one entry a token where the request asked for them, else it is empty.
-    `prompt_logprobs`, likewise, has one for each prompt token but the first, which follows nothing.
+    If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one
+    for each prompt token except the first; else they are empty.
     """
 
     index: int
@@ -109,7 +108,7 @@ class Completion:
 
 
 def join(outputs: list[Output]) -> Completion:
-    """Put the outputs of one choice, in order and up to its last, together."""
+    """Return the whole answer from all outputs of one choice."""
     last = outputs[-1]
     assert last.finish_reason is not None
     assert last.usage is not None

@@ -1,4 +1,4 @@
-"""From what a caller says to token ids: plain text, ids, or a conversation."""
+"""From a caller's prompt to token ids: a text, ids, or a conversation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Final
 
-from twostroke.chat.reasoning import AS_IT_IS
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
 from twostroke.schedule.limits import too_long
@@ -17,12 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from twostroke.chat.conversation import Chat
-    from twostroke.chat.reasoning import Thinking
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.client import ModelCard
     from twostroke.tokenize import InfillTokens, Prompt
 
-_MOST_SHOWN: Final = 60  # characters of what is no prompt
+_MAX_SHOWN: Final = 60  # characters of a wrong prompt that an error repeats
 
 
 def encode_text(
@@ -33,8 +31,8 @@ def encode_text(
     `field` is what errors call it.
 
     Raises:
-        ContextLengthError: a long text surely has more tokens than the context; it is not encoded
-            to its end. The engine refuses others that are too long.
+        ContextLengthError: a long text has more tokens than the context; it is not encoded to its
+            end. The engine refuses other prompts that are too long.
     """
     if not isinstance(prompt, str):
         return _listed(prompt)
@@ -43,10 +41,10 @@ def encode_text(
 
 
 def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
-    """Return the prompt whose answer stands between `prefix`, a text or ids, and `suffix`.
+    """Return the prompt for an answer between `prefix`, a text or ids, and `suffix`.
 
     Raises:
-        RequestError: the model has no tokens for that.
+        RequestError: the model has no tokens for this.
         ContextLengthError: as `encode_text`.
     """
     tokens = _infill_tokens(card)
@@ -66,20 +64,20 @@ def encode_rendered(card: ModelCard, prompt: Prompt, field: str = "messages") ->
 
 
 def ending_gaps(card: ModelCard, params: SamplingParams) -> SamplingParams:
-    """Return `params` for an answer between prefix and suffix, which has some more ends.
+    """Return `params` for an answer between prefix and suffix, which has more end tokens.
 
     Raises:
-        RequestError: the model has no tokens for that.
+        RequestError: the model has no tokens for this.
     """
     ends = _infill_tokens(card).end_ids
     return params if params.ignore_eos else replace(params, end_ids=ends)
 
 
 def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
-    """Return what may make a request faster; `prediction` is the text of the expected answer.
+    """Return the hints of a request; `prediction` is the text of the expected answer.
 
     Raises:
-        RequestError: that is long, and surely has more tokens than the context.
+        RequestError: the prediction has more tokens than the context.
     """
     if not prediction:
         return Hints(speculate)
@@ -94,35 +92,20 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     return Hints(speculate, tuple(tokens))
 
 
-def encode_chat(
-    card: ModelCard,
-    messages: Sequence[Mapping[str, object]],
-    tools: Sequence[Mapping[str, object]] = (),
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    thinking: Thinking = AS_IT_IS,
-) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant's turn or the rest of it.
+def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins.
 
     Raises:
-        RequestError: the model has no chat template, or the messages do not suit it.
+        RequestError: the model has no chat template, or it refuses the messages.
         ContextLengthError: as `encode_text`.
     """
-    prompt = chat_of(card).render(
-        messages,
-        tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        thinking=thinking,
-    )
-    return encode_rendered(card, prompt)
+    return encode_rendered(card, chat_of(card).render(messages))
 
 
 def encode_turn(
     card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
 ) -> tuple[list[int], SamplingParams]:
-    """Return the token ids of a conversation, and how to answer it.
+    """Return the token ids of a conversation, and the parameters of its answer.
 
     Raises:
         RequestError: as `encode_chat`.
@@ -133,11 +116,7 @@ def encode_turn(
 
 
 def chat_of(card: ModelCard) -> Chat:
-    """Return the chat template of a model.
-
-    Raises:
-        RequestError: it has none.
-    """
+    """Return the chat template of a model; RequestError if it has none."""
     if card.chat_template is None:
         reason = "The model {name} has no chat template: use plain completions instead."
         raise RequestError(reason, field="messages", name=card.name)
@@ -146,7 +125,7 @@ def chat_of(card: ModelCard) -> Chat:
 
 @contextmanager
 def _within_context(card: ModelCard, field: str) -> Iterator[None]:
-    """Say in a caller's words that a prompt surely has too many tokens."""
+    """Raise errors about too many tokens with the caller's name of the prompt."""
     try:
         yield
     except TooManyTokensError as error:
@@ -154,19 +133,15 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
 
 
 def _listed(prompt: Sequence[int]) -> list[int]:
-    if isinstance(prompt, (bytes, bytearray)):
-        raise _no_prompt(prompt)
     try:
-        return list(map(index, prompt))
+        if not isinstance(prompt, (bytes, bytearray)):
+            return list(map(index, prompt))
     except TypeError:
-        raise _no_prompt(prompt) from None
-
-
-def _no_prompt(prompt: object) -> RequestError:
+        pass
     shown = repr(prompt)
-    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     reason = "must be a text or a list of token ids, got {value}."
-    return RequestError(reason, field="prompt", value=shown)
+    raise RequestError(reason, field="prompt", value=shown)
 
 
 def _infill_tokens(card: ModelCard) -> InfillTokens:

@@ -32,14 +32,12 @@ class Seconds(Generic[T]):
         self._read = read
         self._clock = clock
         self._began_s = clock()
-        self._second = 0
         self._marks: deque[tuple[int, T]] = deque([(0, read())], maxlen=MAX_SECONDS + 2)
 
     def turn(self, now_s: float) -> None:
         """Keep the sums if a new second has begun; call this before each change."""
         second = int(now_s - self._began_s)
-        if second != self._second:
-            self._second = second
+        if second != self._marks[-1][0]:
             self._marks.append((second, self._read()))
 
     def span(self, seconds: int) -> Span[T]:

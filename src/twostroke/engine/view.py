@@ -1,4 +1,4 @@
-"""What can be seen of a running engine at one moment: requests and pages, and no text."""
+"""The running requests and pages of an engine at one moment, without any text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from twostroke.core.request import Request
-    from twostroke.engine.choice import Listener
+    from twostroke.engine.listener import Listener
     from twostroke.schedule import SchedulerStats, SchedulerView
+
+    Pages = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)  # not frozen, which would triple its cost: there may be hundreds
 class RequestView:
-    """A running request; times are on the engine's clock, 0 for what has not come yet.
+    """A running request; times are on the engine's clock, 0 for what has not happened yet.
 
     `pages` are those that it holds, a tuple for each cache group (with `NO_PAGE`).
     """
@@ -34,12 +36,12 @@ class RequestView:
     arrival_s: float
     first_token_s: float
     last_token_s: float
-    pages: tuple[tuple[int, ...], ...]
+    pages: Pages
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Running requests, by rank; the other fields are `SchedulerView`'s."""
+    """Running requests, by rank; the other fields are those of `SchedulerView`."""
 
     stats: SchedulerStats
     running: tuple[RequestView, ...]
@@ -48,30 +50,28 @@ class View:
     waiting_since_s: float | None
 
 
-def take_view(seen: SchedulerView, choices: Mapping[str, Listener]) -> View:
-    """Return the scheduler's view, with the progress of each request's answer."""
+def take_view(seen: SchedulerView, listeners: Mapping[str, Listener]) -> View:
+    """Return the scheduler's view, with the progress of each request."""
     running = [
-        _request(request, choices.get(request.id), pages)
+        _request(request, listeners.get(request.id), pages)
         for request, pages in zip(seen.running, seen.held, strict=True)
     ]
     return View(seen.stats, tuple(running), seen.counts, seen.cached, seen.waiting_since_s)
 
 
-def _request(
-    request: Request, choice: Listener | None, pages: tuple[tuple[int, ...], ...]
-) -> RequestView:
+def _request(request: Request, listener: Listener | None, pages: Pages) -> RequestView:
     return RequestView(
         id=request.id,
-        service=DEFAULT_SERVICE if choice is None else choice.service,
+        service=DEFAULT_SERVICE if listener is None else listener.service,
         num_prompt=request.num_prompt,
         num_computed=request.num_computed,
-        num_output=request.num_output if choice is None else choice.num_output,
+        num_output=request.num_output if listener is None else listener.num_output,
         num_cached=request.num_cached,
         num_drafted=request.num_drafted,
         num_accepted=request.num_accepted,
         num_preemptions=request.num_preemptions,
         arrival_s=request.arrival_s,
-        first_token_s=0.0 if choice is None else choice.first_token_s,
-        last_token_s=0.0 if choice is None else choice.last_token_s,
+        first_token_s=0.0 if listener is None else listener.first_token_s,
+        last_token_s=0.0 if listener is None else listener.last_token_s,
         pages=pages,
     )

@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from twostroke.core.errors import TwostrokeError, UsageError
-from twostroke.core.machine import memory_available
-from twostroke.engine.loading import load
-from twostroke.engine.parts import (
-    auto_kv_format,
-    build_backend,
-    build_tokenizer,
-    check_can_run,
-    weight_bytes,
-)
+from twostroke.core.hardware import memory_available
+from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
+from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.sizing import size_cache
 from twostroke.measure.divergence import Divergence
 from twostroke.models import build_program
@@ -228,4 +222,5 @@ def _open(subject: Subject, length: int) -> tuple[Program, Backend]:
         memory_available(),
         auto_format=auto_kv_format(subject.compute),
     )
-    return program, build_backend(loaded, program, subject.compute, size)
+    release = loaded.release
+    return program, make_backend(loaded.tensors, program, subject.compute, size, release=release)

@@ -12,10 +12,10 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError, UsageError
-from twostroke.core.machine import OthersWatch, memory_available, resolve_num_threads
+from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
+from twostroke.engine.compute import auto_kv_format
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
-from twostroke.engine.parts import auto_kv_format
 from twostroke.measure.labels import Label, labels
 from twostroke.measure.plots import Point, Series
 from twostroke.measure.single_step import SingleStep
@@ -264,7 +264,7 @@ def _profile(
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
-        watch = OthersWatch()
+        watch = OtherPrograms()
         steps = _measure(backend, single, wanted.num_steps)
         others_share = watch.share()
         scheduler_s = statistics.median(single.scheduler_times())

@@ -14,7 +14,7 @@ from twostroke.core.errors import (
     TwostrokeError,
 )
 from twostroke.core.request import FinishReason
-from twostroke.engine.embedding import Embeddings
+from twostroke.engine.embedding import Embedding
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Usage, join
 
@@ -195,7 +195,7 @@ class Vectors:
         self.num_tokens = sum(map(len, texts))
         self.num_cached = 0
         self._client, self._job, self._metrics = client, job, metrics
-        self._embeddings = Embeddings(client, texts, job.params, job.caller)
+        self._generation = client.embed_async(texts, job.params, job.caller)
         self._running = running
         running.add(self)
 
@@ -208,7 +208,8 @@ class Vectors:
         """
         parts = [msgspec.Raw()] * self.num_texts
         try:
-            async for embedding in self._embeddings:
+            async for output in self._generation:
+                embedding = Embedding.of(output)
                 self.num_cached += embedding.usage.cached_tokens
                 parts[embedding.index] = self._job.write(embedding)
         except TwostrokeError as error:
@@ -221,4 +222,4 @@ class Vectors:
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
-        self._embeddings.cancel()
+        self._generation.cancel()

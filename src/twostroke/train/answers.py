@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from twostroke.engine.build import Engine
-    from twostroke.engine.client import Generation, ModelCard
+    from twostroke.engine.client import ModelCard
+    from twostroke.engine.generation import Generation
     from twostroke.models.spec import ModelSpec
     from twostroke.train.options import TrainOptions
 

@@ -19,7 +19,7 @@ from support.native_linear import aligned
 from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.cpu import team
 from twostroke.backends.cpu.library import load_library
-from twostroke.core.nodes import MemoryNode
+from twostroke.core.hardware import MemoryNode
 
 if TYPE_CHECKING:
     import ctypes

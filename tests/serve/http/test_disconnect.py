@@ -96,7 +96,7 @@ def test_disconnect_is_heard_through_any_asgi_server(tmp_path: Path) -> None:
                 )
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-            assert not client.loop._choices
+            assert not client.loop._listeners
             backend.gate.set()
 
     asyncio.run(run())
@@ -154,7 +154,7 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
 
             async with asyncio.timeout(5):
                 await stream({"type": "http"}, never, never)
-            assert not client.loop._choices
+            assert not client.loop._listeners
             backend.gate.set()
 
     asyncio.run(run())

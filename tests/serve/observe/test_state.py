@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.engine.client import Generation
+    from twostroke.engine.generation import Generation
 
 _PARAMS = SamplingParams(max_tokens=400, ignore_eos=True)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from twostroke.backends.cpu.library import load_library
 from twostroke.backends.cpu.records import NodeRecord
 from twostroke.core.errors import BackendError
-from twostroke.core.nodes import memory_nodes, place_threads
+from twostroke.core.hardware import memory_nodes, place_threads
 
 if TYPE_CHECKING:
     import ctypes

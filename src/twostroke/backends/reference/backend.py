@@ -11,7 +11,7 @@ from twostroke.backends import BackendFacts, check_values
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span, flatten, pooled_rows
 from twostroke.cache import FORMATS
-from twostroke.core.machine import num_cores
+from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
 from twostroke.sample.reference import draw_all
 

@@ -165,7 +165,7 @@ class _EngineCollector(Collector):
         busy = {label: stroke.time_s / max(1, span.seconds) for label, stroke in both.items()}
         text = f"Share of the last {seconds} seconds spent in steps."
         yield _gauge("busy_ratio", text, "stroke", samples=busy.items())
-        hardware = self._limits.seen(strokes) if self._limits else None
+        hardware = self._limits.above(strokes, may_measure=False) if self._limits else None
         if hardware is None:
             return
         for name, text, value in (

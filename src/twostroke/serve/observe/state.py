@@ -65,7 +65,9 @@ class State:
         loop = self._client.loop
         view, snapshot = loop.view(), loop.snapshot()
         pages = Pages.of(view)
-        hardware = self._limits.seen(snapshot.strokes) if self._limits else None
+        hardware = None
+        if self._limits:
+            hardware = self._limits.above(snapshot.strokes, may_measure=False)
         return {
             "version": self._version,
             "uptime_s": snapshot.age_s,

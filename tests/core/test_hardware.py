@@ -1,4 +1,4 @@
-"""Memory nodes as the operating system tells of them, and the threads that keep to each."""
+"""This machine's memory, cores and memory nodes, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,70 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from twostroke.core import nodes as module
-from twostroke.core.nodes import MemoryNode, memory_nodes, place_threads
+from twostroke.core import hardware
+from twostroke.core.hardware import MemoryNode, memory_nodes, place_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(64)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", 64), ("", 64)],
+)
+def test_a_quota_bounds_the_cores(cgroup: Path, quota: str, cores: int) -> None:
+    (cgroup / "cpu.max").write_text(quota)
+    assert hardware.num_cores() == cores
+
+
+def test_without_a_control_group_every_allowed_core_counts(cgroup: Path) -> None:
+    assert hardware.num_cores() == 64
+
+
+def test_cached_files_count_as_available_memory(cgroup: Path) -> None:
+    (cgroup / "memory.max").write_text("1000000\n")
+    (cgroup / "memory.current").write_text("900000\n")
+    assert hardware.memory_available() == 100_000
+    (cgroup / "memory.stat").write_text("anon 300000\ninactive_file 500000\n")
+    assert hardware.memory_available() == 600_000
+    assert hardware.memory_total() == 1_000_000
+
+
+def test_without_a_limit_all_memory_is_available(cgroup: Path) -> None:
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("900000\n")
+    assert hardware.memory_available() > 1_000_000
+
+
+def test_other_programs_have_a_share_of_all_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used_s, clock_s = iter([10.0, 13.0]), iter([100.0, 103.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(hardware, "_others_s", lambda: next(used_s))
+        patch.setattr(hardware.time, "monotonic", lambda: next(clock_s))
+        patch.setattr(hardware.os, "cpu_count", lambda: 2)
+        assert hardware.OtherPrograms().share() == 0.5
+    real = hardware.OtherPrograms().share()
+    assert real is None or real >= 0
+
+
+def test_the_share_is_unknown_if_the_system_does_not_report_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hardware, "_others_s", lambda: None)
+    assert hardware.OtherPrograms().share() is None
+
+
 def made_up(folder: Path, online: str, **cores: str) -> Path:
-    """Return a folder that tells of nodes; `cores` are their lists, by `node0` and so on."""
+    """Return a folder that describes nodes; `cores` are their lists, by `node0` and so on."""
     (folder / "online").write_text(online)
     for node, text in cores.items():
         (folder / node).mkdir()
@@ -23,16 +78,16 @@ def made_up(folder: Path, online: str, **cores: str) -> Path:
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, *cores: int) -> None:
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(cores))
 
 
-def test_each_node_has_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_have_their_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, *range(8))
     folder = made_up(tmp_path, "0-1\n", node0="0-1,4-5\n", node1="2-3,6-7\n")
     assert memory_nodes(folder) == (MemoryNode(0, (0, 1, 4, 5)), MemoryNode(1, (2, 3, 6, 7)))
 
 
-def test_only_cores_that_are_allowed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_allowed_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made_up(tmp_path, "0-2", node0="0-3", node1="4-7", node2="8-11")
     allow(monkeypatch, 2, 3, 11)
     assert memory_nodes(folder) == (MemoryNode(0, (2, 3)), MemoryNode(2, (11,)))
@@ -40,16 +95,14 @@ def test_only_cores_that_are_allowed_count(tmp_path: Path, monkeypatch: pytest.M
     assert memory_nodes(folder) == (MemoryNode(1, (4, 5)),)
 
 
-def test_memory_without_cores_is_no_place_for_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_without_cores_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, 0, 1, 2, 3)
     folder = made_up(tmp_path, "0,2,10", node0="0-1\n", node2="\n", node10="2-3\n")
     assert memory_nodes(folder) == (MemoryNode(0, (0, 1)), MemoryNode(10, (2, 3)))
 
 
-@pytest.mark.parametrize("online", ["", "none", "0-", "-1", "1-0", "0-1;", "0-99999", "0x1", "²"])
-def test_a_damaged_list_of_nodes_is_no_account(
+@pytest.mark.parametrize("online", ["", "none", "0-", "-1", "1-0", "0-1;", "0x1", "²"])
+def test_a_damaged_list_of_nodes_gives_no_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: str
 ) -> None:
     allow(monkeypatch, 0, 1)
@@ -57,14 +110,14 @@ def test_a_damaged_list_of_nodes_is_no_account(
 
 
 @pytest.mark.parametrize("cores", ["", "x", "3-", "1,,2", "2-5", "123456789"])
-def test_an_account_that_does_not_have_each_core_once_is_none(
+def test_a_core_missing_or_on_two_nodes_gives_no_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: str
 ) -> None:
     allow(monkeypatch, *range(6))
     assert memory_nodes(made_up(tmp_path, "0-1", node0="0-2", node1=cores)) == ()
 
 
-def test_what_is_missing_is_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_give_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, 0, 1)
     assert memory_nodes(tmp_path / "nowhere") == ()
     assert memory_nodes(made_up(tmp_path, "0-1", node0="0")) == ()
@@ -73,7 +126,7 @@ def test_what_is_missing_is_no_account(tmp_path: Path, monkeypatch: pytest.Monke
     assert memory_nodes(tmp_path) == ()
 
 
-def test_this_machine_tells_of_each_core_at_most_once() -> None:
+def test_this_machine_reports_each_core_at_most_once() -> None:
     cores = [core for node in memory_nodes() for core in node.cores]
     assert len(cores) == len(set(cores))
 

@@ -1,0 +1,127 @@
+"""From compute options to a backend, and what the choice of a backend implies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from twostroke.backends.cpu import CpuBackend
+from twostroke.backends.cpu.library import choose_level
+from twostroke.cache import DEFAULT_FORMAT, FORMATS
+from twostroke.core.config import ACTIVATION_BITS
+from twostroke.core.errors import BackendError
+from twostroke.core.hardware import resolve_num_threads
+from twostroke.program.cost import CostModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.backends import Backend
+    from twostroke.core.config import ComputeOptions
+    from twostroke.engine.sizing import CacheSize
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+    from twostroke.weights import LoadedModel
+
+    Progress = Callable[[int, int], None]
+    Release = Callable[[Sequence[QuantTensor]], None]
+
+FLOAT32_BACKENDS = ("reference", "torch")
+
+
+def make_backend(  # noqa: PLR0913 - what only the builder knows
+    tensors: Mapping[str, QuantTensor],
+    program: Program,
+    compute: ComputeOptions,
+    size: CacheSize,
+    *,
+    release: Release = lambda _: None,
+    progress: Progress | None = None,
+    share_threads_with: Backend | None = None,
+    tapped_value: str | None = None,
+    embeds: bool = False,
+) -> Backend:
+    """Return a backend that has read its weights; options by name are those of `CpuBackend`.
+
+    Threads are shared only between cpu backends. The other backends can always embed.
+    """
+    if compute.backend == "reference":
+        from twostroke.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(
+            program, tensors, size.num_pages, size.page_size, tapped_value=tapped_value
+        )
+    if compute.backend == "torch":
+        device = _torch_device(compute)
+        from twostroke.backends.torch import TorchBackend
+
+        return TorchBackend(
+            program, tensors, size.num_pages, size.page_size, device, tapped_value=tapped_value
+        )
+    return CpuBackend(
+        program,
+        tensors,
+        size.num_pages,
+        size.page_size,
+        resolve_num_threads(compute.num_threads),
+        level=compute.level,
+        kv_format=size.kv_format,
+        activation_bits=compute.activation_bits,
+        release=release,
+        progress=progress,
+        share_threads_with=(
+            share_threads_with if isinstance(share_threads_with, CpuBackend) else None
+        ),
+        tapped_value=tapped_value,
+        embeds=embeds,
+    )
+
+
+def check_can_run(compute: ComputeOptions) -> None:
+    """Raise BackendError if the backend cannot run here, before a model is read."""
+    if compute.backend == "torch":
+        _torch_device(compute)
+    elif compute.backend not in FLOAT32_BACKENDS:
+        choose_level(compute.level)
+
+
+def weight_bytes(loaded: LoadedModel, compute: ComputeOptions) -> int:
+    """Return about how many bytes the weights take here; some backends make them float32."""
+    if compute.backend not in FLOAT32_BACKENDS:
+        return loaded.file_bytes
+    return sum(4 * prod(tensor.shape) for tensor in loaded.tensors.values())
+
+
+def cost_model(
+    program: Program, tensors: Mapping[str, QuantTensor], kv_format: str = DEFAULT_FORMAT
+) -> CostModel:
+    """Return the cost of a Program with its weights as they are stored."""
+    stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
+    return CostModel(program, stored, FORMATS[kv_format])
+
+
+def for_guesses(compute: ComputeOptions) -> ComputeOptions:
+    """Return options for guesses: with less precision where that is faster.
+
+    No answer depends on it.
+    """
+    if compute.backend in FLOAT32_BACKENDS:
+        return compute
+    return replace(compute, activation_bits=min(ACTIVATION_BITS))
+
+
+def auto_kv_format(compute: ComputeOptions) -> str:
+    """Return the format of keys and values that "auto" stands for."""
+    return "f32" if compute.backend in FLOAT32_BACKENDS else DEFAULT_FORMAT
+
+
+def _torch_device(compute: ComputeOptions) -> str:
+    try:
+        from twostroke.backends.torch import choose_device
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "The torch backend needs PyTorch: pip install 'twostroke[gpu]'."
+        raise BackendError(message) from None
+    return choose_device(compute.device)
