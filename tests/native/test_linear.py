@@ -58,10 +58,10 @@ CASES = [
     ((56, 96), 23),  # many rows, then a few
     ((50, 160), 70),
     ((40, 288), 7),  # in one kernel for few rows, where that takes eight
-    ((100, 1280), 18),  # more inputs than many rows meet at a time
-    ((40, 4096), 90),  # more rows than are kept in a cache
-    ((17, 33_024), 5),  # more blocks than mixed rows order at once
+    ((40, 1280), 18),  # more inputs than many rows meet at a time
+    ((5, 4096), 90),  # more rows than are kept in a cache
 ]
+MANY_BLOCKS = ((3, 33_024), 5)  # more blocks than mixed rows order at once
 
 
 OTHER_PORTS = "avx512, tuned for other processors than this"
@@ -110,7 +110,10 @@ def twin_of(
 
 def test_rows_equal_the_twin_bit_for_bit(lib: Library) -> None:
     fused = lib.name != "portable" or IS_ARM
-    for kind, (shape, num_rows) in product(TYPES, CASES):
+    for kind, (shape, num_rows) in [
+        *product(TYPES, CASES),
+        *product(BLOCK_TYPES, [MANY_BLOCKS]),
+    ]:
         matrix, x = random_case(kind, shape, num_rows)
         for row_kind in (GENERATED, COARSE, MIXED) if kind in BLOCK_TYPES else (GENERATED,):
             actual = lib.multiply(matrix, x, row_kind)
