@@ -8,6 +8,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 TESTS ?= tests
 PYTEST_ARGS ?=
+WORKERS ?= 2
 BENCH_ARGS ?=
 EXACT_ARGS ?=
 MUTANTS ?=
@@ -75,9 +76,10 @@ check: build ## Check style, types, imports and sizes; run nothing.
 	$(BIN)/python tools/check_size.py
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES))
 
-test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them).
+test: $(DEV_READY) pull ## Run the tests (TESTS=tests/schedule for some of them; WORKERS=0 for one process).
 	$(call compile,build/strict,-DTS_LEVELS=runnable -DTS_STRICT=ON)
-	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models' $(PYTEST_ARGS) $(TESTS)
+	@$(BIN)/python -m pytest --require-model -m 'not oracle and not models' \
+	  -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) $(TESTS)
 
 format: $(DEV_READY) ## Format Python and C++.
 	$(BIN)/ruff check --fix-only --quiet .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 # Two busy cores make any deadline a coin toss.
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each of several worker processes one thread: those of two would hold each other up."""
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("TWOSTROKE_NUM_THREADS", "1")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

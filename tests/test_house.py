@@ -30,7 +30,7 @@ ENVIRONMENT = {"os.environ", "os.getenv", "os.environb", "os.putenv"}
 FRAMEWORKS = ("torch", "transformers", "ray", "huggingface_hub", "matplotlib", "opentelemetry")
 
 
-def test_no_source_runs_code_out_of_data() -> None:
+def test_no_source_runs_code_from_data() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCES
@@ -53,7 +53,7 @@ def test_no_source_runs_code_out_of_data() -> None:
         "import numpy as np; np.load(p, allow_pickle=True)",
     ],
 )
-def test_the_walk_sees_each_way_to_run_data(line: str) -> None:
+def test_the_search_finds_each_way_to_run_data(line: str) -> None:
     names = {name for _, name in _names_used(ast.parse(line))}
     roots = {name.split(".")[0] for name in names}
     assert roots & FORBIDDEN_MODULES or names & (FORBIDDEN_BUILTINS | FORBIDDEN_CALLS)
@@ -79,7 +79,7 @@ def test_every_environment_variable_is_documented() -> None:
     assert read <= documented
 
 
-def test_every_source_says_its_one_job() -> None:
+def test_every_source_file_states_its_job() -> None:
     silent = [
         path.relative_to(ROOT).as_posix()
         for path in SOURCES
@@ -104,7 +104,7 @@ def test_importing_the_package_imports_no_framework() -> None:
     assert not loaded.stdout.split()
 
 
-def test_readme_s_make_commands_exist() -> None:
+def test_make_commands_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = set(re.findall(r"\bmake ([a-z][a-z0-9-]+)", README))
     assert {"run", "test"} <= commands <= targets
@@ -118,7 +118,7 @@ def test_make_explains_every_target() -> None:
     assert explained == set(phony[1].split())
 
 
-def test_version_is_the_changelog_s_newest() -> None:
+def test_version_is_the_newest_in_the_changelog() -> None:
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == PROJECT["version"]
@@ -145,7 +145,7 @@ def test_every_page_is_in_the_index() -> None:
     assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
 
 
-def test_links_in_the_documents_lead_somewhere() -> None:
+def test_links_in_the_documents_have_targets() -> None:
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")]
     broken = [
         f"{document.relative_to(ROOT)}: {target}"

@@ -72,7 +72,7 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_states_are_shown_of_drawn_rows_in_the_plans_order(model: LoadedModel, level: str) -> None:
+def test_tapped_values_of_drawn_rows_are_in_the_plans_order(model: LoadedModel, level: str) -> None:
     program = build_program(model.spec)
     backend = cpu(level, program, model.tensors, 8, 16, tapped_value=last_hidden(program))
     plain = cpu(level, program, model.tensors, 8, 16)

@@ -164,7 +164,7 @@ def test_tokens_with_fewer_bits_do_not_depend_on_the_schedule(fewer_bits: Pair, 
 @pytest.mark.seeds(1)
 def test_tokens_of_the_real_model_do_not_depend_on_the_schedule(smollm2: Pair, seed: int) -> None:
     chance = random.Random(seed)
-    requests = random_requests(chance, 24, vocab_size=49152, longest=120, most_output=10)
+    requests = random_requests(chance, 12, vocab_size=49152, longest=100, most_output=8)
     assert_same_tokens(smollm2, chance, requests, fewest_pages=12)
 
 

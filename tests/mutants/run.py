@@ -98,7 +98,11 @@ class Copy:
         if what not in self._passing:
             if fault.is_native:
                 self._compile()
-            if (done := self._test(fault)).returncode != 0:
+            try:
+                done = self._test(fault)
+            except subprocess.TimeoutExpired:
+                return False, f"without the fault the tests take over {TIMEOUT_S:.0f} s"
+            if done.returncode != 0:
                 return False, f"fails without the fault: {_last_line(done)}"
             self._passing.add(what)
         text = fault.plant(self._root)

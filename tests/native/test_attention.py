@@ -131,7 +131,7 @@ class Context:
         return out
 
 
-def test_attention_is_as_its_formula(library, rng):
+def test_attention_matches_its_formula(library, rng):
     for page_size, kv_heads, group, head_dim in [
         (16, 3, 3, 64),
         (32, 1, 1, 16),
@@ -147,7 +147,7 @@ def test_attention_is_as_its_formula(library, rng):
                 np.testing.assert_allclose(out, context.expected(q, position), rtol=1e-4, atol=3e-5)
 
 
-def test_a_window_and_a_cap_are_as_their_formulas(library, rng):
+def test_windows_and_caps_match_their_formulas(library, rng):
     for soft_cap in [None, 5.0]:
         for window in [None, 1, 7, 16, 17, 63, 64, 65, 150, 299]:
             for page_size, group, head_dim in ((16, 5, 32), (64, 1, 112)):
@@ -178,7 +178,7 @@ def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rn
                 )
 
 
-def test_attention_does_not_see_where_its_pages_lie(library):
+def test_attention_does_not_depend_on_where_its_pages_are(library):
     outputs = []
     for seed, page_size in ((1, 16), (2, 16), (3, 32), (4, 64)):
         context = Context(library, np.random.default_rng(7), page_size, 2, 2, 32, 150)
@@ -190,7 +190,7 @@ def test_attention_does_not_see_where_its_pages_lie(library):
     assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
 
 
-def test_values_that_a_page_cannot_hold_are_saturated_not_spread(library, rng):
+def test_values_that_a_page_cannot_hold_are_saturated(library, rng):
     for fmt in FORMATS:
         context = Context(library, rng, 16, 1, 1, 16, 64, fmt)
         q = floats(rng.normal(size=(40, 1, 16)))
@@ -211,7 +211,7 @@ def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
     assert np.all(context.attend(floats(rng.normal(size=(16, 1, 32))), 0) == 0)
 
 
-def test_spreading_evens_out_a_value_that_sticks_out_and_keeps_products(library, rng):
+def test_spreading_evens_out_an_outlier_and_keeps_products(library, rng):
     for head_dim in (16, 64, 96, 256, 512):
         a, b = floats(rng.normal(size=(2, head_dim)))
         a[3] = 100

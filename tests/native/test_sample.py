@@ -93,7 +93,7 @@ def test_rows_and_results_have_the_layout_that_python_writes(library):
     assert library.ts_sample_row_offset(len(ROW.names)) == -1
 
 
-def test_weights_are_the_definitions_to_the_last_bit(library):
+def test_weights_equal_the_definition_bit_for_bit(library):
     for temperature in [0.01, 0.7, 1.0, 3.3]:
         gaps = np.concatenate(
             [np.linspace(0, 45 * temperature, 20_001), np.geomspace(1e-30, 1e38, 999)]
@@ -112,7 +112,7 @@ def test_weights_are_the_definitions_to_the_last_bit(library):
         )
 
 
-def test_a_damaged_row_leaves_its_neighbours_alone(library):
+def test_a_damaged_row_does_not_change_its_neighbours(library):
     for kind in KINDS:
         rng = np.random.default_rng(1)
         logits = np.stack([random_logits(rng, 500, "normal") for _ in range(3)])
@@ -157,7 +157,7 @@ def test_every_level_reports_on_a_given_token_as_the_definition_does(library):
             np.testing.assert_allclose(values, known, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_no_request_can_have_do_no_harm(library):
+def test_rows_that_no_request_can_have_are_harmless(library):
     rng = np.random.default_rng(2)
     logits = np.ascontiguousarray(np.tile(random_logits(rng, 300, "normal"), (8, 1)))
     rows, results = np.zeros(8, ROW), np.zeros(8, RESULT)

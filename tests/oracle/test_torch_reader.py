@@ -91,7 +91,7 @@ def test_gradients_are_those_of_finite_differences(spec: ModelSpec) -> None:
     tokens = torch.tensor(TOKENS[:24])
 
     def loss() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(model.logits(tokens)[:-1], tokens[1:])
+        return torch.nn.functional.cross_entropy(model.values(tokens)["logits"][:-1], tokens[1:])
 
     loss().backward()
     unused = [name for name, weight in model.weights.items() if weight.grad is None]

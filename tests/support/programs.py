@@ -11,7 +11,7 @@ import numpy as np
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.models.blocks import decoder, residual_layer
 from twostroke.program import Activation, Program
-from twostroke.program.ops import Attention, ExternalInput
+from twostroke.program.ops import Attention, ExternalInput, Linear
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -52,8 +52,18 @@ def _post_norms(**changes: Any) -> Program:
     return decoder(spec, layer, embedding_scale=8.0)
 
 
+def _biases() -> Program:
+    """Return a Program whose every product has a bias, a gate's two among them."""
+    program = _plain(qkv_bias=True, output_bias=True)
+    biased = [
+        replace(op, bias=op.weight.replace(".weight", ".bias")) if isinstance(op, Linear) else op
+        for op in program.ops
+    ]
+    return replace(program, ops=tuple(biased))
+
+
 PROGRAMS: dict[str, Program] = {
-    "biases": _plain(qkv_bias=True, output_bias=True),
+    "biases": _biases(),
     "head norms": _head_norms(tied_embeddings=False),
     "experts": _plain(experts=ExpertSpec(8, 2, 96, normalize=True)),
     "many experts": _head_norms(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from twostroke.core.errors import UsageError, nearest
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,32 +13,31 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan, StepResult
-    from twostroke.program import Program
 
 
 @dataclass(frozen=True, slots=True)
 class BackendFacts:
     """Facts about a backend. The engine branches on these, never on the name.
 
-    With `one_arithmetic` prompt rows and generated rows are computed alike, bit for bit, so that
-    pages filled by either serve the other. `level` names the instruction set of the kernels, or
-    the one that the backend's speed is compared with. There are `num_pages` pages, each for
-    `page_size` tokens of any one cache group; rows of group g see `windows[g]` positions. Up to
+    There are `num_pages` pages, each for `page_size` tokens of any one cache group; rows of group
+    g see `windows[g]` positions. `level` names the instruction set of the kernels, or the one that
+    the backend's speed is compared with. With `one_arithmetic` prompt rows and generated rows are
+    computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
     that many at once.
     """
 
     name: str
     detail: str
-    level: str
     num_threads: int
     num_pages: int
     page_size: int
     windows: tuple[int | None, ...]
-    one_arithmetic: bool
-    rows_together: int
     weight_bytes: int
     cache_bytes: int
+    level: str = "portable"
+    one_arithmetic: bool = True
+    rows_together: int = 1
 
 
 class Runner(Protocol):
@@ -73,17 +70,4 @@ class Backend(Runner, Protocol):
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program, each (len(tokens), its width), by name; else as `score`.
-
-        Raises:
-            UsageError: a value that the Program does not have.
-        """
-
-
-def check_values(program: Program, values: Sequence[str]) -> None:
-    """Refuse names of values that the Program does not have, with `UsageError`."""
-    known = program.value_widths
-    for name in values:
-        if name not in known:
-            message = f"{program.name} does not compute a value '{name}'.{nearest(name, known)}"
-            raise UsageError(message)
+        """Return values of the Program, each (len(tokens), its width), by name; else as `score`."""

@@ -40,6 +40,11 @@ class Span:
     copies: tuple[tuple[int, int], ...] = ()
 
     @property
+    def end(self) -> int:
+        """The position after the last row's."""
+        return self.start + int(self.rows.stop - self.rows.start)
+
+    @property
     def stored_rows(self) -> Numbers:
         """The rows whose keys and values are stored in these pages, the last at the end."""
         return np.concatenate([self.above, np.arange(self.rows.start, self.rows.stop)])
@@ -57,7 +62,7 @@ def flatten(slices: tuple[Slice, ...]) -> tuple[Numbers, Numbers, tuple[Span, ..
         tokens += part.drafts
         for span in _spans(part, first):
             spans.append(span)
-            positions += range(span.start, span.start + span.rows.stop - span.rows.start)
+            positions += range(span.start, span.end)
         sampled += range(len(tokens) - part.num_with_logits, len(tokens))
     return np.array(tokens), np.array(positions), tuple(spans), np.array(sampled, np.int64)
 
@@ -109,9 +114,9 @@ class PageMap:
                 first += self._layers[layer].values_per_token
             self.width = max(self.width, first)
 
-    def slots(self, span: Span, layer: int, first: int, end: int) -> Numbers:
-        """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
-        positions = np.arange(first, end)
+    def slots(self, span: Span, layer: int, first: int) -> Numbers:
+        """Return where a layer's positions from `first` to the span's last lie."""
+        positions = np.arange(first, span.end)
         pages = span.pages[self._places[layer][0], positions // self.page_size]
         assert (pages != NO_PAGE).all(), "a row reads before its window"
         slots: Numbers = pages * self.page_size + positions % self.page_size

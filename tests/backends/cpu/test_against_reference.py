@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces
+from support.native import load_level
 from support.operations import NUM_IDS, OPS, input_width
 from support.programs import PROGRAMS, random_tensors
 from support.tiny import tiny_of, write_tiny_gguf
@@ -57,34 +59,51 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def tokens_of(seed, length, end=250):
+    return np.random.default_rng(seed).integers(0, end, length).tolist()
+
+
+@cache  # the reference is slow, and the same for every level
+def expected_logits(place):
+    """Return the model of SIZES[place], and what the reference computes."""
+    program, tensors = tiny_model(**SIZES[place])
+    return (program, tensors), ReferenceBackend(program, tensors, 1, 16).score(tokens_of(0, 200))
+
+
+@pytest.mark.parametrize("place", range(len(SIZES)), ids=map(str, SIZES))
 @pytest.mark.parametrize("level", LEVELS)
-def test_tiny_models_are_as_the_reference_says(level, sizes):
-    program, tensors = tiny_model(**sizes)
-    tokens = np.random.default_rng(0).integers(0, 250, 200).tolist()
-    with cpu_backend((program, tensors), level, 4) as backend:
-        actual = backend.score(tokens)
-    expected = ReferenceBackend(program, tensors, 1, 16).score(tokens)
+def test_tiny_models_agree_with_the_reference(level, place):
+    load_level(level)
+    model, expected = expected_logits(place)
+    with cpu_backend(model, level, 4) as backend:
+        actual = backend.score(tokens_of(0, 200))
     mean_kl, same = divergence(expected, actual)
     # Random logits are close to each other: bfloat16 swaps some that lead by a hair.
     assert mean_kl < (1e-3 if level.startswith("amx") else 1e-5)
     assert same > (0.9 if level.startswith("amx") else 0.97)
 
 
+@cache
+def expected_layers(kind, fmt):
+    """Return a model of PROGRAMS, and what the reference computes for its layers and logits."""
+    program = PROGRAMS[kind]
+    tensors = random_tensors(program, fmt, fmt)
+    values = [name for name in program.value_widths if name[0] in "hxl"]
+    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens_of(2, 150), values)
+    return (program, tensors), expected
+
+
 @pytest.mark.parametrize("fmt", ["F32", "Q8_0"])
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_layers_of_every_kind_are_as_the_reference_says(level, kind, fmt):
-    program = PROGRAMS[kind]
-    tensors = random_tensors(program, fmt, fmt)
-    tokens = np.random.default_rng(2).integers(0, 250, 150).tolist()
-    values = [name for name in program.value_widths if name[0] in "hxl"]  # layers, logits
-    expected = ReferenceBackend(program, tensors, 1, 16).trace(tokens, values)
-    with cpu_backend((program, tensors), level, 4) as backend:
+def test_layers_of_every_kind_agree_with_the_reference(level, kind, fmt):
+    load_level(level)
+    model, expected = expected_layers(kind, fmt)
+    with cpu_backend(model, level, 4) as backend:
         for generated in (False, True):
-            actual = backend.trace(tokens, values, generated=generated)
+            actual = backend.trace(tokens_of(2, 150), list(expected), generated=generated)
             tiles = level.startswith("amx") and not generated
-            for name in values:
+            for name in expected:
                 far = np.abs(actual[name] - expected[name]).max(axis=1)
                 # Where two experts' scores are all but equal, a hair decides which is chosen.
                 most = np.quantile(far, 0.8 if "experts" in kind else 1)
@@ -96,28 +115,34 @@ def test_layers_of_every_kind_are_as_the_reference_says(level, kind, fmt):
             assert same > (0.9 if tiles else 0.97)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_tiny_models_of_every_family_are_as_the_reference_says(level, family, tmp_path):
-    sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
-    loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A tiny model of a family, and what the reference computes."""
+    sizes = replace(tiny_of(request.param), fmt="Q8_0", embedding_fmt="Q8_0")
+    loaded = load_path(write_tiny_gguf(tmp_path_factory.mktemp("family") / "tiny.gguf", sizes))
     program = build_program(loaded.spec)
-    tokens = np.random.default_rng(3).integers(0, 285, 100).tolist()
-    expected = ReferenceBackend(program, loaded.tensors, 1, 16).score(tokens)
-    with cpu_backend((program, loaded.tensors), level, 8) as backend:
+    expected = ReferenceBackend(program, loaded.tensors, 1, 16).score(tokens_of(3, 100, 285))
+    return (program, loaded.tensors), loaded.spec, expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tiny_models_of_every_family_agree_with_the_reference(level, family):
+    model, spec, expected = family
+    with cpu_backend(model, level, 8) as backend:
         for generated in (False, True):
             tiles = level.startswith("amx") and not generated
-            mean_kl, same = divergence(expected, backend.score(tokens, generated=generated))
+            actual = backend.score(tokens_of(3, 100, 285), generated=generated)
+            mean_kl, same = divergence(expected, actual)
             assert mean_kl < 1e-3
             # A router's Program has precise products: a hair decides whom it chooses.
-            assert same > (0.9 if tiles and not loaded.spec.experts else 0.97)
+            assert same > (0.9 if tiles and not spec.experts else 0.97)
 
 
 @pytest.mark.parametrize(("kv_format", "most_kl"), [("bf16", 1e-4), ("int8", 1e-3)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_keys_and_values_in_fewer_bits_stay_close_to_the_reference(level, kv_format, most_kl):
     program, tensors = tiny_model(head_dim=64, windows=(50, None))
-    tokens = np.random.default_rng(0).integers(0, 250, 200).tolist()
+    tokens = tokens_of(0, 200)
     with cpu_backend((program, tensors), level, 4, kv_format=kv_format) as backend:
         actual = backend.score(tokens, generated=True)
     expected = ReferenceBackend(program, tensors, 26, 16).score(tokens)
@@ -149,15 +174,18 @@ def odd_program():
         Linear("g", "n", "wq", width, width, "bq"),
         Add("s", "f", "x", width),
         Add("t", "s", "g", width),
-        RMSNorm("sn", "t", "norm", width, 1e-5, offset=0.5),
-        Add("u", "t", "sn", width),  # not in place: t is read twice
+        Linear("w", "t", "wq", width, width),
+        Add("y", "x", "w", width),  # not in place: x is read again
+        Add("z", "y", "x", width),
+        RMSNorm("zn", "z", "norm", width, 1e-5, offset=0.5),
+        Add("u", "z", "zn", width),  # not in place: z is read twice
         Logits("logits", "u", "table", width, 100, 20.0),
     )
     return Program("odd", ops, 100, 256)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_operations_that_are_not_fused_are_as_the_reference_says(level):
+def test_operations_that_are_not_fused_agree_with_the_reference(level):
     rng = np.random.default_rng(1)
     program = odd_program()
     tensors = {
@@ -184,9 +212,9 @@ def program_around(op):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_each_operation_alone_is_as_the_reference_says(level):
-    rng = np.random.default_rng(4)
-    tokens = rng.integers(0, NUM_IDS, 40).tolist()
+def test_each_operation_alone_agrees_with_the_reference(level):
+    load_level(level)
+    tokens = tokens_of(4, 40, NUM_IDS)
     for op in OPS:
         if isinstance(op, ExternalInput):  # see test_external_input.py
             continue
@@ -212,7 +240,7 @@ def real(smollm2_path):
 
 @pytest.mark.model
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_real_model_is_as_the_reference_says(level, real):
+def test_the_real_model_agrees_with_the_reference(level, real):
     model, tokens, expected = real
     with cpu_backend(model, level, 16) as backend:
         mean_kl, same = divergence(expected, backend.score(tokens))

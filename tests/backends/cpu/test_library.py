@@ -43,7 +43,7 @@ def test_an_unknown_level_names_the_nearest_and_what_runs_here():
         choose_level("portabel")
 
 
-def test_a_level_that_cannot_run_says_what_is_missing():
+def test_a_level_that_cannot_run_names_what_is_missing():
     missing = [name for name, report in level_reports().items() if not report.startswith("runs")]
     if not missing:
         pytest.skip("this machine runs every level")
@@ -51,7 +51,7 @@ def test_a_level_that_cannot_run_says_what_is_missing():
         choose_level(missing[0])
 
 
-def test_a_missing_library_says_how_to_mend_it(monkeypatch, tmp_path):
+def test_a_missing_library_error_says_how_to_fix_it(monkeypatch, tmp_path):
     monkeypatch.setenv("TWOSTROKE_NATIVE_DIR", str(tmp_path))
     load_library.cache_clear()
     with pytest.raises(BackendError, match="unset TWOSTROKE_NATIVE_DIR"):

@@ -29,7 +29,7 @@ def test_a_llama_layer_is_five_operations():
     assert len(lowered.ropes) == 1
 
 
-def test_queries_and_keys_are_turned_and_stored_behind_their_product():
+def test_queries_and_keys_are_rotated_and_stored_after_their_product():
     program, _ = tiny_model()
     qkv = lower(program).records[1]
     q, k, v = qkv.outputs[:3]
@@ -60,7 +60,7 @@ def test_only_the_products_of_a_program_with_routers_are_precise():
 
 
 @pytest.mark.parametrize(("bits", "precision"), [(9, Precision.MIXED), (8, Precision.COARSE)])
-def test_fewer_bits_are_for_all_products_but_those_that_routers_hang_on(
+def test_fewer_bits_apply_to_all_products_except_those_before_routers(
     bits: int, precision: Precision
 ):
     ops = lower(tiny_model()[0], activation_bits=bits).records
@@ -77,7 +77,7 @@ def test_heads_that_the_kernels_cannot_run_are_refused():
         lower(program)
 
 
-def test_what_follows_a_product_is_done_behind_it():
+def test_operations_after_a_product_are_fused_with_it():
     """Biases and norms of heads need no operation of their own, a post-norm is added at once."""
     kinds = Counter(OpKind(op.kind) for op in lower(PROGRAMS["post norms"]).records)
     assert kinds == {
@@ -90,6 +90,19 @@ def test_what_follows_a_product_is_done_behind_it():
     }
     qkv = lower(PROGRAMS["biases"]).records[1]
     assert all(output.bias != NONE for output in qkv.outputs[: qkv.num_outputs])
+
+
+def test_products_with_biases_are_not_fused_with_their_gate():
+    """The kernel for a gate and its two products has no biases."""
+    records = lower(PROGRAMS["biases"]).records
+    kinds = Counter(OpKind(op.kind) for op in records)
+    assert kinds[OpKind.GATED] == 0
+    assert kinds[OpKind.ACTIVATION] == 2
+    gate_and_up = [records[i - 1] for i, op in enumerate(records) if op.kind == OpKind.ACTIVATION]
+    assert all(
+        op.num_outputs == 2 and NONE not in (op.outputs[0].bias, op.outputs[1].bias)
+        for op in gate_and_up
+    )
 
 
 def test_one_vector_with_two_offsets_is_two_vectors():

@@ -57,7 +57,7 @@ def test_logprobs_do_not_depend_on_chunks_pages_or_threads(level, model):
     assert all(result == results[0] for result in results)
 
 
-def test_logprobs_do_not_depend_on_the_company(level, model):
+def test_logprobs_do_not_depend_on_other_requests(level, model):
     prompts = [tokens_of(seed, 3 + 23 * seed) for seed in range(6)]
     with cpu_backend(model, level, 128, threads=2) as backend:
         pages = iter(range(128))
@@ -86,7 +86,7 @@ def test_logprobs_do_not_depend_on_the_company(level, model):
         assert [together[id(s)] for s in sequences] == alone
 
 
-def test_recomputing_generated_rows_gives_their_bits_again(level, model):
+def test_recomputed_generated_rows_have_the_same_bits(level, model):
     """After a preemption prompt and answer come back as one slice; each row keeps its kind."""
     with cpu_backend(model, level, 64, threads=2) as backend:
         sequence = Sequence(backend, tokens_of(3, 40), list(range(10)))
@@ -118,7 +118,7 @@ def test_a_page_of_another_tenant_is_never_read(level, model):
 
 @pytest.mark.parametrize("kv_format", ["bf16", "int8"])
 @pytest.mark.parametrize("sizes", [{"head_dim": 48}, {"windows": (37, None), "soft_cap": 4.0}])
-def test_logprobs_do_not_depend_on_chunks_whatever_pages_hold(level, kv_format, sizes):
+def test_logprobs_do_not_depend_on_chunks_in_any_page_format(level, kv_format, sizes):
     model = tiny_model(fmt="Q4_1", embedding_fmt="Q8_0", **sizes)
     results = []
     for threads, chunk in ((1, 1000), (2, 64), (3, 7)):
@@ -128,7 +128,7 @@ def test_logprobs_do_not_depend_on_chunks_whatever_pages_hold(level, kv_format, 
     assert all(result == results[0] for result in results)
 
 
-def test_pages_behind_a_window_are_not_read(level):
+def test_pages_before_a_window_are_not_read(level):
     model = tiny_model(num_layers=3, windows=(1, 37, 100))
     with cpu_backend(model, level, NUM_PAGES, threads=2) as backend:
         sequence = Sequence(backend, tokens_of(4, 200), list(range(14)))
@@ -174,7 +174,7 @@ def test_logprobs_far_into_a_context_do_not_depend_on_how_attention_is_shared_ou
     assert all(result == results[0] for result in results)
 
 
-def test_drawn_tokens_do_not_depend_on_the_company(level, model):
+def test_drawn_tokens_do_not_depend_on_other_requests(level, model):
     """More rows than logits are held at once, prompt and generated ones, each with its own seed."""
     sampling = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
     with cpu_backend(model, level, 80, threads=3) as backend:

@@ -61,7 +61,7 @@ def test_a_row_is_used_again_only_after_its_request_is_forgotten():
     assert rows_of(tables, [make_request(1, [99])]) == [rows[3]]
 
 
-def test_generated_rows_come_first_where_they_are_computed_otherwise():
+def test_generated_rows_come_first_if_they_are_computed_differently():
     steps = StepArrays(1, 16, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
@@ -77,7 +77,7 @@ def test_generated_rows_come_first_where_they_are_computed_otherwise():
     assert steps.results(plan, sampled)[0] == [20, 10]
 
 
-def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
+def test_drafts_are_rows_after_the_newest_token_and_all_are_drawn():
     steps = StepArrays(1, 16, 8, one_arithmetic=False)
     old, new = make_request(4, [0]), make_request(3, [1])
     old.tokens += [50, 51]
@@ -93,7 +93,7 @@ def test_drafts_are_rows_behind_the_newest_token_and_all_are_drawn():
     assert steps.results(plan, sampled)[0] == [20, 10, 11, 12]
 
 
-def test_branches_are_runs_of_rows_with_tables_of_their_own():
+def test_each_branch_is_a_run_of_rows_with_its_own_table():
     steps = StepArrays(1, 16, 8, one_arithmetic=False)
     new, old = make_request(3, [1]), make_request(20, [5, 6])
     old.tokens += [50]
@@ -135,7 +135,7 @@ def test_flattening_many_requests_takes_well_under_a_millisecond():
     assert np.all(steps._sampled[:256] == np.arange(256))
 
 
-def test_tables_follow_requests_that_come_go_grow_and_are_preempted():
+def test_tables_follow_requests_that_arrive_end_grow_and_are_preempted():
     rng, tables = np.random.default_rng(8), PageTables(2, 16, 64)
     alive, page = [], 0
     for _ in range(300):

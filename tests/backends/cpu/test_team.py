@@ -52,11 +52,8 @@ def on_nodes(monkeypatch):
 def pool_of(num_threads: int, level: str = "portable") -> Iterator[tuple[ctypes.CDLL, int]]:
     load_level(level)
     library = load_library(level)
-    pool = team.create_pool(library, num_threads)
-    try:
+    with team.thread_pool(library, num_threads) as pool:
         yield library, pool
-    finally:
-        library.ts_pool_destroy(pool)
 
 
 def pack(library: ctypes.CDLL, pool: int, kind: int, shape: tuple[int, int]) -> bytes:
@@ -109,7 +106,7 @@ def test_each_thread_keeps_to_its_node_and_the_caller_only_while_it_computes(on_
     assert [after[thread] for thread in workers] == [first, second, second]
 
 
-def test_a_caller_that_may_not_use_its_node_stays_where_it_may_be(on_nodes):
+def test_a_caller_that_may_not_use_its_node_keeps_its_cores(on_nodes):
     on_nodes((CORES[0],), (CORES[1],))
     found = []
 
@@ -128,7 +125,7 @@ def test_a_caller_that_may_not_use_its_node_stays_where_it_may_be(on_nodes):
 @pytest.mark.parametrize("kind", [F32, Q8_0])
 @pytest.mark.parametrize("shape", [(16, 32), (40, 96), (1003, 64)])
 @pytest.mark.parametrize("threads", [2, 3])
-def test_equal_parts_are_packed_as_small_pieces_are(on_nodes, kind, shape, threads):
+def test_equal_parts_are_packed_like_small_pieces(on_nodes, kind, shape, threads):
     with pool_of(threads) as (library, pool):
         pieces = pack(library, pool, kind, shape)
     on_nodes((CORES[0],), (CORES[1],))
@@ -151,7 +148,7 @@ def test_results_are_the_same_bits_on_several_nodes(on_nodes, level, kind):
     assert results[1] == results[0]
 
 
-def test_what_the_system_refuses_changes_nothing(on_nodes):
+def test_cores_that_the_system_refuses_change_nothing(on_nodes):
     model = tiny_model()
     with cpu_backend(model, "portable", 8) as backend:
         expected = backend.score(TOKENS)

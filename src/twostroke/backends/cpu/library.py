@@ -7,6 +7,7 @@ import platform
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 from twostroke.backends.cpu.records import RECORD_SIZES, NodeRecord, PlanRecord, StepRecord
@@ -16,7 +17,6 @@ from twostroke.core.errors import BackendError, UsageError, nearest
 _INTERFACE_VERSION = 13  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
-_PORTABLE = {"portable": (0, "nothing")}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
 _X86_LEVELS = {
     "amx": (4, "AMX tiles (int8, bf16) with AVX-512"),
@@ -24,7 +24,7 @@ _X86_LEVELS = {
     "avx2": (1, "AVX2, FMA and F16C"),
 }
 # Best first; each with its bit in `ts_probe` and the instructions that it needs.
-_LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | _PORTABLE
+_LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | {"portable": (0, "nothing")}
 # Chosen by name only: the AMX level on emulated tiles, for tests on machines without AMX.
 _EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
 
@@ -72,11 +72,9 @@ def choose_level(requested: str | None) -> LevelChoice:
     if wanted is None:
         wanted, knob = env.cpu_level(), "TWOSTROKE_CPU_LEVEL"
     if wanted is None:
-        level = next((name for name in _LEVELS if _obstacle(name) is None), None)
-        if level is None:
-            load_library("portable")  # raises the reason
-            raise BackendError("No native library runs here; reinstall twostroke.")
-        better = [f"{name}: {_obstacle(name)}" for name in _LEVELS if _bit(name) > _bit(level)]
+        level = next((name for name in _LEVELS if _obstacle(name) is None), "portable")
+        load_library(level)  # raises the reason if not even that one is there
+        better = [f"{name}: {_obstacle(name)}" for name in takewhile(level.__ne__, _LEVELS)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
     known = _LEVELS | _EMULATED
     usable = ", ".join(name for name in known if _obstacle(name) is None)
@@ -136,10 +134,6 @@ def _obstacle(level: str) -> str | None:
     if level == "amx" and not load_library(level).ts_linear_request_tiles():
         return "the operating system refuses the use of tiles"
     return None
-
-
-def _bit(level: str) -> int:
-    return _LEVELS[level][0]
 
 
 def _find(level: str) -> Path | None:

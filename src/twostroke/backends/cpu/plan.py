@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import closing
 from ctypes import byref, c_double, c_int32, c_void_p
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class OpTime:
 
 
 class NativePlan:
-    """Runs steps of a Program over its own `num_pages` pages."""
+    """Runs steps of a Program over its own pages."""
 
     def __init__(
         self,
@@ -70,36 +71,32 @@ class NativePlan:
         Raises:
             MemoryLimitError: there is no room for the pages.
         """
-        self._library = library
-        self.num_pages, page_size = pages.num_pages, pages.page_size
+        self._library, self._pool = library, pool
+        self._program, self._weights, self._pages = program, weights, pages
         self._num_ops = len(lowered.records)
-        records = [weights.record(name) for name in lowered.matrices]
-        vectors = [weights.vector(name).ctypes.data for name in lowered.vectors]
-        ropes = [_rope_record(rope) for rope in lowered.ropes]
-        layers = _layer_records(program)
         record = PlanRecord(
-            (OpRecord * len(lowered.records))(*lowered.records),
-            (WeightRecord * len(records))(*records),
-            (c_void_p * len(vectors))(*vectors),
-            (RopeRecord * len(ropes))(*ropes),
-            (LayerRecord * len(layers))(*layers),
-            (ExpertRecord * len(lowered.experts))(*lowered.experts),
-            (c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
-            len(lowered.records),
-            len(records),
-            len(vectors),
-            len(ropes),
-            len(layers),
-            len(program.cache_groups),
-            len(lowered.experts),
-            len(lowered.buffer_widths),
-            CacheFormat[pages.kv_format.upper()],
-            self.num_pages,
-            page_size,
+            num_groups=len(program.cache_groups),
+            num_buffers=len(lowered.buffer_widths),
+            buffer_widths=(c_int32 * len(lowered.buffer_widths))(*lowered.buffer_widths),
+            cache_format=CacheFormat[pages.kv_format.upper()],
+            num_pages=pages.num_pages,
+            page_size=pages.page_size,
         )
+        vectors = [weights.vectors[vector].ctypes.data for vector in lowered.vectors]
+        arrays: tuple[tuple[str, Any, Sequence[Any]], ...] = (
+            ("ops", OpRecord, lowered.records),
+            ("weights", WeightRecord, [weights.records[name] for name in lowered.matrices]),
+            ("vectors", c_void_p, vectors),
+            ("ropes", RopeRecord, [_rope_record(rope) for rope in lowered.ropes]),
+            ("layers", LayerRecord, _layer_records(program)),
+            ("experts", ExpertRecord, lowered.experts),
+        )
+        for name, kind, items in arrays:
+            setattr(record, name, (kind * len(items))(*items))
+            setattr(record, f"num_{name}", len(items))
         self._plan: int | None = library.ts_plan_create(pool, byref(record))
         if self._plan is None:
-            message = f"No memory for {self.num_pages} key-value pages of {page_size} tokens"
+            message = f"No memory for {pages.num_pages} key-value pages of {pages.page_size} tokens"
             raise MemoryLimitError(f"{message}; lower --context-length or --kv-memory.")
 
     def run(self, step: StepRecord) -> None:
@@ -109,7 +106,7 @@ class NativePlan:
             MemoryLimitError: there is no room for a step of that many rows.
             BackendError: a token or a page that does not exist; nothing was computed.
         """
-        outcome = self._library.ts_step(self._plan, byref(step))
+        outcome = self._library.ts_step(self._open_plan(), byref(step))
         if outcome == _NOT_THERE:
             raise BackendError("The step names a token or a page that the model does not have.")
         if outcome:
@@ -118,57 +115,68 @@ class NativePlan:
 
     def evaluate(
         self,
+        lowered: Lowered,
         tokens: Sequence[int],
         logits: Array | None,
         taps: Sequence[Array],
         *,
-        num_groups: int,
         generated: bool,
     ) -> None:
-        """Compute a sequence, as prompt or as `generated` rows.
+        """Compute a sequence on separate pages, as prompt or as `generated` rows.
 
-        Each of the `num_groups` cache groups has an equal part of the pages, as many as the tokens
-        need. Writes `logits` (len(tokens), vocab_size) and the plan's `taps` (len(tokens), width).
+        `lowered` is a lowering of the same Program. Writes `logits` (len(tokens), vocab_size) and
+        its `taps` (len(tokens), width).
         """
-        table = np.arange(self.num_pages, dtype=np.int32)
-        for start in range(0, len(tokens), _EVALUATED_ROWS):
-            part = np.array(tokens[start : start + _EVALUATED_ROWS], np.int32)
-            count = len(part)
-            rows = np.arange(count, dtype=np.int32)
-            slices = np.array([0, count, start, 0], np.int32)
-            self.run(
-                StepRecord(
-                    tokens=part.ctypes.data,
-                    slices=slices.ctypes.data,
-                    page_tables=table.ctypes.data,
-                    sampled_rows=rows.ctypes.data,
-                    logits=None if logits is None else logits[start:].ctypes.data,
-                    taps=(c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
-                    table_stride=len(table) // num_groups,
-                    num_rows=count,
-                    num_generated=count if generated else 0,
-                    num_slices=1,
-                    num_sampled=0 if logits is None else count,
+        self._open_plan()
+        num_groups = len(self._program.cache_groups)
+        places = -(-len(tokens) // self._pages.page_size)  # of each group
+        table = np.arange(num_groups * places, dtype=np.int32)
+        pages = replace(self._pages, num_pages=len(table))
+        plan = NativePlan(self._library, self._pool, self._program, lowered, self._weights, pages)
+        with closing(plan):
+            for start in range(0, len(tokens), _EVALUATED_ROWS):
+                part = np.array(tokens[start : start + _EVALUATED_ROWS], np.int32)
+                count = len(part)
+                rows = np.arange(count, dtype=np.int32)
+                slices = np.array([0, count, start, 0], np.int32)
+                plan.run(
+                    StepRecord(
+                        tokens=part.ctypes.data,
+                        slices=slices.ctypes.data,
+                        page_tables=table.ctypes.data,
+                        sampled_rows=rows.ctypes.data,
+                        logits=None if logits is None else logits[start:].ctypes.data,
+                        taps=(c_void_p * len(taps))(*(tap[start:].ctypes.data for tap in taps)),
+                        table_stride=places,
+                        num_rows=count,
+                        num_generated=count if generated else 0,
+                        num_slices=1,
+                        num_sampled=0 if logits is None else count,
+                    )
                 )
-            )
 
     def times(self) -> list[OpTime]:
         """Return what each operation has taken since the last call, in all steps together."""
         pairs = (c_double * (2 * self._num_ops))()
-        self._library.ts_plan_times(self._plan, pairs)
+        self._library.ts_plan_times(self._open_plan(), pairs)
         return [OpTime(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
-        assert 0 <= source < self.num_pages
-        assert 0 <= target < self.num_pages
-        self._library.ts_plan_copy_page(self._plan, source, target)
+        assert 0 <= source < self._pages.num_pages
+        assert 0 <= target < self._pages.num_pages
+        self._library.ts_plan_copy_page(self._open_plan(), source, target)
 
     def close(self) -> None:
         """Give back the pages and buffers."""
         if self._plan is not None:
             self._library.ts_plan_destroy(self._plan)
             self._plan = None
+
+    def _open_plan(self) -> int:
+        if self._plan is None:
+            raise BackendError("The cpu backend was closed.")
+        return self._plan
 
 
 def _layer_records(program: Program) -> list[LayerRecord]:

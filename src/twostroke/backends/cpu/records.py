@@ -6,6 +6,8 @@ import ctypes
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
+import numpy as np
+
 from twostroke.program import Activation
 from twostroke.sample.rows import RESULT, ROW
 
@@ -180,27 +182,11 @@ class NodeRecord(ctypes.Structure):
     )
 
 
-class SliceRecord(ctypes.Structure):
-    """Consecutive rows of one request, all prompt or all generated."""
-
-    _fields_ = (
-        ("row", c_int32),
-        ("num_rows", c_int32),
-        ("position", c_int32),
-        ("table", c_int32),
-    )
-
-
-class StoreRecord(ctypes.Structure):
-    """A row that is also stored in the pages of another table."""
-
-    _fields_ = (("row", c_int32), ("table", c_int32))
-
-
-class CopyRecord(ctypes.Structure):
-    """A page that begins the step as a copy of another."""
-
-    _fields_ = (("source", c_int32), ("target", c_int32))
+# Elements of a step's arrays: consecutive rows of one request, all prompt or all generated;
+# a row that is also stored in the pages of another table; a page that begins as another's copy.
+SLICE = np.dtype([(name, np.int32) for name in ("row", "num_rows", "position", "table")])
+STORE = np.dtype([(name, np.int32) for name in ("row", "table")])
+COPY = np.dtype([(name, np.int32) for name in ("source", "target")])
 
 
 class StepRecord(ctypes.Structure):
@@ -232,21 +218,16 @@ class StepRecord(ctypes.Structure):
 
 # In the order of `ts_record_size`.
 RECORD_SIZES = (
-    *(
-        ctypes.sizeof(record)
-        for record in (
-            OpRecord,
-            RopeRecord,
-            LayerRecord,
-            PlanRecord,
-            SliceRecord,
-            StepRecord,
-            WeightRecord,
-            StoreRecord,
-            CopyRecord,
-            NodeRecord,
-        )
-    ),
+    ctypes.sizeof(OpRecord),
+    ctypes.sizeof(RopeRecord),
+    ctypes.sizeof(LayerRecord),
+    ctypes.sizeof(PlanRecord),
+    SLICE.itemsize,
+    ctypes.sizeof(StepRecord),
+    ctypes.sizeof(WeightRecord),
+    STORE.itemsize,
+    COPY.itemsize,
+    ctypes.sizeof(NodeRecord),
     ROW.itemsize,
     RESULT.itemsize,
 )

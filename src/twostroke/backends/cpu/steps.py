@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ctypes import c_void_p
-from dataclasses import dataclass
-from itertools import accumulate, chain, compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, compress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,14 +22,10 @@ if TYPE_CHECKING:
     from twostroke.core.step import TokenLogprobs
     from twostroke.core.tree import Branch
 
+    Reports = Sequence[TokenLogprobs | None]
+    Drawn = tuple[list[int], list[TokenLogprobs | None], NDArray[np.float32] | None, Reports]
 
-class Drawn(NamedTuple):
-    """Tokens and reports of a step: the parts of a `StepResult`."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-    hidden: NDArray[np.float32] | None
-    scores: Sequence[TokenLogprobs | None]
+_NEW = -1  # the `num_moves` of a request that has no row yet
 
 
 class StepArrays:
@@ -57,7 +52,7 @@ class StepArrays:
         self._tokens = np.zeros(0, np.int32)
         self._slices = np.zeros((0, 4), np.int32)
         self._sampled = np.zeros(0, np.int32)
-        self._num_plain = 0  # of how many slices and samples row i is row i of the step, and all
+        self._num_plain = 0  # for how many rows `_slices` and `_sampled` say: row i, alone
         self._results = np.zeros(0, RESULT)
         self._samples: NDArray[Any] = np.zeros(0, np.uint8)
         self._stores = self._copies = np.zeros(0, np.int32)
@@ -65,7 +60,7 @@ class StepArrays:
         self._returns_tapped = returns_tapped
         self._taps = (c_void_p * 1)()
         self._has_scores = False
-        self._pooled: dict[Request, int] = {}  # the end of the rows that are wanted
+        self._pooled: dict[Request, int] = {}  # the end of the rows whose states are wanted
         self.record = StepRecord()
 
     def fill(self, plan: StepPlan) -> tuple[Slice, ...]:
@@ -111,7 +106,12 @@ class StepArrays:
         parts, requests = plan.slices, plan.requests
         self._num_plain = 0
         self._reserve(sum(counts), len(parts), sum([part.num_with_logits for part in parts]))
-        self._tokens[: sum(counts)] = [token for part in parts for token in _tokens(part)]
+        self._tokens[: sum(counts)] = [
+            token
+            for part in parts
+            for tokens in (part.request.tokens[part.start : part.start + part.count], part.drafts)
+            for token in tokens
+        ]
         slices = self._slices[: len(parts)]
         slices[:, 1] = counts
         slices[:, 2] = plan.starts
@@ -119,33 +119,24 @@ class StepArrays:
         slices[:, 3] = self.tables.rows(requests, reached)
         ends = slices[:, 1].cumsum()
         slices[:, 0] = ends - slices[:, 1]
-        self._pooled = _ends_of_pooled(parts, ends)
+        pairs = zip(parts, ends.tolist(), strict=True)
+        self._pooled = {part.request: end for part, end in pairs if part.num_pooled}
         self._has_scores = any([part.num_scored for part in parts])  # noqa: C419 - twice as quick
         has_logits = [part.num_with_logits > 0 for part in parts]
         sampling = tuple(compress(parts, has_logits))
         requests, ends = list(compress(requests, has_logits)), ends[has_logits]
         if self._has_scores or plan.has_drafts:
-            self._sample(sampling, requests, ends)
+            self._samples = self._sampling.rows(requests, sampling)
+            pairs = zip(sampling, ends.tolist(), strict=True)
+            rows = [row for p, end in pairs for row in range(end - p.num_with_logits, end)]
+            self._sampled[: len(rows)] = rows
         else:  # the last row of a slice draws, and is its request's newest token
             self._samples = self._sampling.rows(requests, num_tokens=reached[has_logits])
             self._sampled[: len(requests)] = ends - 1
         return sampling
 
-    def _sample(
-        self, parts: Sequence[Slice], requests: Sequence[Request], ends: NDArray[np.int32]
-    ) -> None:
-        """Write how to sample each row with logits; a slice may have several."""
-        self._samples = self._sampling.rows(requests, parts)
-        spans = [
-            range(e - part.num_with_logits, e) for e, part in zip(ends.tolist(), parts, strict=True)
-        ]
-        self._sampled[: len(self._samples)] = list(chain(*spans))
-
     def _lay_out(self, parts: Sequence[Slice]) -> None:
-        """Divide slices with branches into runs of rows, each with its own page tables.
-
-        `_slices` has one record for each of the parts.
-        """
+        """Divide slices with branches into runs of rows, each with its own page tables."""
         whole = self._slices[: len(parts)].tolist()
         runs: list[list[int]] = []
         stores: list[tuple[int, int]] = []
@@ -179,7 +170,7 @@ class StepArrays:
         record.copies, record.num_copies = self._copies.ctypes.data, len(copies)
 
     def results(self, plan: StepPlan, sampled: tuple[Slice, ...]) -> Drawn:
-        """Return what the last step drew and reported, in the plan's order."""
+        """Return tokens, log-probabilities, tapped values and scores, in the plan's order."""
         num_sampled = self.record.num_sampled
         results, drawn = self._results[:num_sampled], self._sampled[:num_sampled]
         rows = self._samples
@@ -200,14 +191,15 @@ class StepArrays:
             scores = read_scores(results[~draws])
             results, drawn, rows = results[draws], drawn[draws], rows[draws]
         hidden = self._tapped[drawn] if self._returns_tapped else None
-        return Drawn(*read_results(results, rows), hidden, scores)
+        tokens, logprobs = read_results(results, rows)
+        return tokens, logprobs, hidden, scores
 
     def states(self, plan: StepPlan) -> list[NDArray[np.float32]]:
         """Return the tapped rows of each slice that wants some, until the next step."""
         if not self._pooled:
             return []
         ends = [(self._pooled[p.request], p.num_pooled) for p in plan.slices if p.num_pooled]
-        return [self._tapped[end - count : end] for end, count in ends]
+        return [self._tapped[end - num_rows : end] for end, num_rows in ends]
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request."""
@@ -260,15 +252,6 @@ class StepArrays:
             self._taps[0] = self._tapped.ctypes.data
 
 
-def _ends_of_pooled(parts: Sequence[Slice], ends: NDArray[np.int32]) -> dict[Request, int]:
-    pairs = zip(parts, ends.tolist(), strict=True)
-    return {part.request: end for part, end in pairs if part.num_pooled}
-
-
-def _tokens(part: Slice) -> list[int]:
-    return [*part.request.tokens[part.start : part.start + part.count], *part.drafts]
-
-
 class PageTables:
     """One row of page ids a request and in it one part a cache group, copied as its pages grow.
 
@@ -283,7 +266,7 @@ class PageTables:
         self._page_size = page_size
         self.array = np.zeros((0, num_groups, max_pages), np.int32)
         self.address = 0  # of the array
-        self._entries: dict[Request, _Entry] = {}
+        self._entries: dict[Request, tuple[int, int]] = {}  # row, `num_moves` when it was copied
         self._free: list[int] = []
         self._branches: list[int] = []  # rows of branches, for the step alone
         self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
@@ -298,7 +281,7 @@ class PageTables:
             for place in is_short.nonzero()[0]:
                 self._update(requests[place])
         else:
-            rows = [self._update(request).row for request in requests]
+            rows = [self._update(request) for request in requests]
             self._last, self._last_rows = now, np.array(rows, np.int32)
         return self._last_rows
 
@@ -315,31 +298,27 @@ class PageTables:
     def forget(self, request: Request) -> None:
         """Free a request's row; an unknown request is ignored."""
         if entry := self._entries.pop(request, None):
-            self._free.append(entry.row)
+            self._free.append(entry[0])
             self._last = None
 
-    def _update(self, request: Request) -> _Entry:
-        """Copy the pages that are new, if any, or all where others were replaced."""
-        entry = self._entries.get(request) or self._add(request)
+    def _update(self, request: Request) -> int:
+        """Copy the new pages, or all where some were replaced; return the request's row."""
+        row, num_moves = self._entries.get(request) or (self._take_row(), _NEW)
         num_pages = len(request.pages[0])
-        num_copied = int(self._reach[entry.row]) // self._page_size
-        if entry.num_moves != request.num_moves or num_copied > num_pages:
-            entry.num_moves, num_copied = request.num_moves, 0
+        num_copied = int(self._reach[row]) // self._page_size
+        if num_moves != request.num_moves or num_copied > num_pages:
+            self._entries[request] = row, request.num_moves
+            self._reach[row] = num_copied = 0
         if num_pages == num_copied:
-            return entry
+            return row
         if num_pages == num_copied + 1:  # a slice would cost ten times as much
             for group, pages in enumerate(request.pages):
-                self.array[entry.row, group, num_copied] = pages[num_copied]
+                self.array[row, group, num_copied] = pages[num_copied]
         else:
-            for part, pages in zip(self.array[entry.row], request.pages, strict=True):
+            for part, pages in zip(self.array[row], request.pages, strict=True):
                 part[num_copied:num_pages] = pages[num_copied:]
-        self._reach[entry.row] = num_pages * self._page_size
-        return entry
-
-    def _add(self, request: Request) -> _Entry:
-        entry = self._entries[request] = _Entry(self._take_row(), request.num_moves)
-        self._reach[entry.row] = 0
-        return entry
+        self._reach[row] = num_pages * self._page_size
+        return row
 
     def _take_row(self) -> int:
         if not self._free:
@@ -350,11 +329,3 @@ class PageTables:
             self._reach = np.concatenate([self._reach, np.zeros(more, np.int32)])
             self.address = self.array.ctypes.data
         return self._free.pop()
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A request's row, and the request's `num_moves` when it was copied."""
-
-    row: int
-    num_moves: int

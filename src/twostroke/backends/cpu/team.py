@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def create_pool(library: ctypes.CDLL, num_threads: int) -> int:
-    """Return a pool of threads, each kept to a memory node if there are several.
-
-    `ts_pool_destroy` ends it.
+@contextmanager
+def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
+    """Yield a pool of threads, each kept to a memory node if there are several.
 
     Raises:
         BackendError: the operating system refuses that many threads.
@@ -34,7 +33,10 @@ def create_pool(library: ctypes.CDLL, num_threads: int) -> int:
     pool: int | None = library.ts_pool_create(num_threads, nodes, len(nodes))
     if pool is None:
         raise BackendError(f"The operating system refuses {num_threads} threads; ask for fewer.")
-    return pool
+    try:
+        yield pool
+    finally:
+        library.ts_pool_destroy(pool)
 
 
 def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
@@ -42,21 +44,13 @@ def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
 
     The best of several passes over it, with huge pages and prefetching, within some 0.3 s.
     """
-    with _pool(level, num_threads) as (library, pool):
+    library = load_library(level)
+    with thread_pool(library, num_threads) as pool:
         return float(library.ts_measure_bandwidth(pool, num_bytes))
 
 
 def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
     """Return operations/s (a multiply-add is two) of the level's best arithmetic, and its name."""
-    with _pool(level, num_threads) as (library, pool):
-        return float(library.ts_measure_peak(pool)), library.ts_peak_kind().decode()
-
-
-@contextmanager
-def _pool(level: str, num_threads: int) -> Iterator[tuple[ctypes.CDLL, int]]:
     library = load_library(level)
-    pool = create_pool(library, num_threads)
-    try:
-        yield library, pool
-    finally:
-        library.ts_pool_destroy(pool)
+    with thread_pool(library, num_threads) as pool:
+        return float(library.ts_measure_peak(pool)), library.ts_peak_kind().decode()

@@ -28,7 +28,8 @@ _RELEASED_TOGETHER = 16 << 20  # bytes
 class PackedWeights:
     """Matrices packed for one level, in one piece of memory, and vectors as float32.
 
-    `num_bytes` is what both take.
+    `records` says where each matrix lies, by name; `vectors` has the values of each vector. Both
+    together take `num_bytes`.
     """
 
     def __init__(
@@ -46,31 +47,22 @@ class PackedWeights:
         """
         self._library = library
         self._tensors = {name: tensors[name] for name in matrices}
-        self._vectors = {vector: _floats(tensors[vector.name], vector.offset) for vector in vectors}
+        self.vectors: dict[Vector, NDArray[np.float32]] = {
+            vector: tensors[vector.name].dequantize().reshape(-1) + np.float32(vector.offset)
+            for vector in vectors
+        }
         sizes = [_packed_bytes(library, name, tensors[name]) for name in matrices]
         self._size = sum(sizes)
+        self.num_bytes = self._size + sum(values.nbytes for values in self.vectors.values())
         self._memory: int | None = library.ts_map_memory(self._size)
         if self._memory is None:
             message = f"No memory for {self._size / 1e9:.1f} GB of weights; use a smaller model."
             raise MemoryLimitError(message)
         starts = np.cumsum([0, *sizes[:-1]])
-        self._records = {
-            name: WeightRecord(t.format.gguf_id, *_matrix_shape(t), self._memory + int(start))
+        self.records = {
+            name: WeightRecord(t.format.gguf_id, t.num_rows, t.shape[-1], self._memory + int(start))
             for (name, t), start in zip(self._tensors.items(), starts, strict=True)
         }
-
-    def record(self, name: str) -> WeightRecord:
-        """Return where a matrix lies."""
-        return self._records[name]
-
-    def vector(self, vector: Vector) -> NDArray[np.float32]:
-        """Return a vector's values."""
-        return self._vectors[vector]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed matrices and of the vectors."""
-        return self._size + sum(vector.nbytes for vector in self._vectors.values())
 
     def pack(self, pool: int, release: Release | None, progress: Progress | None) -> None:
         """Pack all matrices with the pool's threads.
@@ -81,16 +73,10 @@ class PackedWeights:
         total = sum(tensor.num_bytes for tensor in self._tensors.values())
         done = released = 0
         packed: list[QuantTensor] = []
-        for tensor, record in zip(self._tensors.values(), self._records.values(), strict=True):
+        for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
             source: NDArray[np.uint8] = np.ascontiguousarray(tensor.data)
-            self._library.ts_pack(
-                pool,
-                record.type,
-                record.num_outputs,
-                record.num_inputs,
-                source.ctypes.data,
-                record.data,
-            )
+            shape = record.num_outputs, record.num_inputs
+            self._library.ts_pack(pool, record.type, *shape, source.ctypes.data, record.data)
             packed.append(tensor)
             done += tensor.num_bytes
             if release is not None and (done - released >= _RELEASED_TOGETHER or done == total):
@@ -107,17 +93,9 @@ class PackedWeights:
             self._memory = None
 
 
-def _floats(tensor: QuantTensor, offset: float) -> NDArray[np.float32]:
-    values: NDArray[np.float32] = tensor.dequantize().reshape(-1)
-    return values if offset == 0 else values + np.float32(offset)
-
-
-def _matrix_shape(tensor: QuantTensor) -> tuple[int, int]:
-    return tensor.num_rows, tensor.shape[-1]
-
-
 def _packed_bytes(library: ctypes.CDLL, name: str, tensor: QuantTensor) -> int:
-    size: int = library.ts_linear_packed_bytes(tensor.format.gguf_id, *_matrix_shape(tensor))
+    shape = tensor.num_rows, tensor.shape[-1]
+    size: int = library.ts_linear_packed_bytes(tensor.format.gguf_id, *shape)
     if size < 0:
         message = f"{name}: the cpu backend has no kernel for {tensor.format.name} {tensor.shape}"
         raise BackendError(f"{message}; `--backend reference` runs it, slowly.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends import BackendFacts, check_values
+from twostroke.backends import BackendFacts
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span, flatten, pooled_rows
 from twostroke.cache import FORMATS
@@ -49,13 +49,10 @@ class ReferenceBackend:
         self.facts = BackendFacts(
             name="reference",
             detail="NumPy float32",
-            level="portable",
             num_threads=num_cores(),
             num_pages=num_pages,
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
-            one_arithmetic=True,
-            rows_together=1,
             weight_bytes=sum(weight.nbytes for weight in self._weights.values()),
             cache_bytes=num_pages * program.page_bytes(page_size, FORMATS["f32"]),
         )
@@ -65,34 +62,30 @@ class ReferenceBackend:
         started = time.perf_counter()
         state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.external)
         self._cache.copy_pages(state.spans)
-        tapped_value, last = self._tapped_value, self._program.last_states
-        values = self._forward(
-            state, frozenset([last] if tapped_value is None else [last, tapped_value])
-        )
+        tapped, last = self._tapped_value, self._program.last_states
+        values = self._forward(state, {last} if tapped is None else {last, tapped})
         drawn, scores = draw_all(plan, values[self._logits])
-        hidden = None if tapped_value is None else values[tapped_value][state.sampled[plan.draws]]
-        elapsed = time.perf_counter() - started
-        tokens, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
+        hidden = None if tapped is None else values[tapped][state.sampled[plan.draws]]
         states = [values[last][rows] for rows in pooled_rows(plan.slices)]
-        return StepResult(tokens, logprobs, elapsed, elapsed, hidden, scores, states)
+        elapsed_s = time.perf_counter() - started
+        tokens, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
+        return StepResult(tokens, logprobs, elapsed_s, elapsed_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits (len(tokens), vocab_size) of a sequence."""
+        """Return the logits of a sequence; see `Backend.score`."""
         return self.trace(tokens, (self._logits,), generated=generated)[self._logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return values of the Program, each (len(tokens), its width), by name."""
+        """Return values of the Program for a sequence; see `Backend.trace`."""
         del generated  # one arithmetic for all rows
-        check_values(self._program, values)
-        count = len(tokens)
-        num_groups = len(self.facts.windows)
-        cache = PagedCache(self._program, num_groups, count)
+        count, num_groups = len(tokens), len(self.facts.windows)
+        cache = PagedCache(self._program, num_groups, count)  # a page for each group
         span = Span(slice(0, count), 0, np.arange(num_groups)[:, None])
         rows = np.arange(count)
         state = StepState(np.array(tokens), rows, (span,), rows, self._weights, cache)
-        kept = self._forward(state, frozenset(values))
+        kept = self._forward(state, set(values))
         return {name: kept[name] for name in values}
 
     def forget(self, request: Request) -> None:
@@ -102,9 +95,7 @@ class ReferenceBackend:
         """Drop weights and pages."""
         self._weights = {}
 
-    def _forward(
-        self, state: StepState, kept: frozenset[str] = frozenset()
-    ) -> dict[str, NDArray[np.float32]]:
+    def _forward(self, state: StepState, kept: set[str]) -> dict[str, NDArray[np.float32]]:
         """Return the values that are `kept` and those that nothing reads, the logits among them."""
         last_use = {name: op for op in self._program.ops for name in op.inputs}
         values: dict[str, NDArray[np.float32]] = {}

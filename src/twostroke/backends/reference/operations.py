@@ -21,38 +21,6 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
 
 
-class PagedCache:
-    """Keys and values of every layer, in pages; float32."""
-
-    def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
-        """Reserve `num_pages` pages of `page_size` tokens of one group."""
-        self._map = PageMap(program, page_size)
-        self._layers = program.cache_layers
-        self._memory = np.zeros((num_pages * page_size, self._map.width), np.float32)
-
-    def slots(self, span: Span, layer: int, first: int, end: int) -> NDArray[np.int64]:
-        """Return where a layer's positions `first` to `end` - 1 of a sequence lie."""
-        return self._map.slots(span, layer, first, end)
-
-    def copy_pages(self, spans: Sequence[Span]) -> None:
-        """Copy the first pages of branches from their requests."""
-        targets, sources = self._map.copies(spans)
-        self._memory[targets] = self._memory[sources]
-
-    def store(self, layer: int, slots: NDArray[np.int64], k: Array, v: Array) -> None:
-        """Write keys and values (tokens, kv_heads * head_dim) to `slots`."""
-        keys, values = self._map.columns(layer)
-        self._memory[slots, keys] = k
-        self._memory[slots, values] = v
-
-    def load(self, layer: int, slots: NDArray[np.int64]) -> tuple[Array, Array]:
-        """Return keys and values (tokens, kv_heads, head_dim) at `slots`."""
-        facts = self._layers[layer]
-        shape = (len(slots), facts.num_kv_heads, facts.head_dim)
-        keys, values = self._map.columns(layer)
-        return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)
-
-
 @dataclass(frozen=True, slots=True)
 class StepState:
     """Inputs of a step's operations besides values."""
@@ -77,7 +45,7 @@ def apply(  # noqa: PLR0911 - a case for each operation
             assert state.external is not None
             return state.external
         case ops.RMSNorm():
-            return _rms_norm(op, values[op.x], state.weights[op.weight])
+            return rms_norm(op, values[op.x], state.weights[op.weight])
         case ops.Linear():
             product: Array = values[op.x] @ state.weights[op.weight].T
             return product if op.bias is None else product + state.weights[op.bias]
@@ -98,42 +66,8 @@ def apply(  # noqa: PLR0911 - a case for each operation
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
 
 
-def _soft_cap(x: Array, cap: float) -> Array:
-    capped: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
-    return capped
-
-
-def _activate(activation: Activation, x: Array) -> Array:
-    match activation:
-        case Activation.SILU:
-            activated: Array = x / (1 + np.exp(-x))
-        case Activation.GELU_TANH:
-            inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
-            activated = np.float32(0.5) * x * (1 + np.tanh(inner))
-    return activated
-
-
-def _mix_experts(
-    op: ops.MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
-) -> Array:
-    shares = np.exp(scores - scores.max(axis=1, keepdims=True))  # (rows, experts)
-    shares /= shares.sum(axis=1, keepdims=True)
-    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : op.num_used]
-    kept = np.take_along_axis(shares, chosen, axis=1)
-    if op.normalize:
-        kept /= kept.sum(axis=1, keepdims=True)
-    output = np.zeros_like(x)
-    for index, expert in enumerate(op.experts):
-        rows, ranks = np.nonzero(chosen == index)
-        if not len(rows):
-            continue
-        gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
-        mixed = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
-        output[rows] += kept[rows, ranks, None] * mixed
-    return output
-
-
-def _rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
+def rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
+    """Return the norm of x (rows, width); a row's result does not depend on the others."""
     grouped = x.reshape(len(x), op.num_groups, -1)
     mean_square = np.mean(grouped * grouped, axis=-1, keepdims=True, dtype=np.float32)
     scale = weight if op.offset == 0 else weight + np.float32(op.offset)
@@ -161,22 +95,21 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: StepState)
     q, k, v = (values[name] for name in op.inputs)
     output = np.empty((len(q), op.width), np.float32)
     for span in state.spans:
-        num_rows = span.rows.stop - span.rows.start
-        end = span.start + num_rows
-        stored = span.stored_rows
-        at = state.cache.slots(span, op.layer, end - len(stored), end)
-        state.cache.store(op.layer, at, k[stored], v[stored])
+        state.cache.store(span, op, k, v)
         first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-        slots = state.cache.slots(span, op.layer, first, end)
-        keys, vals = state.cache.load(op.layer, slots)
-        queries = q[span.rows].reshape(num_rows, op.num_heads, op.head_dim)
-        distance = np.arange(span.start, end)[:, None] - np.arange(first, end)  # (rows, context)
+        keys, vals = state.cache.load(span, op, first)
+        queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
+        distance = np.arange(span.start, span.end)[:, None] - np.arange(first, span.end)
         hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
         output[span.rows] = _attend(op, queries, keys, vals, hidden)
     return output
 
 
 def _attend(op: ops.Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.bool_]) -> Array:
+    """Return (rows, width).
+
+    q is (rows, heads, head_dim), k and v (positions, kv_heads, head_dim), hidden (rows, positions).
+    """
     group = op.num_heads // op.num_kv_heads
     output = np.empty(q.shape, np.float32)
     for head in range(op.num_heads):
@@ -184,7 +117,77 @@ def _attend(op: ops.Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.
         if op.soft_cap is not None:
             scores = _soft_cap(scores, op.soft_cap)
         scores[hidden] = -np.inf
-        shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-        shares /= shares.sum(axis=1, keepdims=True)
-        output[:, head] = shares @ v[:, head // group]
+        output[:, head] = _softmax(scores) @ v[:, head // group]
     return output.reshape(len(q), -1)
+
+
+def _activate(activation: Activation, x: Array) -> Array:
+    match activation:
+        case Activation.SILU:
+            activated: Array = x / (1 + np.exp(-x))
+        case Activation.GELU_TANH:
+            inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+            activated = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return activated
+
+
+def _mix_experts(
+    op: ops.MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
+) -> Array:
+    shares = _softmax(scores)  # (rows, experts)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : op.num_used]
+    kept = np.take_along_axis(shares, chosen, axis=1)
+    if op.normalize:
+        kept /= kept.sum(axis=1, keepdims=True)
+    output = np.zeros_like(x)
+    for index, expert in enumerate(op.experts):
+        rows, ranks = np.nonzero(chosen == index)
+        if not len(rows):
+            continue
+        gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
+        mixed = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
+        output[rows] += kept[rows, ranks, None] * mixed
+    return output
+
+
+def _softmax(scores: Array) -> Array:
+    shares: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _soft_cap(x: Array, cap: float) -> Array:
+    capped: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
+    return capped
+
+
+class PagedCache:
+    """Keys and values of every layer, in pages; float32."""
+
+    def __init__(self, program: Program, num_pages: int, page_size: int) -> None:
+        """Reserve `num_pages` pages of `page_size` tokens of one group."""
+        self._map = PageMap(program, page_size)
+        self._memory = np.zeros((num_pages * page_size, self._map.width), np.float32)
+
+    def copy_pages(self, spans: Sequence[Span]) -> None:
+        """Copy the first pages of branches from their requests."""
+        targets, sources = self._map.copies(spans)
+        self._memory[targets] = self._memory[sources]
+
+    def store(self, span: Span, op: ops.Attention, k: Array, v: Array) -> None:
+        """Write a span's keys and values; `k` and `v` are those of the step, (rows, width)."""
+        rows = span.stored_rows
+        slots = self._map.slots(span, op.layer, span.end - len(rows))
+        keys, values = self._map.columns(op.layer)
+        self._memory[slots, keys] = k[rows]
+        self._memory[slots, values] = v[rows]
+
+    def load(self, span: Span, op: ops.Attention, first: int) -> tuple[Array, Array]:
+        """Return keys and values of the positions from `first` to the span's last.
+
+        Each is (positions, kv_heads, head_dim).
+        """
+        slots = self._map.slots(span, op.layer, first)
+        shape = (len(slots), op.num_kv_heads, op.head_dim)
+        keys, values = self._map.columns(op.layer)
+        return self._memory[slots, keys].reshape(shape), self._memory[slots, values].reshape(shape)

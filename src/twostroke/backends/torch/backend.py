@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from twostroke.backends import BackendFacts, check_values
+from twostroke.backends import BackendFacts
 from twostroke.backends.spans import flatten, pooled_rows
 from twostroke.backends.torch.model import TorchModel
 from twostroke.backends.torch.operations import StepState
@@ -52,14 +52,11 @@ class TorchBackend:
         self.facts = BackendFacts(
             name="torch",
             detail=f"PyTorch {torch.__version__} on {device}, float32",
-            level="portable",
             num_threads=torch.get_num_threads(),
             num_pages=num_pages,
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
-            one_arithmetic=True,
-            rows_together=1,
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=sum(weight.nbytes for weight in self._model.weights.values()),
             cache_bytes=self._pages.memory.nbytes,
         )
 
@@ -76,35 +73,30 @@ class TorchBackend:
             PagedStep(self._pages, spans),
             None if plan.external is None else torch.from_numpy(plan.external).to(device),
         )
-        tapped_value, last = self._tapped_value, self._program.last_states
+        tapped, last = self._tapped_value, self._program.last_states
         with torch.inference_mode():
-            values = self._model.run(
-                state, (last,) if tapped_value is None else (last, tapped_value)
-            )
-            rows = values[self._program.ops[-1].output].cpu().numpy()
+            values = self._model.run(state, (last,) if tapped is None else (last, tapped))
+            logits = values[self._program.ops[-1].output].cpu().numpy()
             hidden = None
-            if tapped_value is not None:
-                hidden = values[tapped_value][state.sampled[plan.draws]].cpu().numpy()
+            if tapped is not None:
+                hidden = values[tapped][state.sampled[plan.draws]].cpu().numpy()
             states = [values[last][part].cpu().numpy() for part in pooled_rows(plan.slices)]
         kernel_s = time.perf_counter() - started
-        drawn, scores = draw_all(plan, rows)
+        drawn, scores = draw_all(plan, logits)
         elapsed_s = time.perf_counter() - started
         tokens_drawn, logprobs = [t for t, _ in drawn], [p for _, p in drawn]
         return StepResult(tokens_drawn, logprobs, elapsed_s, kernel_s, hidden, scores, states)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits (len(tokens), vocab_size) of a sequence."""
-        del generated  # one arithmetic for all rows
-        with torch.inference_mode():
-            scored: Array = self._model.logits(torch.tensor(tokens)).cpu().numpy()
-        return scored
+        """Return the logits of a sequence; see `Backend.score`."""
+        logits = self._program.ops[-1].output
+        return self.trace(tokens, [logits], generated=generated)[logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return named values of the Program, (len(tokens), width), for a sequence."""
-        del generated
-        check_values(self._program, values)
+        """Return values of the Program for a sequence; see `Backend.trace`."""
+        del generated  # one arithmetic for all rows
         with torch.inference_mode():
             traced = self._model.values(torch.tensor(tokens), values)
             return {name: traced[name].cpu().numpy() for name in values}

@@ -48,17 +48,8 @@ class TorchModel:
                 f"{message} has free; take a smaller model or --device cpu."
             ) from None
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(weight.nbytes for weight in self.weights.values())
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (len(tokens), vocab_size) of one sequence of token ids (int64)."""
-        return self.values(tokens, ())[self.program.ops[-1].output]
-
-    def values(self, tokens: Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """Return the named values, (len(tokens), width), of one sequence, and its logits."""
+    def values(self, tokens: Tensor, names: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return values by name, (len(tokens), width), and the logits of a sequence (int64)."""
         every = torch.arange(len(tokens), device=self.device)
         state = StepState(tokens.to(self.device), every, every, self.weights, OneSequence())
         return self.run(state, names)

@@ -67,14 +67,12 @@ class PagedStep:
         """Store the step's keys and values, then yield each span's own with what it can see."""
         memory, columns = self._pages.memory, self._pages.map.columns(op.layer)
         for span in self._spans:
-            end = span.start + span.rows.stop - span.rows.start
             rows = torch.from_numpy(span.stored_rows).to(memory.device)
-            at = self._pages.map.slots(span, op.layer, end - len(rows), end)
+            at = self._pages.map.slots(span, op.layer, span.end - len(rows))
             for part, column in zip((k, v), columns, strict=True):
                 memory[torch.from_numpy(at).to(memory.device), column] = part[rows]
             first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-            found = self._pages.map.slots(span, op.layer, first, end)
-            slots = torch.from_numpy(found).to(memory.device)
+            slots = torch.from_numpy(self._pages.map.slots(span, op.layer, first)).to(memory.device)
             shape = (len(slots), op.num_kv_heads, op.head_dim)
             keys, values = (memory[slots, column].reshape(shape) for column in columns)
             yield span.rows, keys, values, first
