@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from twostroke.tokenize.vocabulary import Vocabulary
     from twostroke.tokenize.words import Cut
 
-NOT_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 SPACE = "\u2581"  # how SentencePiece spells a space

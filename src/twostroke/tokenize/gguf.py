@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import (
     SPACE,
@@ -22,7 +20,6 @@ from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
 from twostroke.tokenize.pretokenizers import pre_tokenizer
 from twostroke.tokenize.specials import end_ids
-from twostroke.tokenize.texts import Keys, Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
@@ -30,7 +27,6 @@ from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from twostroke.tokenize.pairs import Pairs
     from twostroke.tokenize.specials import AddedToken
     from twostroke.tokenize.words import Cut
 
@@ -64,7 +60,7 @@ def _byte_level(fields: Fields) -> Tokenizer:
     vocabulary = Vocabulary(fields.tokens, _specials(added))
     merges = Merges(
         vocabulary,
-        _listed(fields, vocabulary, added),
+        ListedPairs(fields.array("merges", str), vocabulary),
         MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges),
     )
     normalize = normalizing([unicode_form("NFC")] if spec.nfc else [])
@@ -157,20 +153,6 @@ def _specials(added: tuple[AddedToken, ...]) -> list[int]:
 
 def _is_spaces(text: str) -> bool:
     return bool(text) and not text.strip(" ")
-
-
-def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
-    lines = Texts.of(fields.array("merges", str)).packed()
-    try:
-        return ListedPairs(lines.split(b" "), vocabulary)
-    except ModelFormatError:
-        # Merges may pass through a control token, which is not in the vocabulary on purpose.
-        apart = Texts.joined([vocabulary.spelling(id_) for id_ in _specials(added)])
-        keys = Keys()
-        avoided = keys.of_all(apart)
-        touches = [np.isin(keys.of_all(part), avoided) for part in lines.split(b" ")]
-        kept = lines.chosen(~np.logical_or.reduce(touches))
-        return ListedPairs(kept.split(b" "), vocabulary)
 
 
 def _byte_tokens(fields: Fields) -> dict[int, bytes]:

@@ -12,7 +12,6 @@ from twostroke.tokenize.infill import infill_tokens
 from twostroke.tokenize.merges import MergeOptions, Merges
 from twostroke.tokenize.pairs import ListedPairs
 from twostroke.tokenize.specials import AddedToken, end_ids
-from twostroke.tokenize.texts import Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -124,18 +123,15 @@ def _texts(vocab: dict[str, int]) -> list[str]:
 def _merger(
     model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
 ) -> tuple[Merges, int]:
-    """Return the merger and how many ids it has; no merge leads to or through a special token."""
+    """Return the merges and how many ids they have; no merge leads to a special token."""
     for name in _NOT_KNOWN:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
     texts = _texts(model["vocab"])
     # The merger itself writes the unknown token; merges may lead to what is not special.
     hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
-    apart = {token.text for token in hidden}
     vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
-    pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
-    merges = [(a, b, a + b) for a, b in pairs if not apart.intersection((a, b, a + b))]
-    sides = [Texts.of(side) for side in zip(*merges, strict=True)] or [Texts.joined([])] * 3
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
     options = MergeOptions(
         byte_level=byte_level,
@@ -144,7 +140,7 @@ def _merger(
         unknown=_unknown(model, vocabulary),
         fuse_unknown=bool(model.get("fuse_unk")),
     )
-    return Merges(vocabulary, ListedPairs(sides, vocabulary), options), len(texts)
+    return Merges(vocabulary, ListedPairs(merges, vocabulary), options), len(texts)
 
 
 def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:

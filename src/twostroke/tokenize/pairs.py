@@ -3,72 +3,49 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from twostroke.core.errors import ModelFormatError
+from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from twostroke.tokenize.texts import Texts
-    from twostroke.tokenize.vocabulary import Vocabulary
+    from collections.abc import Iterable, Sequence
 
 # The rank of two neighbours that stay apart; every other rank is lower.
-NEVER = 1 << 62
+NEVER = 1 << 80
+MADE_MASK = 0xFFFFFFFF  # the bits of a rank that are the id of the token made
 _MAX_REMEMBERED = 50_000
 _MAX_LENGTH = 0xFFFF
 
 
 class Pairs(Protocol):
-    """The rank of a pair by `pairs[left << 32 | right]`: lower is sooner, `NEVER` is not at all."""
+    """The rank of a pair of token ids by `pairs[left << 32 | right]`: lower is sooner.
 
-    def __getitem__(self, pair: int) -> int:
-        """Return the rank of a pair of token ids, the first 32 bits further left."""
+    Its last 32 bits are the id of the token that the two make; `NEVER` if they stay apart.
+    """
 
-    def made(self, rank: int) -> int:
-        """Return the id of the token that a merge of this rank makes."""
+    def __getitem__(self, pair: int) -> int: ...
 
 
 class ListedPairs(dict[int, int]):
-    """The merges of a file, in its order.
+    """The merges of a file, in its order; those that were asked for are kept, up to a bound.
 
-    They lie in sorted arrays, 16 bytes each; what was asked for is remembered, up to a bound.
+    A merge that leads to no token of the vocabulary does not count.
     """
 
-    def __init__(self, merges: Sequence[Texts], vocabulary: Vocabulary) -> None:
-        """`merges` are left texts, right texts, and what each two are together.
-
-        Raises ModelFormatError for a merge whose parts or result are not tokens.
-        """
+    def __init__(self, merges: Iterable[str], vocabulary: Vocabulary) -> None:
+        """`merges` are lines of two texts and a space between; of equal ones the last counts."""
         super().__init__()
-        sides = [vocabulary.find_all(texts) for texts in merges]
-        lost = np.flatnonzero(np.minimum.reduce(sides) < 0)
-        if lost.size:
-            raise ModelFormatError(
-                f"The tokenizer's merges do not fit its tokens: number {lost[0] + 1} "
-                "needs one that is missing."
-            )
-        keys = sides[0] << 32 | sides[1]
-        # Of several merges of one pair the last counts.
-        order = np.argsort(keys, kind="stable").astype(np.uint32)
-        self._keys = array("q", keys[order].tobytes())
-        self._ranks = array("I", order.tobytes())
-        self._made = array("I", sides[2].astype(np.uint32).tobytes())
+        self._merges = Vocabulary(merges)
+        self._vocabulary = vocabulary
 
     def __missing__(self, pair: int) -> int:
-        place = bisect_left(self._keys, pair)
-        rank = NEVER
-        while place < len(self._keys) and self._keys[place] == pair:
-            rank = self._ranks[place]
-            place += 1
+        left, right = _sides(pair, self._vocabulary)
+        place = self._merges.find(left + b" " + right)
+        made = None if place is None else self._vocabulary.find(left + right)
+        rank = NEVER if place is None or made is None else place << 32 | made
         return _remembered(self, pair, rank)
-
-    def made(self, rank: int) -> int:
-        """Return the id of the token that a merge of this rank makes."""
-        return self._made[rank]
 
 
 class ScoredPairs(dict[int, int]):
@@ -83,22 +60,22 @@ class ScoredPairs(dict[int, int]):
         """`scores` are by id, one for each token."""
         super().__init__()
         self._vocabulary = vocabulary
-        by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable").astype(np.uint32)
-        places = np.empty_like(by_score)
+        by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+        places = np.empty(len(by_score), np.uint32)
         places[by_score] = np.arange(len(by_score), dtype=np.uint32)
-        self._by_score = array("I", by_score.tobytes())
         self._places = array("I", places.tobytes())
 
     def __missing__(self, pair: int) -> int:
-        left = self._vocabulary.spelling(pair >> 32)
-        both = self._vocabulary.find(left + self._vocabulary.spelling(pair & 0xFFFFFFFF))
-        if both is None or len(left) > _MAX_LENGTH:
+        left, right = _sides(pair, self._vocabulary)
+        made = self._vocabulary.find(left + right)
+        if made is None or len(left) > _MAX_LENGTH:
             return _remembered(self, pair, NEVER)
-        return _remembered(self, pair, self._places[both] << 16 | (_MAX_LENGTH - len(left)))
+        place = self._places[made] << 16 | (_MAX_LENGTH - len(left))
+        return _remembered(self, pair, place << 32 | made)
 
-    def made(self, rank: int) -> int:
-        """Return the id of the token that a merge of this rank makes."""
-        return self._by_score[rank >> 16]
+
+def _sides(pair: int, vocabulary: Vocabulary) -> tuple[bytes, bytes]:
+    return vocabulary.spelling(pair >> 32), vocabulary.spelling(pair & 0xFFFFFFFF)
 
 
 def _remembered(pairs: dict[int, int], pair: int, rank: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
-from twostroke.tokenize.bound import SHORT_TEXT
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.prompt import Prompt
     from twostroke.tokenize.words import Cut, Normalize
+
+_SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,9 @@ class Tokenizer:
         Raises:
             TooManyTokensError: it has.
         """
-        most = None if len(text) <= SHORT_TEXT else most
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
-        ids = self._encode_pieces(pieces, parse_special=parse_special, most=most)
+        bound = _bound(most, len(text))
+        ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
         return self._prefix_ids + ids + self._suffix_ids if add_special else ids
 
     def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
@@ -144,9 +146,8 @@ class Tokenizer:
             text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
             pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
             strip_next = False
-        is_short = sum(len(piece.text) for piece in prompt.pieces) <= SHORT_TEXT
-        most = None if is_short else most
-        return self._encode_pieces(pieces, parse_special=False, most=most)
+        bound = _bound(most, sum(len(piece.text) for piece in prompt.pieces))
+        return self._encode_pieces(pieces, parse_special=False, most=bound)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -173,12 +174,14 @@ class Tokenizer:
             return added.text
         if not 0 <= token_id < 1 << 31:
             raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
-        return self._merges.text_of(token_id)
+        return self._merges.vocabulary.text(token_id)
 
     def find(self, token_text: str) -> int | None:
         """Return the id of the token that the vocabulary spells `token_text`, or None."""
         added = self._added_by_text.get(token_text)
-        return added.id if added is not None else self._merges.id_of(token_text)
+        if added is not None:
+            return added.id
+        return self._merges.vocabulary.find(token_text.encode("utf-8", "surrogateescape"))
 
     def special_texts(self) -> list[str]:
         """Return the texts of the control tokens."""
@@ -193,7 +196,7 @@ class Tokenizer:
         return self._to_bytes(text)
 
     def _encode_pieces(
-        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int | None
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
     ) -> list[int]:
         """Return the ids of a text in pieces, some of which may be tokens found in it as it was."""
         ids: list[int] = []
@@ -213,6 +216,11 @@ class Tokenizer:
                     cut, prefix = self._cut_rest, False
             cut, prefix = self._cut_rest, False
         return ids
+
+
+def _bound(most: int | None, num_chars: int) -> int:
+    """Return how many tokens a text may have; a short one may have any number."""
+    return sys.maxsize if most is None or num_chars <= _SHORT_TEXT else most
 
 
 def _mended(text: str) -> str:
