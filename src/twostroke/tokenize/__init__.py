@@ -6,9 +6,8 @@ from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
 from twostroke.tokenize.infill import InfillTokens, encode_infill
 from twostroke.tokenize.merges import TooManyTokensError
-from twostroke.tokenize.prompt import Piece, Prompt
 from twostroke.tokenize.stream import StreamDecoder
-from twostroke.tokenize.tokenizer import Tokenizer
+from twostroke.tokenize.tokenizer import Piece, Prompt, Tokenizer
 from twostroke.tokenize.translation import Translation
 
 __all__ = [

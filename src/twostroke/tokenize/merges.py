@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import heapq
 import sys
+from array import array
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from twostroke.tokenize.alphabets import byte_level_text
-from twostroke.tokenize.pairs import MADE_MASK, NEVER
+from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from twostroke.tokenize.pairs import Pairs
-    from twostroke.tokenize.vocabulary import Vocabulary
+    from collections.abc import Iterable, Sequence
 
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
 # Up to this many symbols it is quicker to look at all of them for each merge.
 _SHORT_WORD = 128
+# The rank of two neighbours that stay apart. Every other rank is lower, and its last 32 bits are
+# the id of the token that the two make.
+_NEVER = 1 << 80
+_LAST_BITS = 0xFFFFFFFF
+_MAX_CACHED_PAIRS = 50_000
+_MAX_LENGTH = 0xFFFF
 
 
 class TooManyTokensError(Exception):
@@ -57,7 +63,7 @@ class Merges:
     Safe to share between threads.
     """
 
-    def __init__(self, vocabulary: Vocabulary, pairs: Pairs, options: MergeOptions) -> None:
+    def __init__(self, vocabulary: Vocabulary, pairs: _Pairs, options: MergeOptions) -> None:
         self.vocabulary = vocabulary
         self._pairs = pairs
         self._options = options
@@ -133,9 +139,9 @@ class Merges:
     def _merge_short(self, symbols: list[int]) -> list[int]:
         rank_of = self._pairs
         ranks = [rank_of[a << 32 | b] for a, b in pairwise(symbols)]
-        while ranks and (rank := min(ranks)) != NEVER:
+        while ranks and (rank := min(ranks)) != _NEVER:
             at = ranks.index(rank)
-            made = symbols[at] = rank & MADE_MASK
+            made = symbols[at] = rank & _LAST_BITS
             del symbols[at + 1], ranks[at]
             if at:
                 ranks[at - 1] = rank_of[symbols[at - 1] << 32 | made]
@@ -148,17 +154,17 @@ class Merges:
         rank_of, end = self._pairs, len(symbols)
         after, before = list(range(1, end + 1)), list(range(-1, end - 1))
         ranks = (rank_of[a << 32 | b] for a, b in pairwise(symbols))
-        waiting = [rank << 32 | left for left, rank in enumerate(ranks) if rank != NEVER]
+        waiting = [rank << 32 | left for left, rank in enumerate(ranks) if rank != _NEVER]
         heapq.heapify(waiting)
         while waiting:
             first_pair = heapq.heappop(waiting)
-            rank, left = first_pair >> 32, first_pair & 0xFFFFFFFF
+            rank, left = first_pair >> 32, first_pair & _LAST_BITS
             right = after[left]
             if symbols[left] < 0 or right == end:
                 continue  # it was merged with another since
             if rank_of[symbols[left] << 32 | symbols[right]] != rank:
                 continue
-            symbols[left] = rank & MADE_MASK
+            symbols[left] = rank & _LAST_BITS
             symbols[right] = -1  # no longer there
             beyond = after[left] = after[right]
             if beyond < end:
@@ -167,7 +173,7 @@ class Merges:
                 if first < 0 or second == end:
                     continue
                 new_rank = rank_of[symbols[first] << 32 | symbols[second]]
-                if new_rank != NEVER:
+                if new_rank != _NEVER:
                     heapq.heappush(waiting, new_rank << 32 | first)
         return [symbol for symbol in symbols if symbol >= 0]
 
@@ -185,3 +191,63 @@ class _Characters(dict[str, int]):
             raise KeyError(char)
         self[char] = found
         return found
+
+
+class _Pairs(dict[int, int]):
+    """The rank of a pair of token ids by `pairs[left << 32 | right]`: lower is sooner.
+
+    A pair whose texts joined are not a token has the rank `_NEVER`. Ranks that were asked for are
+    kept, up to a bound.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        """Return how late a merge of two texts into the token `made` comes, or None for never."""
+        raise NotImplementedError
+
+    def __missing__(self, pair: int) -> int:
+        left, right = map(self._vocabulary.spelling, (pair >> 32, pair & _LAST_BITS))
+        made = self._vocabulary.find(left + right)
+        order = None if made is None else self._order(left, right, made)
+        rank = _NEVER if made is None or order is None else order << 32 | made
+        if len(self) >= _MAX_CACHED_PAIRS:
+            self.clear()
+        self[pair] = rank
+        return rank
+
+
+class ListedPairs(_Pairs):
+    """The merges of a file, in its order."""
+
+    def __init__(self, merges: Iterable[str], vocabulary: Vocabulary) -> None:
+        """`merges` are lines of two texts and a space between; of equal ones the last counts."""
+        super().__init__(vocabulary)
+        self._merges = Vocabulary(merges)
+
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        del made
+        return self._merges.find(left + b" " + right)
+
+
+class ScoredPairs(_Pairs):
+    """SentencePiece's rule: neighbours may merge when their text joined is a token.
+
+    The token of the best score comes first; of several ways to make one token, that with the
+    longest left part, as where the pairs of a vocabulary are listed by Hugging Face's converters
+    (`generate_merges` of transformers' tokenization_utils_base.py).
+    """
+
+    def __init__(self, scores: Sequence[float], vocabulary: Vocabulary) -> None:
+        """`scores` are by id, one for each token."""
+        super().__init__(vocabulary)
+        by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+        places = np.empty(len(by_score), np.uint32)
+        places[by_score] = np.arange(len(by_score), dtype=np.uint32)
+        self._places = array("I", places.tobytes())
+
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        del right
+        return self._places[made] << 16 | (_MAX_LENGTH - min(len(left), _MAX_LENGTH))

@@ -15,15 +15,38 @@ if TYPE_CHECKING:
 
     from twostroke.tokenize.infill import InfillTokens
     from twostroke.tokenize.merges import Merges
-    from twostroke.tokenize.prompt import Prompt
     from twostroke.tokenize.words import Cut, Normalize
 
 _SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a prompt; `special` when it is exactly one special token of the template."""
+
+    text: str
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered chat prompt: its pieces in order.
+
+    Special pieces become single ids, all others plain text; so text in a user's message that looks
+    like a special token never becomes one.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole prompt as one string, as other engines would show it."""
+        return "".join(piece.text for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a reader of a model's files hands to `Tokenizer`.
+    """The parts of a `Tokenizer`, as the reader of a model's files makes them.
 
     `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
     knows no added token; control tokens are not in its vocabulary, so no text reaches them by
@@ -76,7 +99,6 @@ class Tokenizer:
         self._space_prefix = parts.space_prefix
         self._prefix_ids = list(parts.prefix_ids)
         self._suffix_ids = list(parts.suffix_ids)
-        self._added = parts.added
         in_raw, in_normalized = (
             [token for token in self._added_by_text.values() if token.normalized is normalized]
             for normalized in (False, True)
@@ -118,10 +140,10 @@ class Tokenizer:
         `add_special` puts the model's begin (or end) of sequence around it where the model wants
         that. `parse_special` turns the texts of control tokens into those tokens: only for text
         that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
-        read as U+FFFD. A long text is given up once it surely has more than `most` tokens.
+        read as U+FFFD.
 
         Raises:
-            TooManyTokensError: it has.
+            TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
         """
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
         bound = _bound(most, len(text))
@@ -185,7 +207,7 @@ class Tokenizer:
 
     def special_texts(self) -> list[str]:
         """Return the texts of the control tokens."""
-        return [token.text for token in self._added if token.special]
+        return [token.text for token in self._added_by_id.values() if token.special]
 
     def _spell(self, token_id: int) -> bytes:
         text = self.token_text(token_id)
@@ -198,7 +220,7 @@ class Tokenizer:
     def _encode_pieces(
         self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
     ) -> list[int]:
-        """Return the ids of a text in pieces, some of which may be tokens found in it as it was."""
+        """Return the ids of pieces of text and of tokens found before the text is normalized."""
         ids: list[int] = []
         cut, prefix = self._cut, self._space_prefix
         for piece in pieces:

@@ -119,7 +119,8 @@ def _spans_of(texts: Iterable[str]) -> Spans:
 
 
 def _key_of(text: bytes) -> int:
-    return sum(map(mul, text, _POWERS)) % _MODULUS
+    total: int = sum(map(mul, text, _POWERS))
+    return total % _MODULUS
 
 
 def _keys_of(blob: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
