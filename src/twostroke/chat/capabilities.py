@@ -32,7 +32,7 @@ _SHOWN: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """What a chat template supports; text in the prompt replaces what it does not.
+    """What a chat template supports; the rest is written as text.
 
     Attributes:
         form: how the model writes calls.
@@ -113,7 +113,7 @@ class _Probe:
     is_text: bool = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
-        """Return what becomes of messages; nothing if the template refuses them."""
+        """Return the rendered messages, or no text if the template refuses them."""
         try:
             return self.template.render(
                 messages,
@@ -145,7 +145,7 @@ class _Probe:
         return _SAID in self.render([_USER, answer, result])
 
     def size(self) -> int:
-        """How long an answer with a call is."""
+        """Return the length of an answer with a call."""
         return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
@@ -166,6 +166,6 @@ class _Probe:
 
 
 def _without_start(text: str, other: str) -> str:
-    """Return a text without what it begins with as the other does."""
+    """Return a text without the beginning that it shares with another."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     return text[sum(1 for _ in same) :]

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What may be called, with arguments that a schema allows.
+    """A function that may be called, with a schema of its arguments.
 
-    `param` is the field that has the schema, which nothing but a `is_strict` function has to keep
-    to where it cannot.
+    `param` is the request's field with the schema. If the schema cannot be enforced, the request is
+    refused for an `is_strict` function, else any object is allowed.
     """
 
     name: str
@@ -47,11 +47,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What may be called in an answer.
+    """The tools of a request.
 
     `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
-    called. One of them must be if `is_forced`, and several may follow one another if
-    `is_parallel`.
+    called: one must be if `is_forced`, several may be if `is_parallel`.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -61,7 +60,7 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the functions are called."""
+        """The functions' names."""
         return tuple(function.name for function in self.functions)
 
     def freed(self, names: Collection[str]) -> Tools:
@@ -92,22 +91,22 @@ class Tools:
         if self.is_forced:
             yield f"start: {spell(form.opening)} body {more} {end}"
             return
-        behind_mark = spell(form.opening.removeprefix(form.mark))
-        yield f"call: head {behind_mark} body {more if form.is_list else ''} {end}"
+        after_mark = spell(form.opening.removeprefix(form.mark))
+        yield f"call: head {after_mark} body {more if form.is_list else ''} {end}"
         yield up_to("head", form.mark, specials)
         yield "last: TEXT"
         several = "call* last" if self.is_parallel else "call | last"
         others = []
         if preface is not None and preface.begin:
             marks = special_marks((preface.begin,), tokenizer)
-            if not marks:  # a token, which no text has
+            if not marks:  # a special token cannot be in text
                 yield f"PREFACE: {beginning(preface, marks)}"
                 others = ["PREFACE"]
         if not form.is_bare:
             yield f"start: {several}"
             yield text_but(*others)
             return
-        # What begins as a call does, without the mark, is one: no other text begins so.
+        # An answer that begins like a call without its mark is a call.
         for place, name in enumerate(self.names):
             yield f"BARE{place}: {spell(form.opening + form.name(name) + form.middle)}"
         yield f"bare: {' | '.join(f'BARE{place} rest{place}' for place in places)}"
@@ -117,7 +116,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """Tools as a model is to call them, after a preface if there is one."""
+    """Tools, and the form in which a model calls them, after a preface if there is one."""
 
     tools: Tools
     form: CallForm
@@ -125,14 +124,14 @@ class ToolForm:
     preface: Preface | None = None
 
     def constraint(self) -> Constraint:
-        """Return what answers are held to."""
+        """Return the grammar of answers."""
         rules = "\n".join(self.tools.rules(self.form, self.tokenizer, self.preface))
         return Constraint("lark", rules, "tools", self.preface)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Return it with any arguments for tools whose schema a grammar refuses.
+        """Return the same with any object for arguments whose schema cannot be enforced.
 
-        `refusal` says why, or nothing.
+        `refusal` returns the reason, or None.
 
         Raises:
             RequestError: such a tool is strict.
