@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from twostroke.tokenize.vocabulary import Vocabulary, _key_of, _keys_of
+from twostroke.tokenize.vocabulary import Vocabulary
 
 
 def _random_texts(seed: int) -> list[bytes]:
@@ -43,10 +43,3 @@ def test_texts_are_found_by_the_last_id_that_is_not_hidden(seed: int) -> None:
         assert [vocabulary.spelling(id_) for id_ in range(len(texts))] == expected
         for text in [*raw, *expected, b"missing"]:
             assert vocabulary.find(text) == last.get(text)
-
-
-def test_keys_of_all_texts_are_those_of_each() -> None:
-    texts = _random_texts(1)
-    ends = np.cumsum([len(text) for text in texts])
-    starts = ends - [len(text) for text in texts]
-    assert _keys_of(b"".join(texts), starts, ends).tolist() == [_key_of(text) for text in texts]

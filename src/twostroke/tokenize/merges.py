@@ -6,6 +6,7 @@ import heapq
 import sys
 from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
+_MAX_CACHED_CHARS = 1 << 16
 # Up to this many symbols it is quicker to look at all of them for each merge.
 _SHORT_WORD = 128
 # The rank of two neighbours that stay apart. Every other rank is lower, and its last 32 bits are
@@ -67,7 +69,7 @@ class Merges:
         self.vocabulary = vocabulary
         self._pairs = pairs
         self._options = options
-        self._chars = _Characters(vocabulary)
+        self._char_id = lru_cache(_MAX_CACHED_CHARS)(lambda char: vocabulary.find(char.encode()))
         self._words: dict[str, list[int]] = {}
         self._max_symbols = max(vocabulary.max_length, 1)  # of one token
 
@@ -101,10 +103,7 @@ class Merges:
             whole = self.vocabulary.find(spelled.encode())
             if whole is not None:
                 return [whole]
-        try:
-            symbols = [self._chars[char] for char in spelled]
-        except KeyError:
-            symbols = self._symbols(spelled)
+        symbols = self._symbols(spelled)
         if len(symbols) <= _SHORT_WORD:
             return self._merge_short(symbols)
         fewest = num_before + -(-len(symbols) // self._max_symbols)
@@ -113,18 +112,20 @@ class Merges:
         return self._merge_long(symbols)
 
     def _symbols(self, spelled: str) -> list[int]:
-        """Return the first symbols of a word with characters that the vocabulary lacks."""
-        options = self._options
+        """Return the first symbols of a word: characters, and what replaces unknown ones."""
+        char_id, options = self._char_id, self._options
+        found = [char_id(char) for char in spelled]
+        symbols = [id_ for id_ in found if id_ is not None]
+        if len(symbols) == len(found):
+            return symbols
         unknown = [] if options.unknown is None else [options.unknown]
-        symbols: list[int] = []
+        symbols = []
         waiting: list[int] = []  # an unknown token, which bytes pass by as in `tokenizers`
-        for char in spelled:
-            try:
-                symbols += [*waiting, self._chars[char]]
+        for char, id_ in zip(spelled, found, strict=True):
+            if id_ is not None:
+                symbols += [*waiting, id_]
                 waiting = []
                 continue
-            except KeyError:
-                pass
             if options.byte_ids:
                 tokens = [options.byte_ids[value] for value in char.encode()]
                 known = [token for token in tokens if token is not None]
@@ -178,21 +179,6 @@ class Merges:
         return [symbol for symbol in symbols if symbol >= 0]
 
 
-class _Characters(dict[str, int]):
-    """The ids of single characters, looked up when they are first met."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()
-        self._vocabulary = vocabulary
-
-    def __missing__(self, char: str) -> int:
-        found = self._vocabulary.find(char.encode())
-        if found is None:
-            raise KeyError(char)
-        self[char] = found
-        return found
-
-
 class _Pairs(dict[int, int]):
     """The rank of a pair of token ids by `pairs[left << 32 | right]`: lower is sooner.
 
@@ -209,8 +195,9 @@ class _Pairs(dict[int, int]):
         raise NotImplementedError
 
     def __missing__(self, pair: int) -> int:
-        left, right = map(self._vocabulary.spelling, (pair >> 32, pair & _LAST_BITS))
-        made = self._vocabulary.find(left + right)
+        vocabulary = self._vocabulary
+        left, right = vocabulary.spelling(pair >> 32), vocabulary.spelling(pair & _LAST_BITS)
+        made = vocabulary.find(left + right)
         order = None if made is None else self._order(left, right, made)
         rank = _NEVER if made is None or order is None else order << 32 | made
         if len(self) >= _MAX_CACHED_PAIRS:

@@ -87,18 +87,12 @@ class Tokenizer:
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
         self._merges = parts.merges
-        self._normalize = parts.normalize
-        self._cut = parts.cut
-        self._cut_rest = parts.cut_rest or parts.cut
-        self._to_bytes = parts.to_bytes
         self._added_by_id = {token.id: token for token in parts.added}
         self._added_by_text = {token.text: token for token in parts.added}
         self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
         self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, those that were streamed
-        self._space_prefix = parts.space_prefix
-        self._prefix_ids = list(parts.prefix_ids)
-        self._suffix_ids = list(parts.suffix_ids)
         in_raw, in_normalized = (
             [token for token in self._added_by_text.values() if token.normalized is normalized]
             for normalized in (False, True)
@@ -117,7 +111,7 @@ class Tokenizer:
     @property
     def prefix_ids(self) -> list[int]:
         """What `add_special` puts before a text."""
-        return list(self._prefix_ids)
+        return list(self._parts.prefix_ids)
 
     @property
     def num_text_ids(self) -> int:
@@ -148,7 +142,8 @@ class Tokenizer:
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
         bound = _bound(most, len(text))
         ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
-        return self._prefix_ids + ids + self._suffix_ids if add_special else ids
+        parts = self._parts
+        return [*parts.prefix_ids, *ids, *parts.suffix_ids] if add_special else ids
 
     def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
         """Return the token ids of a rendered chat prompt; its special pieces are one id each.
@@ -215,19 +210,21 @@ class Tokenizer:
             return b""
         if token_id in self._added_by_id:  # spelled as it is, in no alphabet
             return text.encode("utf-8", "replace")
-        return self._to_bytes(text)
+        return self._parts.to_bytes(text)
 
     def _encode_pieces(
         self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
     ) -> list[int]:
         """Return the ids of pieces of text and of tokens found before the text is normalized."""
         ids: list[int] = []
-        cut, prefix = self._cut, self._space_prefix
+        parts = self._parts
+        cut, prefix = parts.cut, parts.space_prefix
+        rest = parts.cut_rest or parts.cut
         for piece in pieces:
             if isinstance(piece, AddedToken):
                 ids.append(piece.id)
             else:
-                normal = self._normalize(piece)
+                normal = parts.normalize(piece)
                 for part in self._normalized_splitter.split(normal, parse_special=parse_special):
                     if isinstance(part, AddedToken):
                         ids.append(part.id)
@@ -235,8 +232,8 @@ class Tokenizer:
                         spaced = prefix and not part[0].isspace()
                         words = cut(" " + part if spaced else part)
                         ids += self._merges.encode(words, most, len(ids))
-                    cut, prefix = self._cut_rest, False
-            cut, prefix = self._cut_rest, False
+                    cut, prefix = rest, False
+            cut, prefix = rest, False
         return ids
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left
-from operator import mul
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,19 +18,12 @@ if TYPE_CHECKING:
 
     Spans = tuple[bytes, NDArray[np.int64], NDArray[np.int64]]
 
-# A text's key is a polynomial of its first bytes at this point, modulo 2^64 (Karp and Rabin,
-# "Efficient randomized pattern-matching algorithms", 1987). The point is odd: it has an inverse.
-_POINT: Final = 0x9E3779B97F4A7C15
-_MODULUS: Final = 1 << 64
-_KEY_BYTES: Final = 256
-_POWERS: Final = [pow(_POINT, place, _MODULUS) for place in range(_KEY_BYTES)]
-
 
 class Vocabulary:
     """The texts of the token ids 0, 1, 2 and so on, in UTF-8, and `find` for the way back.
 
     A quarter of a million Python strings and a dictionary over them take some 35 MB; this takes
-    about 7. Texts are found by their keys in a sorted array, then compared.
+    about 7. Texts are found by their hashes in a sorted array, then compared.
     """
 
     def __init__(
@@ -50,14 +42,15 @@ class Vocabulary:
         self._starts = array("I", starts.astype(np.uint32).tobytes())
         self._ends = array("I", ends.astype(np.uint32).tobytes())
         self._changed = {id_: text.encode() for id_, text in (changed or {}).items()}
-        keys = _keys_of(self._blob, starts, ends)
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        keys = np.array([hash(self._blob[start:end]) for start, end in spans], np.int64)
         for id_, text in self._changed.items():
-            keys[id_] = _key_of(text)
+            keys[id_] = hash(text)
         ids = np.arange(len(keys), dtype=np.uint32)
         if hidden:
             ids = np.delete(ids, [*hidden])
         order = ids[np.argsort(keys[ids])]
-        self._sorted_keys = array("Q", keys[order].tobytes())
+        self._sorted_keys = array("q", keys[order].tobytes())
         self._ids = array("I", order.tobytes())
 
     def __len__(self) -> int:
@@ -65,7 +58,7 @@ class Vocabulary:
 
     def find(self, text: bytes) -> int | None:
         """Return the last id whose text is `text` in UTF-8, or None."""
-        keys, key = self._sorted_keys, _key_of(text)
+        keys, key = self._sorted_keys, hash(text)
         place = bisect_left(keys, key)
         found = None
         while place < len(keys) and keys[place] == key:
@@ -116,24 +109,3 @@ def _spans_of(texts: Iterable[str]) -> Spans:
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     ends = np.cumsum(lengths)
     return b"".join(encoded), ends - lengths, ends
-
-
-def _key_of(text: bytes) -> int:
-    total: int = sum(map(mul, text, _POWERS))
-    return total % _MODULUS
-
-
-def _keys_of(blob: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the keys of all texts, as differences of one running sum over their bytes."""
-    sums = np.zeros(len(blob) + 1, np.uint64)
-    np.cumsum(_powers(_POINT, len(blob)) * np.frombuffer(blob, np.uint8), out=sums[1:])
-    # A text that begins later in memory has larger powers, which are divided off.
-    divisors = _powers(pow(_POINT, -1, _MODULUS), len(blob) + 1)
-    return (sums[np.minimum(ends, starts + _KEY_BYTES)] - sums[starts]) * divisors[starts]
-
-
-def _powers(base: int, count: int) -> NDArray[np.uint64]:
-    """Return the powers 0, 1, 2 and so on of `base`, modulo 2^64."""
-    powers = np.full(count, base, np.uint64)
-    powers[:1] = 1
-    return np.cumprod(powers)
