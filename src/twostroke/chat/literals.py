@@ -35,7 +35,7 @@ class Marker:
         )
         # Noncharacters around it, so that trimming or changing case leaves a mark whole.
         self._nonce = f"\ufdd0{secrets.randbits(64):020}"
-        self._end = f"{self._nonce}!\ufdd1"
+        self.end = f"{self._nonce}!\ufdd1"  # marks the end of a message's text
         self._searched = {id(node) for node in _searched(tree)}
         glued = dict(self._glued(self._written(tree)))
         self._marks_roles = bool(glued)
@@ -65,15 +65,6 @@ class Marker:
             for message in messages:
                 message["role"] = _Role(message["role"], self._spell_role(message["role"]))
         return messages
-
-    def with_end(self, content: str) -> str:
-        """Return a message's `content` followed by a mark, for `until_end`."""
-        return content + self._end
-
-    def until_end(self, text: str) -> str | None:
-        """Return rendered `text` up to the mark of `with_end`; None unless it is there once."""
-        before, found, after = text.partition(self._end)
-        return before if found and self._end not in after else None
 
     def prompt(self, text: str) -> Prompt:
         """Return rendered `text` as a prompt, its marks as special pieces."""

@@ -145,17 +145,17 @@ class ChatTemplate:
         if not isinstance(message["content"], str) or message.get("tool_calls"):
             reason = "must end with a message of text without tool calls, if it is to be continued."
             raise RequestError(reason, field="messages")
-        message["content"] = self._marker.with_end(message["content"])
+        message["content"] += self._marker.end
 
     def _until_end(self, text: str) -> str:
-        found = self._marker.until_end(text)
-        if found is None:
+        before, found, after = text.partition(self._marker.end)
+        if not found or self._marker.end in after:
             raise RequestError(
                 "The last message cannot be continued, because the chat template changes it: end "
                 "with a user message.",
                 field="messages",
             )
-        return found
+        return before
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:

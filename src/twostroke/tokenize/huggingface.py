@@ -70,9 +70,6 @@ def _build(
     if any(token.id < 0 for token in added):
         raise ModelFormatError("tokenizer.json has an added token with an id below 0.")
     by_text = {token.text: token.id for token in added}
-    byte_level = '"ByteLevel"' in json.dumps(
-        [description.get("pre_tokenizer"), description.get("decoder")]
-    )
     try:
         words = read_words(description)
         merges, num_texts = _merger(model, added, byte_level=words.byte_level)
@@ -90,7 +87,7 @@ def _build(
             cut=words.cut,
             cut_rest=words.cut_rest,
             vocab_size=vocab_size,
-            to_bytes=byte_level_bytes if byte_level else sentencepiece_bytes,
+            to_bytes=byte_level_bytes if words.byte_level else sentencepiece_bytes,
             added=added,
             bos_id=by_text.get(named.get("bos_token", "")),
             eos_ids=end_ids(ends, added),

@@ -26,22 +26,10 @@ _FORMS: Final = (
     ("<PRE>", "<SUF>", "<MID>"),
 )
 # Models write these after a middle: padding, or the head of another file or repository.
-_ENDS: Final = frozenset(
-    {
-        "<|fim_pad|>",
-        "<fim_pad>",
-        "<fim-pad>",
-        "<|file_sep|>",
-        "<|file_separator|>",
-        "<file_sep>",
-        "<filename>",
-        "<|repo_name|>",
-        "<repo_name>",
-        "<reponame>",
-        "▁<EOT>",
-        "<EOT>",
-    }
-)
+_ENDS: Final = """
+    <|fim_pad|> <fim_pad> <fim-pad> <|file_sep|> <|file_separator|> <file_sep> <filename>
+    <|repo_name|> <repo_name> <reponame> ▁<EOT> <EOT>
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +58,9 @@ def infill_tokens(
     if three is None:
         return None
     all_ids = frozenset(
-        id_ for id_ in (*three, *ends, *(ids.get(text) for text in _ENDS)) if id_ is not None
+        id_
+        for id_ in (*three, *ends, *(ids.get(text) for text in _ENDS.split()))
+        if id_ is not None
     )
     spelled = tuple(texts[id_] for id_ in sorted(all_ids) if id_ in texts)
     prefix, suffix, middle = (id_ for id_ in three if id_ is not None)

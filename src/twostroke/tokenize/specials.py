@@ -128,23 +128,10 @@ def _alone(text: str, start: int, end: int) -> bool:
 
 # Files often name only one end, say the end of a document, while the chat template closes turns
 # with another; so every engine knows these texts.
-_END_TEXTS = frozenset(
-    {
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|endofturn|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<EOT>",
-        "<｜end▁of▁sentence｜>",
-    }
-)
+_END_TEXTS = """
+    <|im_end|> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>
+    <|endofturn|> <end_of_turn> <turn|> <EOT> <｜end▁of▁sentence｜>
+"""
 
 
 def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
@@ -153,7 +140,7 @@ def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]
     Where `<|return|>` exists (the harmony format), `<|end|>` closes a message and not the answer.
     """
     by_text = {token.text: token.id for token in added}
-    known = {text for text in _END_TEXTS if text in by_text}
+    known = {text for text in _END_TEXTS.split() if text in by_text}
     if "<|return|>" in known:
         known.discard("<|end|>")
     return frozenset(named) | {by_text[text] for text in known}
