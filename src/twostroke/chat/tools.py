@@ -16,7 +16,7 @@ from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled,
 from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, forces_little
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     from twostroke.chat.call_forms import CallForm
     from twostroke.core.preface import Preface
@@ -62,11 +62,6 @@ class Tools:
     def names(self) -> tuple[str, ...]:
         """The functions' names."""
         return tuple(function.name for function in self.functions)
-
-    def freed(self, names: Collection[str]) -> Tools:
-        """Return the same with any object for the arguments of some functions."""
-        free = (one.freed() if one.name in names else one for one in self.functions)
-        return replace(self, functions=tuple(free)) if names else self
 
     def rules(self, form: CallForm, tokenizer: Tokenizer, preface: Preface | None) -> Iterator[str]:
         """Yield a grammar of answers with calls, or with text before and in place of them.
@@ -136,12 +131,13 @@ class ToolForm:
         Raises:
             RequestError: such a tool is strict.
         """
-        refused = set[str]()
+        functions = []
         for function in self.tools.functions:
             why = refusal(function.constraint())
             if why is not None and function.is_strict:
                 reason = "of the function '{name}' cannot be followed. {why}"
                 raise RequestError(reason, field=function.param, name=function.name, why=why)
-            if why is not None:
-                refused.add(function.name)
-        return replace(self, tools=self.tools.freed(refused)) if refused else self
+            functions.append(function if why is None else function.freed())
+        if tuple(functions) == self.tools.functions:
+            return self
+        return replace(self, tools=replace(self.tools, functions=tuple(functions)))
