@@ -1,4 +1,4 @@
-"""Ids beside those of Hugging Face's `tokenizers`: every step of a file, odd vocabularies."""
+"""Ids compared with those of Hugging Face's `tokenizers`: all steps of a file, odd vocabularies."""
 
 from __future__ import annotations
 

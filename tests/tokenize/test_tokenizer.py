@@ -196,9 +196,7 @@ def test_an_unknown_pre_tokenizer_is_named() -> None:
         ({"add_bos_token": 1}, "not bool"),
     ],
 )
-def test_metadata_that_does_not_hold_together_is_refused(
-    keys: dict[str, object], words: str
-) -> None:
+def test_metadata_whose_parts_do_not_fit_is_refused(keys: dict[str, object], words: str) -> None:
     with pytest.raises(ModelFormatError, match=words):
         byte_tokenizer(**keys)
 
