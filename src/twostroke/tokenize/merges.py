@@ -83,10 +83,10 @@ class Merges:
         """
         known = self._words
         ids: list[int] = []
-        for word in words:
+        for num_done, word in enumerate(words, 1):
             ids += known.get(word) or self._learn(word, most, num_before + len(ids))
             if num_before + len(ids) > most:
-                raise TooManyTokensError(num_before + len(ids))
+                raise TooManyTokensError(num_before + len(ids) + len(words) - num_done)
         return ids
 
     def _learn(self, word: str, most: int, num_before: int) -> list[int]:
