@@ -1,4 +1,4 @@
-"""What chat templates make of tools, calls and results."""
+"""How chat templates show tools, calls and results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_form_and_capabilities_are_found_in_the_template(
     )
 
 
-def test_a_model_is_told_its_own_form_where_the_template_shows_no_tools() -> None:
+def test_a_template_without_tools_gets_instructions_in_the_models_form() -> None:
     chat = Chat(tokenizer_of(talkers.DEEPSEEK_WITHOUT_TOOLS))
     form = FORMS["deepseek"]
     assert chat.capabilities == TemplateCapabilities(
@@ -102,11 +102,11 @@ def test_a_model_is_told_its_own_form_where_the_template_shows_no_tools() -> Non
 
 
 @pytest.mark.parametrize("template", [CHATML, talkers.TAGS, talkers.THINKS, "{{ 1 / 0 }}"])
-def test_templates_without_a_known_form_get_words(template: str) -> None:
+def test_templates_without_a_known_form_get_text(template: str) -> None:
     assert Chat(tokenizer_of(template)).capabilities == TemplateCapabilities(HERMES)
 
 
-def test_a_vocabulary_can_tell_the_form() -> None:
+def test_the_form_is_found_in_the_vocabulary() -> None:
     marks = ("<|tool_call|>", "<|/tool_call|>")
     assert Chat(tokenizer_of(talkers.PHI)).capabilities == TemplateCapabilities(HERMES)
     for kind in (CONTROL, USER_DEFINED):
@@ -168,7 +168,7 @@ def test_several_calls_reach_templates_that_take_one_or_short_ids(template: str)
     for one in ids:
         assert text.count(f"of {one}") == 1
     assert text.count("left") == 1
-    if template == talkers.LLAMA:  # each result behind its call
+    if template == talkers.LLAMA:  # each result after its call
         places = [text.index(part) for one in ids for part in (f'"{one}"', f"of {one}")]
         assert places == sorted(places)
 
@@ -188,7 +188,7 @@ def test_ids_of_nine_letters_are_kept_and_others_become_such() -> None:
         assert f"[TOOL_RESULTS]{shown}:forty" in chat.render(messages).text
 
 
-def test_tools_in_a_system_message_stand_beside_what_it_says() -> None:
+def test_tools_are_added_to_the_text_of_a_system_message() -> None:
     chat = Chat(tokenizer_of(talkers.PHI, "<|tool_call|>", "<|/tool_call|>"))
     system = {"role": "system", "content": "Be kind."}
     for messages in ([USER], [system, USER]):
@@ -199,7 +199,7 @@ def test_tools_in_a_system_message_stand_beside_what_it_says() -> None:
     assert "<|tool|>" not in chat.render([system, USER]).text
 
 
-def test_marks_that_a_client_writes_are_no_tokens() -> None:
+def test_marks_that_a_client_writes_are_not_tokens() -> None:
     tokenizer = tokenizer_of(talkers.MISTRAL, "[TOOL_CALLS]", "[ARGS]")
     chat = Chat(tokenizer)
     mark = tokenizer.find("[TOOL_CALLS]")

@@ -89,7 +89,7 @@ def _with_text(text: str) -> str:
     ],
 )
 @pytest.mark.parametrize("content", ["<|e|>", "<|XXe|>", "<XX|e|XX>", "aYY<|e|>", "|e|", " <|e|> "])
-def test_no_surgery_of_the_template_makes_text_special(source: str, content: str) -> None:
+def test_text_stays_text_however_the_template_changes_it(source: str, content: str) -> None:
     assert _special(source, content, "<|e|>") == ["<|e|>"]
 
 
@@ -247,7 +247,7 @@ def test_deeply_nested_messages_are_refused() -> None:
         CHATML.render([{"role": "user", "content": "x", "extra": deep}])
 
 
-def test_a_template_can_refuse_and_its_words_arrive() -> None:
+def test_the_message_of_a_template_that_refuses_is_reported() -> None:
     with pytest.raises(RequestError, match=r"refuses these messages: no <\|e\|> please"):
         _render("{{ raise_exception('no <|e|> please') }}", "<|e|>")
 
@@ -268,7 +268,7 @@ def test_the_templates_own_names_cannot_be_replaced(name: str) -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ 'a' }", "{% for x in y %}", "{{ x | nofilter }}"]
 )
-def test_a_source_that_is_no_template_is_a_format_error(source: str) -> None:
+def test_a_source_that_is_not_a_template_is_a_format_error(source: str) -> None:
     with pytest.raises(ModelFormatError, match="chat template is not valid"):
         ChatTemplate(source)
 
@@ -308,7 +308,7 @@ def test_continued_prompt_has_neither_an_end_nor_a_new_turn() -> None:
         "{% for m in messages %}{{ m.content[:2] }}{% endfor %}",
     ],
 )
-def test_what_the_template_does_not_write_out_cannot_be_continued(source: str) -> None:
+def test_a_message_that_the_template_changes_cannot_be_continued(source: str) -> None:
     with pytest.raises(RequestError, match="cannot be continued"):
         _render(source, messages=CONTINUED, continue_final_message=True)
 

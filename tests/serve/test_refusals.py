@@ -200,7 +200,7 @@ def test_prompt_longer_than_the_context_says_so_as_clients_expect(
     )
 
 
-LONG = "x" * 70_000
+LONG = "x " * 70_000
 TURNS = [{"role": "user", "content": "a"}] * 10_001
 
 
@@ -286,7 +286,7 @@ def test_a_prediction_of_more_tokens_than_any_answer_has_is_refused(server: Live
     prediction = {"type": "content", "content": LONG}
     message = refused(server.chat(prediction=prediction), 400, "prediction")
     assert message == (
-        "prediction has at least 70000 tokens, which exceeds the context length of 512."
+        "prediction has at least 70257 tokens, which exceeds the context length of 512."
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 from tokenizers import Regex, pre_tokenizers
 
 from twostroke.tokenize.words import cut_at
@@ -16,13 +18,18 @@ CLASSES = (
     r"\p{M}",
     r"\p{S}",
     r"\s",
-    r"\p{Cn}",
 )
-EVERY = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-# Without planes of nothing, and without the inside of the large blocks of one class.
+# Of characters that both know, without the inside of the large blocks of one class. Newer versions
+# of Unicode have more; one of these is in another class there.
 _LARGE = [(0x3500, 0x9F00), (0xAC10, 0xD700), (0xE010, 0xF8F0), (0x17010, 0x187E0)]
-_LARGE += [(0x20010, 0x2A600), (0x34000, 0x110000)]
-VARIED = "".join(char for char in EVERY if not any(a < ord(char) < b for a, b in _LARGE))
+_LARGE += [(0x20010, 0x2A600), (0x2A6E0, 0x110000)]
+_MOVED = "\u0295"
+_CODES = (code for code in range(0x110000) if not any(a < code < b for a, b in _LARGE))
+VARIED = "".join(
+    chr(code)
+    for code in _CODES
+    if unicodedata.category(chr(code)) not in {"Cn", "Cs"} and chr(code) not in _MOVED
+)
 _CHUNK = 4096  # the time of `tokenizers` grows faster than the text
 
 

@@ -1,4 +1,4 @@
-"""Added tokens of a tokenizer.json, in raw and in normalized text, beside `tokenizers`."""
+"""Added tokens of a tokenizer.json, in raw and normalized text, compared with `tokenizers`."""
 
 from __future__ import annotations
 

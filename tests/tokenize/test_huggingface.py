@@ -164,7 +164,7 @@ def test_a_metaspace_decoder_takes_the_first_space_away(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hello hello")) == "hello hello"
 
 
-def test_files_beside_it_name_ends_and_templates(tmp_path: Path) -> None:
+def test_other_files_name_ends_and_templates(tmp_path: Path) -> None:
     tokenizer = _load(
         tmp_path,
         _byte_level(),
@@ -232,7 +232,7 @@ def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_would_change_the_ids_unseen_is_refused(
+def test_options_that_would_change_the_ids_are_refused(
     tmp_path: Path, members: dict[str, object], options: dict[str, object], words: str
 ) -> None:
     description = _byte_level(**members)
@@ -251,7 +251,7 @@ def test_no_text_merges_into_a_special_token(tmp_path: Path) -> None:
     assert 1 in tokenizer.encode("<s>", parse_special=True)
 
 
-def test_what_no_merge_and_no_byte_covers_is_unknown(tmp_path: Path) -> None:
+def test_a_character_without_merge_and_byte_is_unknown(tmp_path: Path) -> None:
     description = _sentencepiece()
     description["model"]["byte_fallback"] = False
     tokenizer = _load(tmp_path, description)
@@ -259,7 +259,7 @@ def test_what_no_merge_and_no_byte_covers_is_unknown(tmp_path: Path) -> None:
     assert tokenizer.find("<unk>") not in tokenizer.encode("hello")
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json"):
         from_tokenizer_json(tmp_path)
 
@@ -274,7 +274,6 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
         (b"{}", "type None"),
         (b'{"model": {"type": "Unigram"}}', "type Unigram, which this version"),
         (b'{"model": {"type": "BPE"}}', "damaged"),
-        (b'{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "cannot be used"),
         (b'{"model": {"vocab": {"a": "x"}, "merges": []}}', "damaged|cannot"),
         (b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}', "damaged"),
         (

@@ -72,7 +72,7 @@ def test_runs_of_spaces_are_tokens_that_come_before_all_others() -> None:
     assert [BARE.token_bytes(id_) for id_ in BARE.encode("    ")] == [b"    "]
 
 
-def test_characters_that_are_no_tokens_become_their_bytes() -> None:
+def test_characters_that_are_not_tokens_become_their_bytes() -> None:
     ids = BARE.encode("a€")
     assert spelled(BARE, ids) == ["a", "<0xE2>", "<0x82>", "<0xAC>"]
     assert [BARE.token_bytes(id_) for id_ in ids[1:]] == [b"\xe2", b"\x82", b"\xac"]
@@ -116,7 +116,7 @@ def test_a_stretch_after_a_turns_own_token_gets_no_space() -> None:
     assert spelled(tokenizer, ids) == ["▁hello", "[INST]", "▁hello"]
 
 
-def test_phi3_s_tokens_for_the_turns_take_the_white_space_behind_them() -> None:
+def test_turn_tokens_of_phi3_take_the_white_space_after_them() -> None:
     turns = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
     metadata = piece_metadata()
     more = {"tokens": turns, "token_type": [3] * 4, "scores": [0.0] * 4}

@@ -126,7 +126,7 @@ def test_an_unfinished_character_becomes_a_replacement_at_the_end() -> None:
     assert pieces == ["a", "", "", "", "\ufffd"]
 
 
-def test_bytes_that_are_no_text_become_replacements() -> None:
+def test_bytes_that_are_not_text_become_replacements() -> None:
     data = b"a\xff\xc3(\xf0\x9f\x8eb"
     pieces, _ = _stream(_byte_ids(data))
     assert "".join(pieces) == data.decode("utf-8", "replace")

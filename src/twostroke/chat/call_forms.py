@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -17,25 +17,25 @@ class CallForm:
     """How calls are written: `begin`, then each as head, name, middle, arguments and tail, `end`.
 
     Attributes:
-        mark: the text that tells that calls begin; the first in `begin` and `head`.
+        mark: the first text of calls; `begin` or `head` starts with it.
         begin: before the first call.
         head: before a call's name.
-        id_mark: where an id follows the name, the text between.
+        id_mark: between the name and an id, where the form has ids.
         middle: before the arguments, which are a JSON object.
         tail: after them.
         between: between a call and the next.
         end: after the last call.
         is_quoted: whether the name is a JSON string.
         is_bare: whether calls are written without `mark`, as the whole answer.
-        marks: further texts among these that a vocabulary may have as special tokens.
-        has_own_tokens: whether a vocabulary that has them all is that of a model with this form.
+        marks: other texts of the form that a vocabulary may have as special tokens.
+        has_own_tokens: whether only models with this form have all these tokens.
     """
 
     mark: str
     begin: str = ""
-    head: str
+    head: str = '{"name": '
     id_mark: str = ""
-    middle: str
+    middle: str = ', "arguments": '
     tail: str = "}"
     between: str = "\n"
     end: str = ""
@@ -72,13 +72,13 @@ class CallForm:
         return f"{self.begin}{self.between.join(written)}{self.end}"
 
     def example(self) -> str:
-        """Return what shows a model how calls are written."""
+        """Return an example that shows a model how calls are written."""
         return self.write([("the function's name", '{"the argument\'s name": "its value"}')])
 
     def fits(self, before: str, after: str) -> bool:
-        """Whether these texts, but for blanks, surround the name of an answer's only call.
+        """Whether the name of an answer's only call is between these texts, ignoring blanks.
 
-        `before` is what its answer begins with, `after` goes on to whatever follows the call.
+        `before` begins with the answer; `after` may go on after the call.
         """
         quote = '"' if self.is_quoted else ""
         opening, follows = _bare(self.opening + quote), _bare(quote + (self.id_mark or self.middle))
@@ -87,35 +87,19 @@ class CallForm:
         return begins and _bare(after).startswith(follows) and _bare(self.end) in _bare(after)
 
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
-        """Whether a vocabulary has tokens that are of use for this form only."""
+        """Whether a vocabulary has tokens that only this form uses."""
         return self.has_own_tokens and all(tokenizer.find(mark) for mark in self.all_marks)
 
     def is_shown(self, text: str) -> bool:
-        """Whether a prompt tells the model of this form."""
+        """Whether a prompt shows the model this form."""
         return not self.is_bare and _bare(self.opening) in _bare(text)
 
 
 HERMES: Final = CallForm(
     mark="<tool_call>",
     head='<tool_call>\n{"name": ',
-    middle=', "arguments": ',
     tail="}\n</tool_call>",
     marks=("</tool_call>",),
-)
-_LLAMA: Final = CallForm(
-    mark="<|python_tag|>",
-    head='{"name": ',
-    middle=', "parameters": ',
-    between="; ",
-    is_bare=True,
-)
-_MISTRAL_LIST: Final = CallForm(
-    mark="[TOOL_CALLS]",
-    begin="[TOOL_CALLS] [",
-    head='{"name": ',
-    middle=', "arguments": ',
-    between=", ",
-    end="]",
 )
 _MISTRAL: Final = CallForm(
     mark="[TOOL_CALLS]",
@@ -126,58 +110,7 @@ _MISTRAL: Final = CallForm(
     is_quoted=False,
     marks=("[ARGS]",),
 )
-_MISTRAL_IDS: Final = CallForm(
-    mark="[TOOL_CALLS]",
-    head="[TOOL_CALLS]",
-    id_mark="[CALL_ID]",
-    middle="[ARGS]",
-    tail="",
-    between="",
-    is_quoted=False,
-    marks=("[ARGS]",),
-)
-_PHI: Final = CallForm(
-    mark="<|tool_call|>",
-    begin="<|tool_call|>[",
-    head='{"name": ',
-    middle=', "arguments": ',
-    between=", ",
-    end="]<|/tool_call|>",
-    marks=("<|/tool_call|>",),
-    has_own_tokens=True,
-)
-_PHI_SINGLE: Final = CallForm(
-    mark="<|tool_call|>",
-    head='<|tool_call|>{"name": ',
-    middle=', "arguments": ',
-    tail="}<|/tool_call|>",
-    between="",
-    marks=("<|/tool_call|>",),
-)
-_GRANITE: Final = CallForm(
-    mark="<|tool_call|>",
-    begin="<|tool_call|>[",
-    head='{"name": ',
-    middle=', "arguments": ',
-    between=", ",
-    end="]",
-)
-_DEEPSEEK_MARKS: Final = (
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-)
-_DEEPSEEK_FENCED: Final = CallForm(
-    mark="<｜tool▁calls▁begin｜>",
-    begin="<｜tool▁calls▁begin｜>",
-    head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    middle="\n```json\n",
-    tail="\n```<｜tool▁call▁end｜>",
-    end="<｜tool▁calls▁end｜>",
-    is_quoted=False,
-    marks=_DEEPSEEK_MARKS,
-)
+_GRANITE: Final = CallForm(mark="<|tool_call|>", begin="<|tool_call|>[", between=", ", end="]")
 _DEEPSEEK: Final = CallForm(
     mark="<｜tool▁calls▁begin｜>",
     begin="<｜tool▁calls▁begin｜>",
@@ -187,23 +120,41 @@ _DEEPSEEK: Final = CallForm(
     between="",
     end="<｜tool▁calls▁end｜>",
     is_quoted=False,
-    marks=_DEEPSEEK_MARKS,
+    marks=(
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
 )
 
-# The first that fits what a template writes is the model's.
+# The first that fits the calls that a template writes is the model's.
 FORMS: Final[dict[str, CallForm]] = {
     "hermes": HERMES,
-    "mistral list": _MISTRAL_LIST,
-    "mistral with ids": _MISTRAL_IDS,
+    "mistral list": CallForm(mark="[TOOL_CALLS]", begin="[TOOL_CALLS] [", between=", ", end="]"),
+    "mistral with ids": replace(_MISTRAL, id_mark="[CALL_ID]"),
     "mistral": _MISTRAL,
-    "phi": _PHI,
-    "phi without lists": _PHI_SINGLE,
+    "phi": replace(_GRANITE, end="]<|/tool_call|>", marks=("<|/tool_call|>",), has_own_tokens=True),
+    "phi without lists": CallForm(
+        mark="<|tool_call|>",
+        head='<|tool_call|>{"name": ',
+        tail="}<|/tool_call|>",
+        between="",
+        marks=("<|/tool_call|>",),
+    ),
     "granite": _GRANITE,
-    "deepseek in fences": _DEEPSEEK_FENCED,
+    "deepseek in fences": replace(
+        _DEEPSEEK,
+        head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        tail="\n```<｜tool▁call▁end｜>",
+        between="\n",
+    ),
     "deepseek": _DEEPSEEK,
-    "llama": _LLAMA,
+    "llama": CallForm(mark="<|python_tag|>", middle=', "parameters": ', between="; ", is_bare=True),
 }
 
 
 def _bare(text: str) -> str:
+    """Return a text without blanks."""
     return "".join(text.split())

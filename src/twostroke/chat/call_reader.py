@@ -1,4 +1,4 @@
-"""Reads calls of tools out of an answer while it comes: text, names, and arguments in pieces."""
+"""Reads tool calls out of a streamed answer: text, names, and arguments in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
 _MAX_NAME: Final = 64
 _FENCE_END: Final = regex.compile(r"\s*+```")
-# An object that is a call without any marks; after another one something may part them.
+# An object that is a call without marks; `;` or `,` may separate it from the one before.
 _BARE: Final = regex.compile(
     r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\s*+"name"\s*+:\s*+(?<name>"(?:[^"\\]|\\.){1,64}+")'
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)'
@@ -31,7 +31,7 @@ _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text of the answer besides calls."""
+    """Text of the answer outside calls."""
 
     text: str
 
@@ -63,19 +63,19 @@ Piece = TextPiece | ReasoningPiece | CallBegin | ArgumentsPiece
 
 
 class CallReader:
-    """Takes an answer's text apart; the pieces come as soon as it is clear what they are.
+    """Separates an answer's text from its calls; each piece is returned as soon as it is certain.
 
-    Blanks around calls are dropped. What looks like a call and turns out to be none is text. Some
-    models leave the marks away, or write a fence of Markdown in their place: an answer that begins
+    Blanks around calls are dropped. Text that begins like a call but is none stays text. Some
+    models leave out the marks, or write a fence of Markdown in their place: an answer that begins
     with an object that names one of the functions is a call, too. Reading takes linear time.
     """
 
     def __init__(
         self, names: Collection[str] = (), form: CallForm = HERMES, *, is_forced: bool = False
     ) -> None:
-        """Read calls that are written in a form; `names` are those of the functions.
+        """Read calls in one form; `names` are those of the functions.
 
-        Where calls are forced, there is no other text: what was cut before a name is dropped.
+        Where calls are forced there is no other text; a call that ends before its name is dropped.
         """
         self._is_forced = is_forced
         self.num_calls = 0
@@ -85,10 +85,10 @@ class CallReader:
         self._state: Callable[[list[Piece]], bool] = self._start
         self._held = ""  # not returned yet, except the text before `_at`
         self._at = 0
-        self._text_of_call = ""  # what was passed over and is text if no call comes of it
+        self._text_of_call = ""  # is text if no call follows
         self._trim = Trim()
-        self._tail = self._shapes.tail  # of the call that is being read
-        self._is_bare = self._is_fenced = False  # whether that call has no marks, or a fence
+        self._tails: list[regex.Pattern[str]] = []  # that may follow the arguments of this call
+        self._is_bare = False  # whether this call has no marks
         self._depth = 0  # of the arguments
         self._in_string = self._is_escaped = False
 
@@ -98,7 +98,7 @@ class CallReader:
         return self.num_calls > 0 and self._state != self._arguments
 
     def feed(self, text: str) -> list[Piece]:
-        """Return what `text` brings."""
+        """Return the pieces that `text` makes certain."""
         self._held += text
         pieces: list[Piece] = []
         while self._state(pieces):
@@ -107,20 +107,20 @@ class CallReader:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as the text is over."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        in_call = self._state in (self._arguments, self._after, self._fence, self._next)
+        in_call = self._state in (self._arguments, self._after, self._next)
         if in_call or self._is_forced:
-            return []  # of a call that was cut, or of marks that were
+            return []  # the rest of a call, or of marks
         rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
         if self.num_calls and not rest.strip():
             return []
         return [TextPiece(rest)] if rest else []
 
     def _match(self, shape: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
-        """Match the text at hand, and say whether more of it could make a match.
+        """Match the held text; return the match, and whether more text could make one.
 
-        Only so much is looked at as would be held back, so that cuts change nothing.
+        At most `_MAX_HELD` characters count, so that the result does not depend on cuts.
         """
         end = self._at + _MAX_HELD + 1
         found = shape.match(self._held, pos=self._at, endpos=end, partial=True)
@@ -136,12 +136,12 @@ class CallReader:
         self._state = self._text
         if found and (name := _unquoted(found["name"])) in self._names:
             self._is_bare = True
-            self._tail, self._is_fenced = _BARE_TAIL, found["fence"] is not None
+            self._tails = [_BARE_TAIL, _FENCE_END] if found["fence"] else [_BARE_TAIL]
             self._begin(name, found.start("arguments"), pieces)
         return True
 
     def _text(self, pieces: list[Piece]) -> bool:
-        """Take text up to the next mark, or to what may be the beginning of one."""
+        """Take text up to the next mark, or to text that may begin one."""
         mark, held = self._form.mark, self._held
         end = held.find(mark, self._at)
         is_marked = end >= 0
@@ -176,7 +176,7 @@ class CallReader:
         if is_open:
             return False
         if found and (name := self._read_name(found["name"])) is not None:
-            self._is_bare, self._tail = False, self._shapes.tail
+            self._is_bare, self._tails = False, [self._shapes.tail]
             self._begin(name, found.start("arguments"), pieces)
             return True
         text = self._trim.feed(self._text_of_call)
@@ -189,7 +189,7 @@ class CallReader:
         return _unquoted(written) if self._form.is_quoted else written
 
     def _begin(self, name: str, at: int, pieces: list[Piece]) -> None:
-        """Go on with arguments, which begin at a place of the held text."""
+        """Continue with arguments, which begin at an offset of the held text."""
         self._trim = Trim(skips_first=True)  # blanks around a call are dropped
         self._text_of_call = ""
         pieces.append(CallBegin(self.num_calls, name))
@@ -223,72 +223,60 @@ class CallReader:
         return False
 
     def _argue(self, end: int, pieces: list[Piece]) -> None:
-        """Take arguments up to a place of the held text."""
+        """Take arguments up to an offset of the held text."""
         pieces.append(ArgumentsPiece(self.num_calls - 1, self._held[self._at : end]))
         self._at = end
 
     def _after(self, pieces: list[Piece]) -> bool:
-        """Pass over the end of a call, as far as it is there."""
+        """Skip the end of a call, as far as it is there."""
         del pieces
-        found, is_open = self._match(self._tail)
-        if is_open:
-            return False
-        if not found and self._form.is_quoted:
-            found, _ = self._match(_BARE_TAIL)  # the object ends, if nothing else does
-        if found:
-            self._at = found.end()
-        if self._is_bare and self._is_fenced:
-            self._state = self._fence
-        elif self._form.is_list and not self._is_bare:
+        while self._tails:
+            found, is_open = self._match(self._tails[0])
+            if is_open:
+                return False
+            if not found and self._form.is_quoted and not self._is_bare:
+                found, _ = self._match(_BARE_TAIL)  # the object ends, if nothing else does
+            if found:
+                self._at = found.end()
+            del self._tails[0]
+        if self._form.is_list and not self._is_bare:
             self._state = self._next
         else:
             self._leave()
         return True
 
-    def _fence(self, pieces: list[Piece]) -> bool:
-        """Pass over the end of a fence, if it is there."""
-        del pieces
-        found, is_open = self._match(_FENCE_END)
-        if is_open:
-            return False
-        if found:
-            self._at = found.end()
-        self._leave()
-        return True
-
     def _leave(self) -> None:
-        """Go on with text, or with what may be another call without marks."""
+        """Continue with text, or with another call without marks."""
         self._state = self._start if self._is_bare else self._text
 
 
 class Trim:
-    """Passes text on without the blanks at its end, and without those at its start if it is to."""
+    """Removes the blanks at the end of streamed text, and with `skips_first` at its start."""
 
     def __init__(self, *, skips_first: bool = False) -> None:
-        """Begin with nothing."""
         self._skips = skips_first
         self._blank = ""  # after the text that was passed on
 
     def feed(self, text: str) -> str:
-        """Return what is no blank at the end as far as that is known."""
+        """Return text up to the last character that is not blank."""
         if self._skips:
             text = text.lstrip()
             self._skips = not text
         text = self._blank + text
-        num_blanks = (len(text) - len(text.rstrip())) % (_MAX_HELD + 1)  # too many are passed on
+        num_blanks = (len(text) - len(text.rstrip())) % (_MAX_HELD + 1)  # more are returned
         end = len(text) - num_blanks
         self._blank = text[end:]
         return text[:end]
 
     def finish(self) -> str:
-        """Return the blanks at the end, for those who want them."""
+        """Return the blanks at the end."""
         blank, self._blank = self._blank, ""
         return blank
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """The text around arguments, but for blanks; possessive, so that reading is linear."""
+    """Patterns of the text around arguments; possessive, so that reading is linear."""
 
     first: regex.Pattern[str]  # after the mark
     more: regex.Pattern[str]  # in a list
@@ -298,7 +286,7 @@ class _Shapes:
 
 @cache
 def _shapes_of(form: CallForm) -> _Shapes:
-    """Return how a form is read; there are few."""
+    """Return the patterns of a form."""
     name = (
         rf'"(?:[^"\\]|\\.){{1,{_MAX_NAME}}}+"' if form.is_quoted else rf"[\w.\-]{{1,{_MAX_NAME}}}+"
     )
@@ -318,13 +306,13 @@ def _shapes_of(form: CallForm) -> _Shapes:
 
 
 def _loosely(text: str) -> str:
-    """Return a pattern of a text with or without blanks before its signs."""
+    """Return a pattern of a text that allows blanks between its words and signs."""
     parts = _TOKENS.findall(text)
     return "".join(rf"\s*+{regex.escape(part)}" for part in parts if not part.isspace())
 
 
 def _unquoted(written: str) -> str | None:
-    """Return what a JSON string says; None if it is none, or has halves of characters."""
+    """Return a JSON string's value; None if it is not valid, or has lone surrogates."""
     try:
         text: str = json.loads(written)
         text.encode()

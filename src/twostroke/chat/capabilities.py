@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from itertools import product, takewhile
+from itertools import product
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.chat.call_forms import FORMS, HERMES, CallForm
@@ -32,7 +33,7 @@ _SHOWN: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """What a chat template supports; text in the prompt replaces what it does not.
+    """What a chat template supports; the rest is written as text.
 
     Attributes:
         form: how the model writes calls.
@@ -113,7 +114,7 @@ class _Probe:
     is_text: bool = False
 
     def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
-        """Return what becomes of messages; nothing if the template refuses them."""
+        """Return the rendered messages, or no text if the template refuses them."""
         try:
             return self.template.render(
                 messages,
@@ -133,7 +134,8 @@ class _Probe:
         """Return the form in which an answer's calls are written."""
         plain = self.render([_USER, {"role": "assistant", "content": _SAID}]).partition(_SAID)[0]
         text = self.render([_USER, self._answer(_CALL)])
-        before, found, after = _without_start(text, plain).partition(_CALL)
+        answer = text[len(commonprefix([text, plain])) :]  # noqa: RUF071 (they are not paths)
+        before, found, after = answer.partition(_CALL)
         if not found or json.dumps(_ARGUMENTS) not in after:
             return None
         return next((form for form in FORMS.values() if form.fits(before, after)), None)
@@ -145,7 +147,7 @@ class _Probe:
         return _SAID in self.render([_USER, answer, result])
 
     def size(self) -> int:
-        """How long an answer with a call is."""
+        """Return the length of an answer with a call."""
         return len(self.render([_USER, self._answer(_CALL)]))
 
     def takes_several(self) -> bool:
@@ -163,9 +165,3 @@ class _Probe:
             for name in names
         ]
         return {"role": "assistant", "content": self.content, "tool_calls": calls}
-
-
-def _without_start(text: str, other: str) -> str:
-    """Return a text without what it begins with as the other does."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    return text[sum(1 for _ in same) :]

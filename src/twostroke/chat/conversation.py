@@ -67,7 +67,7 @@ class Turn:
 
 
 class Chat:
-    """A model's chat template, compiled when it is first used: the compiler is slow to import."""
+    """A model's chat template, compiled when first used, as the compiler is slow to import."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +80,7 @@ class Chat:
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
-        """What the template supports of tools and calls."""
+        """The template's support for tools and calls."""
         return find_capabilities(self._template, self._tokenizer)
 
     @cached_property
@@ -109,8 +109,8 @@ class Chat:
     ) -> Prompt:
         """Return the prompt of a conversation, in which `tools` may be called.
 
-        Where the template does not support tools, text describes them and calls of them. The answer
-        may continue the last message. `thinking` says what the request asks of the reasoning.
+        Where the template does not support tools, text describes them and their calls. The answer
+        may continue the last message. `thinking` is the request for reasoning.
 
         Raises:
             RequestError: the messages are malformed, or the template refuses them or lacks what

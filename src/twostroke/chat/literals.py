@@ -1,4 +1,4 @@
-"""Literal texts of a chat template, and marks that keep its special tokens apart from text."""
+"""Marks for the special tokens in a chat template's literals, which keep them apart from text."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import secrets
 from typing import TYPE_CHECKING, Any, Self
 
 from jinja2 import nodes
-from jinja2.meta import find_undeclared_variables
 
 from twostroke.chat.messages import ROLES
-from twostroke.tokenize.prompt import Piece, Prompt
+from twostroke.tokenize import Piece, Prompt
 from twostroke.tokenize.specials import AddedToken, Splitter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-# Methods whose arguments are looked for in a text; of replace, only the first is.
+# Methods that look for their arguments in a text (`replace` only for the first).
 _SEARCHES = {"split", "rsplit", "strip", "lstrip", "rstrip", "partition", "rpartition"}
 _SEARCHES |= {"startswith", "endswith", "removeprefix", "removesuffix"}
-_SEARCHES |= {"find", "rfind", "index", "rindex", "count"}
+_SEARCHES |= {"find", "rfind", "index", "rindex", "count", "replace"}
 
 
 class Marker:
-    """Puts marks on special tokens in a template's texts, and reads them in what it rendered.
+    """Marks special tokens in a template's literals, and finds the marks in rendered text.
 
     A mark holds 64 random bits, made when the template is compiled, so text from outside cannot
     contain one.
@@ -36,7 +35,7 @@ class Marker:
         )
         # Noncharacters around it, so that trimming or changing case leaves a mark whole.
         self._nonce = f"\ufdd0{secrets.randbits(64):020}"
-        self._end = f"{self._nonce}!\ufdd1"
+        self.end = f"{self._nonce}!\ufdd1"  # marks the end of a message's text
         self._searched = {id(node) for node in _searched(tree)}
         glued = dict(self._glued(self._written(tree)))
         self._marks_roles = bool(glued)
@@ -54,27 +53,18 @@ class Marker:
         )
 
     def mark_literal(self, node: nodes.Node) -> None:
-        """Mark the special tokens in a literal, unless the template only looks for its text."""
+        """Mark the special tokens in a literal, unless the template only looks for it."""
         if isinstance(node, nodes.TemplateData):
             node.data = self.mark(node.data)
         elif isinstance(node, nodes.Const) and id(node) not in self._searched:
             node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Let the roles of `messages` carry marks, if the template glues tokens from roles."""
+        """Mark the roles of `messages`, if the template makes tokens from roles."""
         if self._marks_roles:
             for message in messages:
                 message["role"] = _Role(message["role"], self._spell_role(message["role"]))
         return messages
-
-    def with_end(self, content: str) -> str:
-        """Return a message's `content` followed by a mark, for `until_end`."""
-        return content + self._end
-
-    def until_end(self, text: str) -> str | None:
-        """Return rendered `text` up to the mark of `with_end`; None unless it is there once."""
-        before, found, after = text.partition(self._end)
-        return before if found and self._end not in after else None
 
     def prompt(self, text: str) -> Prompt:
         """Return rendered `text` as a prompt, its marks as special pieces."""
@@ -100,7 +90,7 @@ class Marker:
         return texts + [node.value for node in consts if isinstance(node.value, str)]
 
     def _glued(self, written: list[str]) -> Iterable[tuple[str, str]]:
-        """Yield spelling and text of the special tokens that the template glues from a role."""
+        """Yield spelling and text of the special tokens that the template makes from a role."""
         for text in self._texts:
             for role in ROLES:
                 before, found, after = text.partition(role)
@@ -140,38 +130,35 @@ def _flush(pieces: list[Piece], plain: list[str]) -> None:
 
 
 def reads_parts(tree: nodes.Template) -> bool:
-    """Whether the template walks over the parts of a message's content, or takes only strings."""
-    for loop in tree.find_all(nodes.For):
-        for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem))):
-            name = node.attr if isinstance(node, nodes.Getattr) else None
-            if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-                name = node.arg.value
-            if name == "content":
-                return True
-    return False
-
-
-def read_variables(tree: nodes.Template) -> frozenset[str]:
-    """Return the names of the variables that the template wants to be given."""
-    return frozenset(find_undeclared_variables(tree))
+    """Whether the template loops over the parts of a message's content, or takes only strings."""
+    return any(
+        _key(node) == "content"
+        for loop in tree.find_all(nodes.For)
+        for node in (loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem)))
+    )
 
 
 def read_keys(tree: nodes.Template) -> frozenset[str]:
-    """Return the names under which the template looks into things, such as messages."""
-    names = {node.attr for node in tree.find_all(nodes.Getattr)}
-    items = [node.arg for node in tree.find_all(nodes.Getitem)]
-    items += [arg for call in tree.find_all(nodes.Call) for arg in call.args[:1]]
-    consts = [node.value for node in items if isinstance(node, nodes.Const)]
-    return frozenset(names | {value for value in consts if isinstance(value, str)})
+    """Return the keys that the template looks up in objects such as messages."""
+    keys = [_key(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
+    arguments = (arg for call in tree.find_all(nodes.Call) for arg in call.args[:1])
+    keys += [arg.value for arg in arguments if isinstance(arg, nodes.Const)]
+    return frozenset(key for key in keys if isinstance(key, str))
+
+
+def _key(node: nodes.Node) -> object:
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value
+    return None
 
 
 def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
+    """Yield the literals that the template only compares with or looks for."""
     for compare in tree.find_all(nodes.Compare):
-        yield compare.expr
-        for operand in compare.ops:
-            yield operand.expr
-            if isinstance(operand.expr, (nodes.List, nodes.Tuple)):
-                yield from operand.expr.items
+        for node in (compare.expr, *(operand.expr for operand in compare.ops)):
+            yield from node.items if isinstance(node, (nodes.List, nodes.Tuple)) else [node]
     for test in tree.find_all(nodes.Test):
         yield from test.args
     for item in tree.find_all(nodes.Getitem):
@@ -179,11 +166,8 @@ def _searched(tree: nodes.Template) -> Iterator[nodes.Node]:
     for pair in tree.find_all(nodes.Pair):
         yield pair.key
     for apply in tree.find_all(nodes.Filter):
-        if apply.name == "replace":
-            yield from apply.args[:1]
+        yield from apply.args[:1] if apply.name == "replace" else ()
     for call in tree.find_all(nodes.Call):
         method = call.node.attr if isinstance(call.node, nodes.Getattr) else ""
         if method in _SEARCHES:
-            yield from call.args
-        elif method == "replace":
-            yield from call.args[:1]
+            yield from call.args[:1] if method == "replace" else call.args

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AnswerPart(Protocol):
-    """What comes of an answer at once: some of it, or all; the last has a finish reason."""
+    """A part of an answer, or all of it; the last has a finish reason."""
 
     @property
     def text(self) -> str: ...  # noqa: D102
@@ -33,11 +33,10 @@ class AnswerPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers of a job are to be read.
+    """How to read the answers of a job.
 
-    `functions` are the names of those that may be called, in which `form`; one must be if
-    `is_forced`. `preface` is the reasoning that may come first, if it is to be separated from the
-    answer.
+    `functions` are the names of those that may be called, written in `form`; one must be called if
+    `is_forced`. `preface` is the reasoning that may come first, if it is separated from the answer.
     """
 
     functions: tuple[str, ...] = ()
@@ -59,10 +58,9 @@ PLAIN: Final = Reading()
 
 
 class AnswerReader:
-    """Takes one answer apart while it comes; blanks around reasoning and calls are dropped."""
+    """Separates reasoning, text and calls of one answer; blanks between them are dropped."""
 
     def __init__(self, reading: Reading, tokenizer: Tokenizer) -> None:
-        """Begin at the beginning of an answer."""
         preface = reading.preface
         self._calls = None
         if reading.functions:
@@ -70,7 +68,7 @@ class AnswerReader:
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
         self._reasoning = Trim(skips_first=True)
-        self._is_behind_preface = False  # and nothing but blanks came since
+        self._is_after_preface = False  # and only blanks came since
 
     @property
     def has_whole_calls(self) -> bool:
@@ -79,44 +77,44 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens the reasoning took."""
+        """How many tokens the reasoning has."""
         return 0 if self._counter is None else self._counter.count
 
     def take(self, answer: AnswerPart) -> list[Piece]:
-        """Return what more of the answer brings, or all of it."""
+        """Return the pieces that a part of the answer makes certain."""
         if self._counter is not None:
             self._counter.feed(answer.token_ids)
         pieces = self.feed(answer.text) if answer.text else []
         return pieces if answer.finish_reason is None else pieces + self.finish()
 
     def feed(self, text: str) -> list[Piece]:
-        """Return what `text` brings."""
+        """Return the pieces that `text` makes certain."""
         if self._cutter is None:
             return self._answer(text)
-        return self._told(self._cutter.feed(text))
+        return self._pieces_of(self._cutter.feed(text))
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, as the text is over."""
-        pieces = [] if self._cutter is None else self._told(self._cutter.finish())
+        """Return the pieces that were held back, at the end of the answer."""
+        pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
         return pieces + (self._calls.finish() if self._calls else [])
 
-    def _told(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
+    def _pieces_of(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
         pieces: list[Piece] = []
         for part, text in cuts:
             if part is Part.INSIDE:
                 if shown := self._reasoning.feed(text):
                     pieces.append(ReasoningPiece(shown))
             elif part is Part.MARK:
-                self._is_behind_preface = True
+                self._is_after_preface = True
             else:
                 pieces += self._answer(text)
         return pieces
 
     def _answer(self, text: str) -> list[Piece]:
-        """Return what text of the answer itself brings."""
-        if self._is_behind_preface:
+        """Return the pieces of text after the reasoning."""
+        if self._is_after_preface:
             text = text.lstrip()
-            self._is_behind_preface = not text
+            self._is_after_preface = not text
         if self._calls is not None:
             return self._calls.feed(text)
         return [TextPiece(text)] if text else []

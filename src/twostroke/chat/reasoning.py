@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SWITCHES: Final = ("enable_thinking", "thinking")  # as templates call them
 _EFFORT: Final = "reasoning_effort"
-# What a template is given by other ways than a client's variables.
+# Names that a client's variables cannot have.
 _OWN: Final = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "has_text_arguments")
 )
 MAX_VARIABLES: Final = 16
 _MAX_VARIABLES_SIZE: Final = 16 * 1024  # characters of JSON
-_MOST_SHOWN: Final = 40  # characters of a wrong name that an error repeats
+_MAX_SHOWN: Final = 40  # characters of a wrong name in an error
 
 _PAIRS: Final = (
     ("<think>", "</think>"),
@@ -49,10 +49,10 @@ class ReasoningMarks:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What a request asks of the model's reasoning; what is left out is as the template has it.
+    """The reasoning that a request asks for; the template decides what is left out.
 
-    `is_on` switches it, `effort` is one of `EFFORTS`, and `param` the field that says so.
-    `variables` are further ones of the chat template, from the field `variables_param`.
+    `is_on` switches it, `effort` is one of `EFFORTS`, and `param` is the field of either.
+    `variables` are other variables of the chat template, from the field `variables_param`.
     """
 
     is_on: bool | None = None
@@ -77,9 +77,9 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface | None:
-    """Return the reasoning that may come first after a prompt, or None if it is over by then.
+    """Return the reasoning that may come first after a prompt, or None if it is over.
 
-    `continued` is the text at its end that is to be gone on from, if any.
+    `continued` is the text at the prompt's end that the answer continues, if any.
     """
     inside = Preface("", marks.end)
     if continued.strip():
@@ -94,10 +94,10 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface
 def variables_of(
     thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
-    """Return the variables of a template that do what is asked; it reads those that are `known`.
+    """Return the template's variables for a request; the template reads those in `known`.
 
     Raises:
-        RequestError: it cannot be done.
+        RequestError: the template does not support the request.
     """
     if thinking is AS_IT_IS:
         return {}
@@ -108,10 +108,10 @@ def variables_of(
         raise RequestError("is a name that the chat template itself uses.", field=where)
     for name in [name for name in given if name not in known]:
         if name in _SWITCHES and given[name] is False and not _reasons(marks):
-            del given[name]  # which is so already
+            del given[name]  # the model never reasons
             continue
-        where = f"{thinking.variables_param}.{name[:_MOST_SHOWN]}"
-        hint = nearest(name[:_MOST_SHOWN], sorted(known))
+        where = f"{thinking.variables_param}.{name[:_MAX_SHOWN]}"
+        hint = nearest(name[:_MAX_SHOWN], sorted(known))
         reason = "is not a variable of this model's chat template.{hint}"
         raise RequestError(reason, field=where, hint=hint)
     return _switched(thinking, known, marks) | given
@@ -146,7 +146,7 @@ def _switched(
     if found or is_on == _reasons(marks):
         return found
     what = "always reasons" if _reasons(marks) else "does not support reasoning"
-    reason = f"cannot be kept to: this model's chat template {what}. Leave it out."
+    reason = f"cannot be followed: this model's chat template {what}. Leave it out."
     raise RequestError(reason, field=thinking.param)
 
 

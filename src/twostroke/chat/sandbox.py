@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: no way out, and limits on time and size.
+"""The Jinja sandbox of chat templates, with limits on time and size.
 
 A template comes with a model's file and may be hostile. Every value that it builds is weighed,
 every operation that could multiply the sizes of its inputs is checked before it runs, and loops,
-macros, filters and calls look at the clock.
+macros, filters and calls check the time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 METER: Final = "<meter>"  # of the context
 _ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
 
-# Filters that do work in proportion to their input. Those that pad, draw at random or write HTML
-# are left out: no chat template needs them.
+# Filters whose work is proportional to their input. Those that pad, sum, draw at random or write
+# HTML are left out: no chat template needs them.
 _FILTERS: Final = """
     abs attr capitalize count d default dictsort e escape first float format groupby indent int
     items join last length list lower map max min reject rejectattr replace reverse round safe
@@ -81,7 +81,7 @@ class Meter:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
     def check_operation(self, values: Iterable[object]) -> None:
-        """Check an operation before it runs: at most, it multiplies its two largest inputs."""
+        """Check an operation before it runs: it can multiply its two largest inputs at most."""
         self.check_time()
         sizes = [abs(v) if isinstance(v, int) else self.weigh(v) for v in values]
         first, second = sorted([1, 1, *sizes])[-2:]
@@ -89,7 +89,7 @@ class Meter:
             raise self._too_big()
 
     def built(self, value: Any) -> Any:
-        """Return a value that an operation has built, once weighed; a generator becomes a list."""
+        """Weigh a value that an operation has built, and return it; a generator becomes a list."""
         if isinstance(value, Iterator) and not isinstance(value, LoopContext):
             value = list(value)
         self.check_time()
@@ -97,7 +97,7 @@ class Meter:
         return value
 
     def write(self, text: str) -> str:
-        """Return text that is written, once counted; blocks in variables count as written too."""
+        """Count text that is written, also into a variable, and return it."""
         self._num_written += len(text)
         if self._num_written > 4 * self._budget.max_chars:
             raise self._too_big()
@@ -154,7 +154,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
-        """Offer `functions` to templates beside Jinja's own."""
+        """Offer `functions` to templates in addition to Jinja's own."""
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -164,7 +164,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # folding constants would run filters before there is a meter
         )
         known = {name: self.filters[name] for name in _FILTERS.split()}
-        known |= {"sum": _sum, "tojson": _to_json}
+        known["tojson"] = _to_json
         self.filters = {name: _metered(run, name) for name, run in known.items()}
         self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
@@ -322,31 +322,6 @@ def _written(context: Context, value: Any) -> str:
     return meter.write(str(value))
 
 
-@pass_context
-def _sum(
-    context: Context, value: Iterable[Any], attribute: str | int | None = None, start: float = 0
-) -> Any:
-    """Jinja's `sum` filter, of numbers only: a sum of lists takes quadratic time."""
-    items = list(value)
-    if attribute is not None:
-        items = [context.environment.getitem(item, attribute) for item in items]
-    if not all(isinstance(item, (int, float)) for item in (*items, start)):
-        raise SecurityError("sum adds numbers only in a chat template")
-    return sum(items, start)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (as transformers' filter has it)
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002
     """JSON as chat templates expect it: no HTML escapes, other scripts as they are."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

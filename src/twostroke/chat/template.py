@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
-from twostroke.chat.literals import Marker, read_keys, read_variables, reads_parts
+from twostroke.chat.literals import Marker, read_keys, reads_parts
 from twostroke.chat.messages import checked_messages, plain
 from twostroke.chat.sandbox import METER, Meter, RenderBudget, TemplateEnvironment
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from twostroke.tokenize.prompt import Prompt
-    from twostroke.tokenize.tokenizer import Tokenizer
+    from twostroke.tokenize import Prompt, Tokenizer
 
 _MAX_SOURCE_CHARS = 64 * 1024
 _CHATML = (
@@ -27,44 +27,32 @@ _CHATML = (
 )
 
 
-class Specials(Protocol):
-    """What a chat template asks of a tokenizer."""
-
-    @property
-    def named_texts(self) -> Mapping[str, str]:
-        """The texts of `bos_token`, `eos_token` and so on, by these names."""
-
-    def special_texts(self) -> Collection[str]:
-        """Return the texts of all special tokens."""
-
-
 class ChatTemplate:
     """A compiled chat template (a Jinja source as Hugging Face defines it).
 
-    Special tokens and text are kept apart by where they were written, not by how they look. When
-    the template is compiled, every special token's text among the literals that it writes is
-    replaced by a mark that clients cannot guess; after rendering, marks become the special
-    pieces of the `Prompt`, and all other text, a user's above all, is plain, whatever the
-    template did to it (trimmed, split, glued). Literals that the template only looks for are left
-    alone, so its questions about a message get the usual answers. A template that glues a
-    special token from a role (`'<|' + message['role'] + '|>'`) works too: roles come from a
-    closed list and carry a mark of their own into what is glued.
+    Special tokens and text are told apart by their origin. When the template is compiled, special
+    tokens in the literals that it writes become marks that clients cannot guess; after rendering,
+    marks become the special pieces of the `Prompt`, and all other text is plain, whatever the
+    template did to it (trimmed, split, joined). Literals that the template only looks for stay as
+    they are, so its questions about a message get the usual answers. A special token made from a
+    role (`'<|' + message['role'] + '|>'`) works too: roles have marks of their own.
+
+    `variables` are the names of variables that the template reads, `keys` those that it looks up
+    in objects such as messages.
     """
 
     def __init__(
         self,
         source: str,
-        tokenizer: Specials | None = None,
+        tokenizer: Tokenizer | None = None,
         *,
         budget: RenderBudget | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile `source`; ModelFormatError if it is not a template.
 
-        Afterwards `variables` and `keys` are the names that it reads, of variables and in things.
-
-        `tokenizer` says which texts are special tokens and what `bos_token` and the like are;
-        without one, nothing is special. `now` is the clock behind `strftime_now`.
+        `tokenizer` has the special tokens, `bos_token` and the like; without one, nothing is
+        special. `now` is the clock of `strftime_now`.
         """
         if len(source) > _MAX_SOURCE_CHARS:
             raise ModelFormatError(
@@ -80,7 +68,8 @@ class ChatTemplate:
         try:
             tree = self._environment.parse(source)
             self._keep_parts = reads_parts(tree)
-            self.variables, self.keys = read_variables(tree), read_keys(tree)
+            self.variables = frozenset(find_undeclared_variables(tree))
+            self.keys = read_keys(tree)
             self._marker = Marker(tokenizer.special_texts() if tokenizer else (), tree)
             self._template = self._environment.guarded(tree, self._marker.mark_literal)
         except TemplateSyntaxError as error:
@@ -156,17 +145,17 @@ class ChatTemplate:
         if not isinstance(message["content"], str) or message.get("tool_calls"):
             reason = "must end with a message of text without tool calls, if it is to be continued."
             raise RequestError(reason, field="messages")
-        message["content"] = self._marker.with_end(message["content"])
+        message["content"] += self._marker.end
 
     def _until_end(self, text: str) -> str:
-        found = self._marker.until_end(text)
-        if found is None:
+        before, found, after = text.partition(self._marker.end)
+        if not found or self._marker.end in after:
             raise RequestError(
                 "The last message cannot be continued, because the chat template changes it: end "
                 "with a user message.",
                 field="messages",
             )
-        return found
+        return before
 
     def _run(self, variables: dict[str, Any]) -> str:
         try:

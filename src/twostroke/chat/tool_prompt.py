@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def fitted(
     tools: Sequence[Mapping[str, Any]],
     capabilities: TemplateCapabilities,
 ) -> list[dict[str, Any]]:
-    """Return the messages as a template with these capabilities can show them.
+    """Return the messages in a form that a template with these capabilities can show.
 
     The system message describes `tools` where the template does not show them.
     """
@@ -80,7 +82,7 @@ def _fitted(message: dict[str, Any], capabilities: TemplateCapabilities) -> dict
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """Return a call's arguments as JSON, as which they may have been given."""
+    """Return a call's arguments as JSON; they may be JSON already."""
     given = function.get("arguments") or {}
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
@@ -91,14 +93,14 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(call_id: str) -> str:
-    """Return an id of nine letters or digits, the same for the same one."""
+    """Return an id of nine letters or digits, always the same for one id."""
     if len(call_id) == _SHORT_ID and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
 
 
 def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the messages with an answer of several calls as several, each before its result."""
+    """Yield the messages; an answer with several calls becomes one for each, before its result."""
     place = 0
     while place < len(messages):
         message = messages[place]
@@ -116,21 +118,18 @@ def _one_by_one(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         place = end
         for call in calls:
             yield message | {"tool_calls": [call]}
-            message = message | {"content": ""}  # said once
+            message = message | {"content": ""}  # only the first has the text
             yield from results.pop(call.get("id"), ())
         for rest in results.values():
             yield from rest
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with several results of tools in a row as one: speakers take turns."""
+    """Return the messages with user messages in a row joined, as roles must alternate."""
     joined: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # of each
-    for message in messages:
-        if joined and joined[-1]["role"] == message["role"] == "user":
-            texts[-1].append(message["content"])
-        else:
-            joined.append(message)
-            texts.append([message["content"]])
-    pairs = zip(joined, texts, strict=True)
-    return [message | {"content": "\n".join(said)} for message, said in pairs]
+    for role, group in groupby(messages, key=itemgetter("role")):
+        run = [*group]
+        if role == "user":
+            run = [run[0] | {"content": "\n".join(message["content"] for message in run)}]
+        joined += run
+    return joined

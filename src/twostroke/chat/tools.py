@@ -16,7 +16,7 @@ from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled,
 from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, forces_little
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     from twostroke.chat.call_forms import CallForm
     from twostroke.core.preface import Preface
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What may be called, with arguments that a schema allows.
+    """A function that may be called, with a schema of its arguments.
 
-    `param` is the field that has the schema, which nothing but a `is_strict` function has to keep
-    to where it cannot.
+    `param` is the request's field with the schema. If the schema cannot be enforced, the request is
+    refused for an `is_strict` function, else any object is allowed.
     """
 
     name: str
@@ -47,11 +47,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What may be called in an answer.
+    """The tools of a request.
 
     `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
-    called. One of them must be if `is_forced`, and several may follow one another if
-    `is_parallel`.
+    called: one must be if `is_forced`, several may be if `is_parallel`.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -61,13 +60,8 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the functions are called."""
+        """The functions' names."""
         return tuple(function.name for function in self.functions)
-
-    def freed(self, names: Collection[str]) -> Tools:
-        """Return the same with any object for the arguments of some functions."""
-        free = (one.freed() if one.name in names else one for one in self.functions)
-        return replace(self, functions=tuple(free)) if names else self
 
     def rules(self, form: CallForm, tokenizer: Tokenizer, preface: Preface | None) -> Iterator[str]:
         """Yield a grammar of answers with calls, or with text before and in place of them.
@@ -92,22 +86,22 @@ class Tools:
         if self.is_forced:
             yield f"start: {spell(form.opening)} body {more} {end}"
             return
-        behind_mark = spell(form.opening.removeprefix(form.mark))
-        yield f"call: head {behind_mark} body {more if form.is_list else ''} {end}"
+        after_mark = spell(form.opening.removeprefix(form.mark))
+        yield f"call: head {after_mark} body {more if form.is_list else ''} {end}"
         yield up_to("head", form.mark, specials)
         yield "last: TEXT"
         several = "call* last" if self.is_parallel else "call | last"
         others = []
         if preface is not None and preface.begin:
             marks = special_marks((preface.begin,), tokenizer)
-            if not marks:  # a token, which no text has
+            if not marks:  # a special token cannot be in text
                 yield f"PREFACE: {beginning(preface, marks)}"
                 others = ["PREFACE"]
         if not form.is_bare:
             yield f"start: {several}"
             yield text_but(*others)
             return
-        # What begins as a call does, without the mark, is one: no other text begins so.
+        # An answer that begins like a call without its mark is a call.
         for place, name in enumerate(self.names):
             yield f"BARE{place}: {spell(form.opening + form.name(name) + form.middle)}"
         yield f"bare: {' | '.join(f'BARE{place} rest{place}' for place in places)}"
@@ -117,7 +111,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """Tools as a model is to call them, after a preface if there is one."""
+    """Tools, and the form in which a model calls them, after a preface if there is one."""
 
     tools: Tools
     form: CallForm
@@ -125,24 +119,25 @@ class ToolForm:
     preface: Preface | None = None
 
     def constraint(self) -> Constraint:
-        """Return what answers are held to."""
+        """Return the grammar of answers."""
         rules = "\n".join(self.tools.rules(self.form, self.tokenizer, self.preface))
         return Constraint("lark", rules, "tools", self.preface)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Return it with any arguments for tools whose schema a grammar refuses.
+        """Return the same with any object for arguments whose schema cannot be enforced.
 
-        `refusal` says why, or nothing.
+        `refusal` returns the reason, or None.
 
         Raises:
             RequestError: such a tool is strict.
         """
-        refused = set[str]()
+        functions = []
         for function in self.tools.functions:
             why = refusal(function.constraint())
             if why is not None and function.is_strict:
                 reason = "of the function '{name}' cannot be followed. {why}"
                 raise RequestError(reason, field=function.param, name=function.name, why=why)
-            if why is not None:
-                refused.add(function.name)
-        return replace(self, tools=self.tools.freed(refused)) if refused else self
+            functions.append(function if why is None else function.freed())
+        if tuple(functions) == self.tools.functions:
+            return self
+        return replace(self, tools=replace(self.tools, functions=tuple(functions)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from twostroke.tokenize.bound import TooManyTokensError
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
 from twostroke.tokenize.infill import InfillTokens, encode_infill
-from twostroke.tokenize.prompt import Piece, Prompt
+from twostroke.tokenize.merges import TooManyTokensError
 from twostroke.tokenize.stream import StreamDecoder
-from twostroke.tokenize.tokenizer import Tokenizer
+from twostroke.tokenize.tokenizer import Piece, Prompt, Tokenizer
 from twostroke.tokenize.translation import Translation
 
 __all__ = [

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from twostroke.tokenize.vocabulary import Vocabulary
     from twostroke.tokenize.words import Cut
 
-NOT_IN_UTF8: Final = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 SPACE = "\u2581"  # how SentencePiece spells a space
@@ -29,17 +26,12 @@ def _byte_characters() -> list[str]:
 
 
 _CHARACTERS = _byte_characters()
-_VALUES = {char: value for value, char in enumerate(_CHARACTERS)}
+_BYTES = {char: bytes([value]) for value, char in enumerate(_CHARACTERS)}
 
 
 def byte_level_text(word: str) -> str:
     """Return a word's UTF-8 bytes, each as the character that byte-level tokens have for it."""
-    return byte_level_characters(word.encode())
-
-
-def byte_level_characters(values: Iterable[int]) -> str:
-    """Return the characters that byte-level tokens have for byte values."""
-    return "".join([_CHARACTERS[value] for value in values])
+    return word.encode().decode("latin-1").translate(_CHARACTERS)
 
 
 def byte_level_bytes(text: str) -> bytes:
@@ -47,19 +39,13 @@ def byte_level_bytes(text: str) -> bytes:
 
     A character outside the alphabet (a damaged vocabulary) is read as its own UTF-8.
     """
-    try:
-        return bytes([_VALUES[char] for char in text])
-    except KeyError:
-        return b"".join(
-            bytes([_VALUES[char]]) if char in _VALUES else char.encode("utf-8", "replace")
-            for char in text
-        )
+    return b"".join(_BYTES.get(char) or char.encode("utf-8", "replace") for char in text)
 
 
 def sentencepiece_bytes(text: str) -> bytes:
     """Return the bytes of a SentencePiece token: U+2581 is a space, `<0xAB>` the byte 0xAB."""
     value = byte_token(text)
-    return value if value is not None else text.replace("\u2581", " ").encode("utf-8", "replace")
+    return value if value is not None else text.replace(SPACE, " ").encode("utf-8", "replace")
 
 
 def byte_token(text: str) -> bytes | None:

@@ -45,14 +45,14 @@ class Words:
 def read_words(description: Description) -> Words:
     """Return how the description of a whole tokenizer makes words.
 
-    Raises ModelFormatError for a step of a kind that is not known; what a damaged description
-    raises beside it (KeyError, TypeError, AttributeError, ValueError) is the caller's.
+    Raises ModelFormatError for a step of a kind that is not known. A damaged description raises
+    KeyError, TypeError, AttributeError or ValueError.
     """
     normalizers = [
         _step(_NORMALIZERS, step, "normalizer")(step)
-        for step in _flat(description.get("normalizer"), "normalizers")
+        for step in flat(description.get("normalizer"), "normalizers")
     ]
-    steps = list(_flat(description.get("pre_tokenizer"), "pretokenizers"))
+    steps = list(flat(description.get("pre_tokenizer"), "pretokenizers"))
     for place, step in enumerate(steps):
         _step(_PRE_TOKENIZERS, step, "pre-tokenizer")
         # After it a text has no characters any more, only bytes.
@@ -68,15 +68,15 @@ def read_words(description: Description) -> Words:
     return Words(normalizing(normalizers), first, rest, byte_level)
 
 
-def _flat(description: Description | None, key: str) -> Iterator[Description]:
-    """Yield the steps of a description, those of sequences in sequences too."""
-    if description is None:
+def flat(description: Description | None, key: str) -> Iterator[Description]:
+    """Yield the steps of a description; `key` names those of a sequence, which may be nested."""
+    if not description:
         return
     if description.get("type") != "Sequence":
         yield description
         return
     for step in description[key]:
-        yield from _flat(step, key)
+        yield from flat(step, key)
 
 
 def _step(known: dict[str, Any], step: Description, what: str) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import (
@@ -16,24 +14,28 @@ from twostroke.tokenize.alphabets import (
     marking,
     sentencepiece_bytes,
 )
-from twostroke.tokenize.gguf_fields import BYTE, Fields
 from twostroke.tokenize.infill import infill_tokens
-from twostroke.tokenize.merges import MergeOptions, Merges
-from twostroke.tokenize.pairs import ListedPairs, ScoredPairs
+from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges, ScoredPairs
 from twostroke.tokenize.pretokenizers import pre_tokenizer
-from twostroke.tokenize.specials import end_ids
-from twostroke.tokenize.texts import Keys, Texts
+from twostroke.tokenize.specials import AddedToken, end_ids
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 from twostroke.tokenize.words import cut_at, normalizing, unicode_form, words_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from twostroke.tokenize.pairs import Pairs
-    from twostroke.tokenize.specials import AddedToken
     from twostroke.tokenize.words import Cut
 
+T = TypeVar("T")
+
+# Token types of the format: normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Fill in the middle: the key, and its name in older files.
+_INFILL_KEYS = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
+_INFILL_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "eot_token_id")
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
 _KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space after these
 
@@ -42,8 +44,8 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Return the tokenizer that a GGUF file's metadata describes.
 
     `metadata` maps keys to Python values: strings, numbers, and sequences for arrays. Raises
-    ModelFormatError for a kind of tokenizer or pre-tokenizer that is not known and for metadata
-    that does not hold together.
+    ModelFormatError for an unknown kind of tokenizer or pre-tokenizer, and for metadata whose
+    parts do not fit.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -54,17 +56,17 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
             f"The tokenizer kind '{kind}' (tokenizer.ggml.model) is not known; "
             f"known are {', '.join(_KINDS)}.{nearest(str(kind), _KINDS)}"
         )
-    return build(Fields(metadata))
+    return build(_Fields(metadata))
 
 
-def _byte_level(fields: Fields) -> Tokenizer:
+def _byte_level(fields: _Fields) -> Tokenizer:
     """GPT-2's kind: words by a pattern, bytes spelled as characters, merges listed."""
     spec = pre_tokenizer(fields.get("pre", str) or "default")
     added = fields.added()
     vocabulary = Vocabulary(fields.tokens, _specials(added))
     merges = Merges(
         vocabulary,
-        _listed(fields, vocabulary, added),
+        ListedPairs(fields.array("merges", str), vocabulary),
         MergeOptions(byte_level=True, ignore_merges=spec.ignore_merges),
     )
     normalize = normalizing([unicode_form("NFC")] if spec.nfc else [])
@@ -76,8 +78,8 @@ def _byte_level(fields: Fields) -> Tokenizer:
     )
 
 
-def _sentencepiece(fields: Fields) -> Tokenizer:
-    """SentencePiece's kind: characters merged by the scores of what they make, bytes for others."""
+def _sentencepiece(fields: _Fields) -> Tokenizer:
+    """SentencePiece's kind: characters merged by scores, others as bytes."""
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, before them.
     runs = {token.id for token in fields.added() if not token.special and _is_spaces(token.text)}
     changed = {id_: SPACE * len(fields.tokens[id_]) for id_ in runs}
@@ -112,18 +114,18 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     )
 
 
-# A registry that is a visible dictionary: `tokenizer.ggml.model` to its reader.
-_KINDS: dict[str, Callable[[Fields], Tokenizer]] = {
+# The readers by `tokenizer.ggml.model`.
+_KINDS: dict[str, Callable[[_Fields], Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }
 
 
 def _parts(
-    fields: Fields, added: tuple[AddedToken, ...], merges: Merges, cut: Cut, *, begin: bool
+    fields: _Fields, added: tuple[AddedToken, ...], merges: Merges, cut: Cut, *, begin: bool
 ) -> TokenizerParts:
-    """Return what both kinds read alike; `begin` is whether they add `bos_token` by default."""
-    prefix, suffix = fields.around(begin=begin, end=False)
+    """Return the parts that both kinds share; `begin` is the default of `add_bos_token`."""
+    prefix, suffix = fields.around(begin=begin)
     return TokenizerParts(
         merges=merges,
         cut=cut,
@@ -142,7 +144,7 @@ def _parts(
 
 
 def _stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
-    """Return `added` with what Phi-3's tokenizer.json says, for which a GGUF file has no place.
+    """Return `added` with Phi-3's flag `rstrip`, which GGUF files cannot hold.
 
     Its tokens for the turns take the white space after them, which its templates write.
     """
@@ -159,22 +161,103 @@ def _is_spaces(text: str) -> bool:
     return bool(text) and not text.strip(" ")
 
 
-def _listed(fields: Fields, vocabulary: Vocabulary, added: tuple[AddedToken, ...]) -> Pairs:
-    lines = Texts.of(fields.array("merges", str)).packed()
-    try:
-        return ListedPairs(lines.split(b" "), vocabulary)
-    except ModelFormatError:
-        # Merges may pass through a control token, which is not in the vocabulary on purpose.
-        apart = Texts.joined([vocabulary.spelling(id_) for id_ in _specials(added)])
-        keys = Keys()
-        avoided = keys.of_all(apart)
-        touches = [np.isin(keys.of_all(part), avoided) for part in lines.split(b" ")]
-        kept = lines.chosen(~np.logical_or.reduce(touches))
-        return ListedPairs(kept.split(b" "), vocabulary)
-
-
-def _byte_tokens(fields: Fields) -> dict[int, bytes]:
+def _byte_tokens(fields: _Fields) -> dict[int, bytes]:
     pairs = (
-        (id_, byte_token(fields.tokens[id_])) for id_, kind in fields.types.items() if kind == BYTE
+        (id_, byte_token(fields.tokens[id_])) for id_, kind in fields.types.items() if kind == _BYTE
     )
     return {id_: value for id_, value in pairs if value is not None}
+
+
+class _Fields:
+    """The fields that every kind of tokenizer has in a file, as Python values.
+
+    Each method raises ModelFormatError for a value that is missing or of the wrong type.
+    """
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._metadata = metadata
+        self.tokens = self.array("tokens", str)
+        types = self.array("token_type", int, optional=True)
+        if len(types) not in (0, len(self.tokens)):
+            raise ModelFormatError(
+                f"The tokenizer has {len(self.tokens)} tokens but {len(types)} token types."
+            )
+        # Only of ids that are not ordinary tokens.
+        self.types = {id_: kind for id_, kind in enumerate(types) if kind != 1}
+        self.bos_id = self.token_id("bos_token_id")
+        self.unknown_id = self.token_id("unknown_token_id")
+        self.ends = [self.token_id(key) for key in _END_KEYS]
+
+    def added(self) -> tuple[AddedToken, ...]:
+        """Return the tokens that are matched whole in a text."""
+        return tuple(
+            AddedToken(id_, self.tokens[id_], special=kind != _USER_DEFINED)
+            for id_, kind in self.types.items()
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        )
+
+    def around(self, *, begin: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids before and after a text; `begin` is the default of `add_bos_token`."""
+        wants_begin = self.get("add_bos_token", bool)
+        wants_begin = begin if wants_begin is None else wants_begin
+        before = self.bos_id if wants_begin else None
+        after = self.ends[0] if self.get("add_eos_token", bool) else None
+        return () if before is None else (before,), () if after is None else (after,)
+
+    def infill(self) -> tuple[list[int | None], list[int | None]]:
+        """Return the ids that come before prefix, suffix and middle, and those that end one."""
+        named = []
+        for key, older in _INFILL_KEYS:
+            id_ = self.token_id(f"{key}_token_id")
+            named.append(self.token_id(f"{older}_token_id") if id_ is None else id_)
+        return named, [self.token_id(key) for key in _INFILL_END_KEYS]
+
+    def named_texts(self) -> dict[str, str]:
+        """Return the texts of `bos_token` and the like, by the names that templates use."""
+        ids = {name: self.token_id(f"{key}_token_id") for name, key in _NAMED.items()}
+        return {f"{name}_token": self.tokens[id_] for name, id_ in ids.items() if id_ is not None}
+
+    def chat_templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
+        key = "tokenizer.chat_template"
+        # By name first: to read the value of every key would decode the large arrays again.
+        names = [name for name in self._metadata if name == key or name.startswith(key + ".")]
+        found = {name[len(key) + 1 :] or "default": self._metadata[name] for name in names}
+        return {name: source for name, source in found.items() if isinstance(source, str)}
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        """Return a value of that type, or None where the file has none."""
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return None
+        if not isinstance(value, kind):
+            raise ModelFormatError(
+                f"tokenizer.ggml.{key} is of type {type(value).__name__}, not {kind.__name__}."
+            )
+        return value
+
+    def array(self, key: str, kind: type[T], *, optional: bool = False) -> Sequence[T]:
+        """Return an array of one type; an optional one that is missing is empty."""
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        if value is None and optional:
+            return ()
+        if value is None or isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+            raise ModelFormatError(f"The tokenizer's table tokenizer.ggml.{key} is missing.")
+        items = cast("Sequence[T]", value)
+        # Arrays with `spans` hold strings; to check their types would decode them all.
+        kinds = {str} if hasattr(items, "spans") else {*map(type, items)}
+        if not kinds <= {kind}:
+            raise ModelFormatError(
+                f"The tokenizer's table tokenizer.ggml.{key} is not all of type {kind.__name__}."
+            )
+        return items
+
+    def token_id(self, key: str) -> int | None:
+        """Return a token's id, or None where the file has none."""
+        value = self.get(key, int)
+        if value is not None and not 0 <= value < len(self.tokens):
+            raise ModelFormatError(
+                f"tokenizer.ggml.{key} is {value}, "
+                f"outside the vocabulary of {len(self.tokens)} tokens."
+            )
+        return value

@@ -1,4 +1,4 @@
-"""A tokenizer out of a Hugging Face folder: `tokenizer.json` and the small files beside it."""
+"""A tokenizer out of a Hugging Face folder: `tokenizer.json` and the small files next to it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.tokenize.alphabets import byte_level_bytes, sentencepiece_bytes
-from twostroke.tokenize.descriptions import read_words
+from twostroke.tokenize.descriptions import flat, read_words
 from twostroke.tokenize.infill import infill_tokens
-from twostroke.tokenize.merges import MergeOptions, Merges
-from twostroke.tokenize.pairs import ListedPairs
+from twostroke.tokenize.merges import ListedPairs, MergeOptions, Merges
 from twostroke.tokenize.specials import AddedToken, end_ids
-from twostroke.tokenize.texts import Texts
 from twostroke.tokenize.tokenizer import Tokenizer, TokenizerParts
 from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -21,9 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_FILE_BYTES = 256 * 1024**2
-_MAX_UNUSED_IDS = 1 << 14  # left out between others: each takes its place in memory
+_MAX_UNUSED_IDS = 1 << 14  # an id without a text takes memory too
 _DECODERS = ("ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 # Options of the format that no language model sets, and that would change the ids.
 _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
@@ -31,10 +30,9 @@ _NOT_KNOWN = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 def from_tokenizer_json(path: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in one.
 
-    Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face). Beside it are
-    read, where they exist, `tokenizer_config.json`, `special_tokens_map.json`,
-    `generation_config.json`, `config.json` and `chat_template.jinja`. Raises ModelNotFoundError
-    or ModelFormatError.
+    Reads BPE models (byte-level, and SentencePiece's as converted by Hugging Face), and where they
+    exist `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
+    `config.json` and `chat_template.jinja`. Raises ModelNotFoundError or ModelFormatError.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -53,7 +51,7 @@ def from_tokenizer_json(path: Path) -> Tokenizer:
         return _build(description, model, config, folder)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ModelFormatError(
-            f"{file.name} is damaged: its parts are not what they must be ({error})."
+            f"{file.name} is damaged: a part is missing or of another type ({error})."
         ) from error
 
 
@@ -64,11 +62,7 @@ def _build(
         AddedToken(
             int(entry["id"]),
             str(entry["content"]),
-            special=bool(entry.get("special")),
-            lstrip=bool(entry.get("lstrip")),
-            rstrip=bool(entry.get("rstrip")),
-            single_word=bool(entry.get("single_word")),
-            normalized=bool(entry.get("normalized")),
+            **{flag: bool(entry.get(flag)) for flag in _FLAGS},
         )
         for entry in description.get("added_tokens") or ()
     )
@@ -76,9 +70,6 @@ def _build(
     if any(token.id < 0 for token in added):
         raise ModelFormatError("tokenizer.json has an added token with an id below 0.")
     by_text = {token.text: token.id for token in added}
-    byte_level = '"ByteLevel"' in json.dumps(
-        [description.get("pre_tokenizer"), description.get("decoder")]
-    )
     try:
         words = read_words(description)
         merges, num_texts = _merger(model, added, byte_level=words.byte_level)
@@ -96,7 +87,7 @@ def _build(
             cut=words.cut,
             cut_rest=words.cut_rest,
             vocab_size=vocab_size,
-            to_bytes=byte_level_bytes if byte_level else sentencepiece_bytes,
+            to_bytes=byte_level_bytes if words.byte_level else sentencepiece_bytes,
             added=added,
             bos_id=by_text.get(named.get("bos_token", "")),
             eos_ids=end_ids(ends, added),
@@ -111,7 +102,7 @@ def _build(
 
 
 def _texts(vocab: dict[str, int]) -> list[str]:
-    """Return the texts by id; an id that the file leaves out has none."""
+    """Return the texts by id; an id that the file leaves out has an empty one."""
     ids, limit = vocab.values(), len(vocab) + _MAX_UNUSED_IDS
     if any(type(id_) is not int or not 0 <= id_ < limit for id_ in ids):
         raise ModelFormatError(f"its {len(vocab)} token ids are not whole numbers below {limit}.")
@@ -124,18 +115,15 @@ def _texts(vocab: dict[str, int]) -> list[str]:
 def _merger(
     model: dict[str, Any], added: tuple[AddedToken, ...], *, byte_level: bool
 ) -> tuple[Merges, int]:
-    """Return the merger and how many ids it has; no merge leads to or through a special token."""
+    """Return the merges and how many ids they have; no merge leads to a special token."""
     for name in _NOT_KNOWN:
         if model.get(name):
             raise ModelFormatError(f"its option {name} is not known.")
     texts = _texts(model["vocab"])
     # The merger itself writes the unknown token; merges may lead to what is not special.
     hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
-    apart = {token.text for token in hidden}
     vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
-    pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
-    merges = [(a, b, a + b) for a, b in pairs if not apart.intersection((a, b, a + b))]
-    sides = [Texts.of(side) for side in zip(*merges, strict=True)] or [Texts.joined([])] * 3
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
     options = MergeOptions(
         byte_level=byte_level,
@@ -144,7 +132,7 @@ def _merger(
         unknown=_unknown(model, vocabulary),
         fuse_unknown=bool(model.get("fuse_unk")),
     )
-    return Merges(vocabulary, ListedPairs(sides, vocabulary), options), len(texts)
+    return Merges(vocabulary, ListedPairs(merges, vocabulary), options), len(texts)
 
 
 def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
@@ -157,36 +145,32 @@ def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
 
 def _around(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a post-processor puts before and after a single text."""
-    if not processor:
-        return (), ()
-    if processor.get("type") == "Sequence":
-        pairs = [_around(step) for step in processor["processors"]]
-        return sum((a for a, _ in pairs), ()), sum((b for _, b in pairs), ())
-    kind = processor.get("type")
-    if kind not in ("TemplateProcessing", "ByteLevel"):
-        raise ModelFormatError(
-            f"its post-processor '{kind}' is not known; "
-            "known are TemplateProcessing, ByteLevel, Sequence."
-        )
-    if kind == "ByteLevel":  # it moves offsets, which nothing here has
-        return (), ()
     before: list[int] = []
     after: list[int] = []
-    side = before
-    for item in processor["single"]:
-        if "Sequence" in item:
-            side = after
-        else:
-            side.extend(processor["special_tokens"][item["SpecialToken"]["id"]]["ids"])
+    for step in flat(processor, "processors"):
+        kind = step.get("type")
+        if kind == "ByteLevel":  # it moves offsets, which nothing here has
+            continue
+        if kind != "TemplateProcessing":
+            raise ModelFormatError(
+                f"its post-processor '{kind}' is not known; "
+                "known are TemplateProcessing, ByteLevel, Sequence."
+            )
+        side = before
+        for item in step["single"]:
+            if "Sequence" in item:
+                side = after
+            else:
+                side.extend(step["special_tokens"][item["SpecialToken"]["id"]]["ids"])
     return tuple(before), tuple(after)
 
 
 def _strips_space(description: dict[str, Any]) -> bool:
-    """Return whether decoding takes the first space of a text away; refuse unknown decoders."""
+    """Return whether decoding removes the first space of a text; refuse unknown decoders."""
     strips = False
-    for step in _steps(description, "decoder"):
+    for step in flat(description.get("decoder"), "decoders"):
         kind = step.get("type")
-        if step and kind not in _DECODERS:
+        if kind not in _DECODERS:
             raise ModelFormatError(
                 f"its decoder '{kind}' is not known; known are {', '.join(_DECODERS)}, Sequence."
             )
@@ -224,12 +208,6 @@ def _chat_templates(config: dict[str, Any], folder: Path) -> dict[str, str]:
     if file.is_file():
         templates["default"] = file.read_text(encoding="utf-8")
     return templates
-
-
-def _steps(description: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    step = description.get(key) or {}
-    steps: list[dict[str, Any]] = step.get("decoders") or [step]
-    return steps
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -25,31 +25,16 @@ _FORMS: Final = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-# Such models write this after a middle: padding, or the head of another file or repository.
-_ENDS: Final = frozenset(
-    {
-        "<|fim_pad|>",
-        "<fim_pad>",
-        "<fim-pad>",
-        "<|file_sep|>",
-        "<|file_separator|>",
-        "<file_sep>",
-        "<filename>",
-        "<|repo_name|>",
-        "<repo_name>",
-        "<reponame>",
-        "▁<EOT>",
-        "<EOT>",
-    }
-)
+# Models write these after a middle: padding, or the head of another file or repository.
+_ENDS: Final = """
+    <|fim_pad|> <fim_pad> <fim-pad> <|file_sep|> <|file_separator|> <file_sep> <filename>
+    <|repo_name|> <repo_name> <reponame> ▁<EOT> <EOT>
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """The ids that come before prefix, suffix and answer, and the ids that end an answer.
-
-    `texts` are how the vocabulary spells all of them.
-    """
+    """The ids before prefix, suffix and answer, the ids that end an answer, and all their texts."""
 
     prefix: int
     suffix: int
@@ -68,16 +53,17 @@ def infill_tokens(
     """
     texts = {token.id: token.text for token in added}
     ids = {text: id_ for id_, text in texts.items()}
-    three = tuple(id_ for id_ in named if id_ is not None)
-    if len(three) != 3:
-        forms = (tuple(ids[text] for text in form if text in ids) for form in _FORMS)
-        three = next((form for form in forms if len(form) == 3), ())
-    if not three:
+    candidates = [named, *([ids.get(text) for text in form] for form in _FORMS)]
+    three = next((found for found in candidates if found and None not in found), None)
+    if three is None:
         return None
-    prefix, suffix, middle = three
-    known = (ids[text] for text in _ENDS if text in ids)
-    all_ids = frozenset((*three, *known, *(id_ for id_ in ends if id_ is not None)))
+    all_ids = frozenset(
+        id_
+        for id_ in (*three, *ends, *(ids.get(text) for text in _ENDS.split()))
+        if id_ is not None
+    )
     spelled = tuple(texts[id_] for id_ in sorted(all_ids) if id_ in texts)
+    prefix, suffix, middle = (id_ for id_ in three if id_ is not None)
     return InfillTokens(prefix, suffix, middle, all_ids, spelled)
 
 
@@ -90,8 +76,8 @@ def encode_infill(
 ) -> list[int]:
     """Return the prompt whose answer belongs between `prefix` (a text, or ids) and `suffix`.
 
-    What looks like one of the special tokens in either text stays text. Neither may surely have
-    more than `most` tokens, as in `Tokenizer.encode`.
+    Text that looks like one of the special tokens stays text. `most` limits the tokens of each of
+    the two texts, as in `Tokenizer.encode`.
     """
     before = prefix
     if isinstance(prefix, str):
@@ -110,22 +96,15 @@ def _encode(
     goes_on: bool = False,
 ) -> list[int]:
     """Return the ids of a text; one that `goes_on` gets no space before it (SentencePiece)."""
-    # Some files have these tokens as ordinary added ones, which are found in every text. None of
-    # them is found where the text is cut after the first character of one.
+    # Some files list these tokens as ordinary added ones, which are found in every text. Cut after
+    # the first character of each, so that none is found.
     cut = "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in tokens.texts if t)
     ids: list[int] = []
     for count, part in enumerate(re.split(cut, text) if cut else [text]):
-        if goes_on or count:
-            ids += _going_on(tokenizer, part, most)
+        if (goes_on or count) and tokenizer.strip_space:
+            # No token reaches over a line break, so the text after it is encoded without a space.
+            mark = tokenizer.encode("\n")
+            ids += tokenizer.encode("\n" + part, most=most)[len(mark) :]
         else:
             ids += tokenizer.encode(part, most=most)
     return ids
-
-
-def _going_on(tokenizer: Tokenizer, text: str, most: int | None) -> list[int]:
-    if not tokenizer.strip_space:
-        return tokenizer.encode(text, most=most)
-    # No token reaches over this mark, so what follows it is as it would be after other text.
-    mark = tokenizer.encode("\n")
-    ids = tokenizer.encode("\n" + text, most=None if most is None else most + len(mark))
-    return ids[len(mark) :] if ids[: len(mark)] == mark else tokenizer.encode(text, most=most)

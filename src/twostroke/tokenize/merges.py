@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import heapq
+import sys
+from array import array
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.tokenize.alphabets import NOT_IN_UTF8, byte_level_characters, byte_level_text
-from twostroke.tokenize.bound import Fewest, TooManyTokensError
-from twostroke.tokenize.pairs import NEVER
+import numpy as np
+
+from twostroke.tokenize.alphabets import byte_level_text
+from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from twostroke.tokenize.pairs import Pairs
-    from twostroke.tokenize.vocabulary import Vocabulary
+    from collections.abc import Iterable, Sequence
 
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
+_MAX_CACHED_CHARS = 1 << 16
 # Up to this many symbols it is quicker to look at all of them for each merge.
 _SHORT_WORD = 128
+# The rank of two neighbours that stay apart. Every other rank is lower, and its last 32 bits are
+# the id of the token that the two make.
+_NEVER = 1 << 80
+_LAST_BITS = 0xFFFFFFFF
+_MAX_CACHED_PAIRS = 50_000
+_MAX_LENGTH = 0xFFFF
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than its reader wants: `num_tokens` of them, or still more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"At least {num_tokens} tokens.")
+        self.num_tokens = num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,102 +65,67 @@ class Merges:
     Safe to share between threads.
     """
 
-    def __init__(self, vocabulary: Vocabulary, pairs: Pairs, options: MergeOptions) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, pairs: _Pairs, options: MergeOptions) -> None:
+        self.vocabulary = vocabulary
         self._pairs = pairs
         self._options = options
-        self._chars = _Characters(vocabulary)
+        self._char_id = lru_cache(_MAX_CACHED_CHARS)(lambda char: vocabulary.find(char.encode()))
         self._words: dict[str, list[int]] = {}
-        self._fewest = Fewest(vocabulary, byte_level=options.byte_level)
+        self._max_symbols = max(vocabulary.max_length, 1)  # of one token
 
     def encode(
-        self, words: Sequence[str], most: int | None = None, num_before: int = 0
+        self, words: Sequence[str], most: int = sys.maxsize, num_before: int = 0
     ) -> list[int]:
         """Return the ids of words, one after the other.
 
-        It gives up once it is sure that they, with `num_before` other tokens, are more than `most`.
-
         Raises:
-            TooManyTokensError: they are.
+            TooManyTokensError: they and `num_before` other tokens are more than `most`.
         """
-        if most is not None and self._keeps_all(words):
-            return self._encode_bounded(words, most, num_before)
         known = self._words
         ids: list[int] = []
-        for word in words:
-            ids += known.get(word) or self._learn(word)
+        for num_done, word in enumerate(words, 1):
+            ids += known.get(word) or self._learn(word, most, num_before + len(ids))
+            if num_before + len(ids) > most:
+                raise TooManyTokensError(num_before + len(ids) + len(words) - num_done)
         return ids
 
-    def _encode_bounded(self, words: Sequence[str], most: int, num_before: int) -> list[int]:
-        known, fewest = self._words, self._fewest.of_each(words)
-        least = num_before + len(words) + sum(fewest.get(word, 1) - 1 for word in words)
-        ids: list[int] = []
-        for word in words:
-            if least > most:
-                raise TooManyTokensError(least)
-            found = known.get(word) or self._learn(word)
-            least += len(found) - fewest.get(word, 1)
-            ids += found
-        return ids
-
-    def _keeps_all(self, words: Sequence[str]) -> bool:
-        """Whether no character of words gets lost, or becomes one token with others."""
-        lost = self._lost_bytes
-        return not lost or not any(lost.intersection(word.encode()) for word in words)
-
-    @cached_property
-    def _lost_bytes(self) -> frozenset[int]:
-        """The bytes that have no token of their own, of those that a text may have."""
-        options, find = self._options, self._vocabulary.find
-        if options.byte_level:
-            tokens = [find(byte_level_characters([value]).encode()) for value in range(256)]
-        else:
-            tokens = [*(options.byte_ids or [None] * 256)]
-        return frozenset(v for v in range(256) if tokens[v] is None) - NOT_IN_UTF8
-
-    def text_of(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None for an id that it lacks."""
-        return self._vocabulary.text(token_id)
-
-    def id_of(self, token_text: str) -> int | None:
-        """Return the id of the token that the vocabulary spells `token_text`, or None."""
-        return self._vocabulary.find(token_text.encode("utf-8", "surrogateescape"))
-
-    def _learn(self, word: str) -> list[int]:
-        found = self._encode_word(word)
+    def _learn(self, word: str, most: int, num_before: int) -> list[int]:
+        found = self._encode_word(word, most, num_before)
         if len(word) <= _MAX_CACHED_LENGTH:
             if len(self._words) >= _MAX_CACHED_WORDS:
                 self._words.clear()
             self._words[word] = found
         return found
 
-    def _encode_word(self, word: str) -> list[int]:
+    def _encode_word(self, word: str, most: int = sys.maxsize, num_before: int = 0) -> list[int]:
         spelled = byte_level_text(word) if self._options.byte_level else word
         if self._options.ignore_merges:
-            whole = self._vocabulary.find(spelled.encode())
+            whole = self.vocabulary.find(spelled.encode())
             if whole is not None:
                 return [whole]
-        try:
-            symbols = [self._chars[char] for char in spelled]
-        except KeyError:
-            symbols = self._symbols(spelled)
-        return (
-            self._merge_short(symbols) if len(symbols) <= _SHORT_WORD else self._merge_long(symbols)
-        )
+        symbols = self._symbols(spelled)
+        if len(symbols) <= _SHORT_WORD:
+            return self._merge_short(symbols)
+        fewest = num_before + -(-len(symbols) // self._max_symbols)
+        if fewest > most:
+            raise TooManyTokensError(fewest)
+        return self._merge_long(symbols)
 
     def _symbols(self, spelled: str) -> list[int]:
-        """Return the first symbols of a word with characters that the vocabulary lacks."""
-        options = self._options
+        """Return the first symbols of a word: characters, and what replaces unknown ones."""
+        char_id, options = self._char_id, self._options
+        found = [char_id(char) for char in spelled]
+        symbols = [id_ for id_ in found if id_ is not None]
+        if len(symbols) == len(found):
+            return symbols
         unknown = [] if options.unknown is None else [options.unknown]
-        symbols: list[int] = []
+        symbols = []
         waiting: list[int] = []  # an unknown token, which bytes pass by as in `tokenizers`
-        for char in spelled:
-            try:
-                symbols += [*waiting, self._chars[char]]
+        for char, id_ in zip(spelled, found, strict=True):
+            if id_ is not None:
+                symbols += [*waiting, id_]
                 waiting = []
                 continue
-            except KeyError:
-                pass
             if options.byte_ids:
                 tokens = [options.byte_ids[value] for value in char.encode()]
                 known = [token for token in tokens if token is not None]
@@ -160,9 +140,9 @@ class Merges:
     def _merge_short(self, symbols: list[int]) -> list[int]:
         rank_of = self._pairs
         ranks = [rank_of[a << 32 | b] for a, b in pairwise(symbols)]
-        while ranks and (rank := min(ranks)) != NEVER:
+        while ranks and (rank := min(ranks)) != _NEVER:
             at = ranks.index(rank)
-            made = symbols[at] = rank_of.made(rank)
+            made = symbols[at] = rank & _LAST_BITS
             del symbols[at + 1], ranks[at]
             if at:
                 ranks[at - 1] = rank_of[symbols[at - 1] << 32 | made]
@@ -171,66 +151,90 @@ class Merges:
         return symbols
 
     def _merge_long(self, symbols: list[int]) -> list[int]:
-        """Do the same in n log n steps, rank by rank over a linked list.
-
-        All places of one rank are merged from left to right, which walks through memory in order.
-        A merge can make a pair of the same or a lower rank, which is then more urgent.
-        """
+        """Do the same in n log n steps, with a heap of pairs over a linked list."""
         rank_of, end = self._pairs, len(symbols)
         after, before = list(range(1, end + 1)), list(range(-1, end - 1))
-        places = self._places(symbols)  # by rank, the places of pairs, some of them outdated
-        waiting = list(places)
+        ranks = (rank_of[a << 32 | b] for a, b in pairwise(symbols))
+        waiting = [rank << 32 | left for left, rank in enumerate(ranks) if rank != _NEVER]
         heapq.heapify(waiting)
         while waiting:
-            now = heapq.heappop(waiting)
-            for place in sorted(places.pop(now)):
-                urgent = [(now, place)]
-                while urgent:
-                    rank, left = heapq.heappop(urgent)
-                    right = after[left]
-                    if symbols[left] < 0 or right == end:
-                        continue  # it was merged with another since
-                    if rank_of[symbols[left] << 32 | symbols[right]] != rank:
-                        continue
-                    symbols[left] = rank_of.made(rank)
-                    symbols[right] = -1  # no longer there
-                    beyond = after[left] = after[right]
-                    if beyond < end:
-                        before[beyond] = left
-                    for first, second in ((before[left], left), (left, beyond)):
-                        if first < 0 or second == end:
-                            continue
-                        new_rank = rank_of[symbols[first] << 32 | symbols[second]]
-                        if new_rank == NEVER:
-                            continue
-                        if new_rank <= now:
-                            heapq.heappush(urgent, (new_rank, first))
-                        elif new_rank in places:
-                            places[new_rank].append(first)
-                        else:
-                            places[new_rank] = [first]
-                            heapq.heappush(waiting, new_rank)
+            first_pair = heapq.heappop(waiting)
+            rank, left = first_pair >> 32, first_pair & _LAST_BITS
+            right = after[left]
+            if symbols[left] < 0 or right == end:
+                continue  # it was merged with another since
+            if rank_of[symbols[left] << 32 | symbols[right]] != rank:
+                continue
+            symbols[left] = rank & _LAST_BITS
+            symbols[right] = -1  # no longer there
+            beyond = after[left] = after[right]
+            if beyond < end:
+                before[beyond] = left
+            for first, second in ((before[left], left), (left, beyond)):
+                if first < 0 or second == end:
+                    continue
+                new_rank = rank_of[symbols[first] << 32 | symbols[second]]
+                if new_rank != _NEVER:
+                    heapq.heappush(waiting, new_rank << 32 | first)
         return [symbol for symbol in symbols if symbol >= 0]
 
-    def _places(self, symbols: list[int]) -> dict[int, list[int]]:
-        places: dict[int, list[int]] = {}
-        for left, (first, second) in enumerate(pairwise(symbols)):
-            rank = self._pairs[first << 32 | second]
-            if rank != NEVER:
-                places.setdefault(rank, []).append(left)
-        return places
 
+class _Pairs(dict[int, int]):
+    """The rank of a pair of token ids by `pairs[left << 32 | right]`: lower is sooner.
 
-class _Characters(dict[str, int]):
-    """The ids of single characters, looked up when they are first met."""
+    A pair whose texts joined are not a token has the rank `_NEVER`. Ranks that were asked for are
+    kept, up to a bound.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
         self._vocabulary = vocabulary
 
-    def __missing__(self, char: str) -> int:
-        found = self._vocabulary.find(char.encode())
-        if found is None:
-            raise KeyError(char)
-        self[char] = found
-        return found
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        """Return how late a merge of two texts into the token `made` comes, or None for never."""
+        raise NotImplementedError
+
+    def __missing__(self, pair: int) -> int:
+        vocabulary = self._vocabulary
+        left, right = vocabulary.spelling(pair >> 32), vocabulary.spelling(pair & _LAST_BITS)
+        made = vocabulary.find(left + right)
+        order = None if made is None else self._order(left, right, made)
+        rank = _NEVER if made is None or order is None else order << 32 | made
+        if len(self) >= _MAX_CACHED_PAIRS:
+            self.clear()
+        self[pair] = rank
+        return rank
+
+
+class ListedPairs(_Pairs):
+    """The merges of a file, in its order."""
+
+    def __init__(self, merges: Iterable[str], vocabulary: Vocabulary) -> None:
+        """`merges` are lines of two texts and a space between; of equal ones the last counts."""
+        super().__init__(vocabulary)
+        self._merges = Vocabulary(merges)
+
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        del made
+        return self._merges.find(left + b" " + right)
+
+
+class ScoredPairs(_Pairs):
+    """SentencePiece's rule: neighbours may merge when their text joined is a token.
+
+    The token of the best score comes first; of several ways to make one token, that with the
+    longest left part, as where the pairs of a vocabulary are listed by Hugging Face's converters
+    (`generate_merges` of transformers' tokenization_utils_base.py).
+    """
+
+    def __init__(self, scores: Sequence[float], vocabulary: Vocabulary) -> None:
+        """`scores` are by id, one for each token."""
+        super().__init__(vocabulary)
+        by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+        places = np.empty(len(by_score), np.uint32)
+        places[by_score] = np.arange(len(by_score), dtype=np.uint32)
+        self._places = array("I", places.tobytes())
+
+    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
+        del right
+        return self._places[made] << 16 | (_MAX_LENGTH - min(len(left), _MAX_LENGTH))

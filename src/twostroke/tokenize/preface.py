@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from twostroke.core.preface import Preface
     from twostroke.tokenize.tokenizer import Tokenizer
 
-MAX_BLANKS: Final = 100  # in front of what opens a preface
+MAX_BLANKS: Final = 100  # before the opening mark
 
 
 class Part(Enum):
-    """What a stretch of an answer is."""
+    """The kinds of stretches of an answer."""
 
-    MARK = "mark"  # what opens or closes the preface
+    MARK = "mark"  # opens or closes the preface
     INSIDE = "inside"
     AFTER = "after"
 
@@ -25,7 +25,7 @@ class Part(Enum):
 class PrefaceCutter:
     """Cuts text into its preface and the rest; the stretches joined are the text.
 
-    Only what may be a part of a mark is held back, so that the time is linear in the text.
+    Only text that may be part of a mark is held back.
     """
 
     def __init__(self, preface: Preface) -> None:
@@ -47,14 +47,14 @@ class PrefaceCutter:
         return found
 
     def finish(self) -> list[tuple[Part, str]]:
-        """Return what was held back, as the text is over."""
+        """Return the text that was held back."""
         found: list[tuple[Part, str]] = []
         part = Part.AFTER if self.place is Part.MARK else self.place
         self._take(found, part, len(self._held))
         return found
 
     def _open(self, found: list[tuple[Part, str]]) -> None:
-        """Look for what opens a preface; blanks may come before it."""
+        """Look for the opening mark; blanks may come before it."""
         body = self._held.lstrip()
         num_blanks = len(self._held) - len(body)
         if num_blanks > MAX_BLANKS:
@@ -66,7 +66,7 @@ class PrefaceCutter:
             self.place = Part.AFTER
 
     def _close(self, found: list[tuple[Part, str]]) -> None:
-        """Look for what closes it."""
+        """Look for the closing mark."""
         at = self._held.find(self._end)
         if at < 0:
             self._take(found, Part.INSIDE, len(self._held) - overlap(self._held, self._end))

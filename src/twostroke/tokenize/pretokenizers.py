@@ -50,10 +50,9 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 class PreTokenizer:
     """How text is cut before merging.
 
-    `patterns` apply one after the other, each cutting further what the ones before it left whole;
-    matches and the stretches between them both stay. `ignore_merges` takes a word that is in the
-    vocabulary as it stands. `nfc` composes characters first. `add_bos` is the default where the
-    file does not say.
+    `patterns` apply one after the other, each to the pieces of the last; matches and the stretches
+    between them both stay. With `ignore_merges` a word that is a token stays whole. `nfc` composes
+    characters first. `add_bos` is the default where the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -68,10 +67,10 @@ _DIGITS_FIRST = PreTokenizer((DIGIT, GPT2))
 _GPT2_LIKE = PreTokenizer((GPT2,))
 _GPT4O_LIKE = PreTokenizer((_GPT4O,))
 
-# Sources: the tokenizer.json of the models named, and for what a name in a file means, the names
-# that llama.cpp writes (llama-vocab.cpp) and that transformers reads (gguf_tokenizer_mapping.py).
+# Sources: the tokenizer.json of the models named; the names are those that llama.cpp writes
+# (llama-vocab.cpp) and that transformers reads (gguf_tokenizer_mapping.py).
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    # What a file without a name means, as llama.cpp reads it.
+    # A file without a name, as llama.cpp reads it.
     "default": PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),

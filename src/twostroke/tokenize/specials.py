@@ -45,16 +45,13 @@ class AddedToken:
 class Splitter:
     """Cuts a text at added tokens; the time is linear in the text for tokens of bounded length.
 
-    What it finds is what Hugging Face's `tokenizers` finds: a match that does not count, because
-    it is no single word or a special token in a text that nobody vouches for, hides the others
-    that begin inside it.
+    It finds the tokens that Hugging Face's `tokenizers` finds: a match that does not count (it is
+    not a single word, or a special token in a text that nobody vouches for) hides the others that
+    begin inside it.
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
-        """`normalize` makes of a token's text what is looked for.
-
-        Of tokens that it makes equal a special one counts, else the first.
-        """
+        """`normalize` changes the tokens' texts; of equal ones a special one wins, or the first."""
         self._tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
 
@@ -70,7 +67,7 @@ class Splitter:
             left, right = start, end
             if token.lstrip:
                 left = done + len(text[done:start].rstrip(WHITE_SPACE))
-                if left >= end:  # the token before it has swallowed it
+                if left >= end:  # the token before it has taken it
                     continue
             if token.rstrip and (spaces := _SPACES.match(text, end)):
                 right = spaces.end()
@@ -104,7 +101,7 @@ class Splitter:
 
 
 class _Index:
-    """Tokens by their texts, and the lengths that they have by their first two characters."""
+    """Tokens by text, and the lengths of tokens by their first two characters."""
 
     def __init__(self, by_text: dict[str, AddedToken]) -> None:
         self.by_text = by_text
@@ -129,25 +126,12 @@ def _alone(text: str, start: int, end: int) -> bool:
     return _OF_A_WORD.search(around) is None
 
 
-# Files often name one end only, say the end of a document, while the chat template closes turns
-# with another; every engine that reads them therefore knows these texts.
-_END_TEXTS = frozenset(
-    {
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|endofturn|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<EOT>",
-        "<｜end▁of▁sentence｜>",
-    }
-)
+# Files often name only one end, say the end of a document, while the chat template closes turns
+# with another; so every engine knows these texts.
+_END_TEXTS = """
+    <|im_end|> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>
+    <|endofturn|> <end_of_turn> <turn|> <EOT> <｜end▁of▁sentence｜>
+"""
 
 
 def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
@@ -156,7 +140,7 @@ def end_ids(named: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]
     Where `<|return|>` exists (the harmony format), `<|end|>` closes a message and not the answer.
     """
     by_text = {token.text: token.id for token in added}
-    known = {text for text in _END_TEXTS if text in by_text}
+    known = {text for text in _END_TEXTS.split() if text in by_text}
     if "<|return|>" in known:
         known.discard("<|end|>")
     return frozenset(named) | {by_text[text] for text in known}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING, Final
 
-from twostroke.tokenize.preface import Part, PrefaceCutter
-from twostroke.tokenize.stops import StopMatcher
+from twostroke.tokenize.preface import Part, PrefaceCutter, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +22,8 @@ class StreamDecoder:
 
     The pieces joined are `tokenizer.decode` of all tokens, or, when a stop string was found, that
     text up to it (with it, if `include_stop`). A piece never ends inside a character, and text
-    that may be the beginning of a stop string is held back until that is decided. A token costs
-    time in proportion to its own text, whatever came before. `known` has the texts of
-    tokens for which `feed` would only look them up.
+    that may be the beginning of a stop string is held back. The time for a token does not grow
+    with the text before it. `known` has the texts of tokens for which `feed` only looks them up.
     """
 
     known: Mapping[int, str]
@@ -40,9 +38,9 @@ class StreamDecoder:
         min_tokens: int = 0,
         preface: Preface | None = None,
     ) -> None:
-        """`min_tokens` tokens pass before their text is searched for stop strings.
+        """The first `min_tokens` tokens and a `preface` are not searched for stop strings.
 
-        Nor is that of a `preface`. Special tokens are left out, but for `shown_ids`.
+        Special tokens are left out, except `shown_ids`.
         """
         self._tokenizer = tokenizer
         specials = tokenizer.special_ids
@@ -105,7 +103,7 @@ class StreamDecoder:
         return text
 
     def _look(self) -> None:
-        """See whether tokens are just their texts, as mostly: then these can be looked up."""
+        """Set `known`: all texts while each token only adds its own text, else none."""
         is_plain = not (self._partial or self._matcher or self._strip_space or self._finished)
         self.known = self._texts if is_plain else _NOTHING
 
@@ -126,7 +124,7 @@ class StreamDecoder:
         found = self._matcher.feed(text)
         known = self._held + text
         if found is None:
-            end = len(known) - self._matcher.held
+            end = len(known) - self._matcher.num_held
             self._held = known[end:]
             return known[:end]
         end = len(self._held) + found[0]
@@ -134,3 +132,34 @@ class StreamDecoder:
         self._finished = True
         self._held = ""
         return known[:end] if self._include_stop else known[: end - len(self.stop)]
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in text that arrives piece by piece.
+
+    The first stop string to be complete wins; of several that end at the same character, the
+    longest. So the answer does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Empty stop strings are ignored."""
+        self._begun = {stop: "" for stop in stops if stop}  # the part of each that the text ends in
+        self.num_held = 0  # how many of the last characters may begin a stop string
+
+    def feed(self, text: str) -> tuple[int, str] | None:
+        """Read `text`; return the offset after a stop string and that string, or None.
+
+        After a match nothing more may be fed.
+        """
+        found: list[tuple[int, int, str]] = []
+        for stop, begun in self._begun.items():
+            known = begun + text
+            at = known.find(stop)
+            if at >= 0:
+                found.append((at + len(stop) - len(begun), -len(stop), stop))
+            self._begun[stop] = known[len(known) - overlap(known, stop) :]
+        self.num_held = max(map(len, self._begun.values()))
+        if not found:
+            return None
+        end, _, stop = min(found)
+        return end, stop

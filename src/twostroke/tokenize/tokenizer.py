@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import RequestError
-from twostroke.tokenize.bound import SHORT_TEXT
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
@@ -15,13 +15,38 @@ if TYPE_CHECKING:
 
     from twostroke.tokenize.infill import InfillTokens
     from twostroke.tokenize.merges import Merges
-    from twostroke.tokenize.prompt import Prompt
     from twostroke.tokenize.words import Cut, Normalize
+
+_SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a prompt; `special` when it is exactly one special token of the template."""
+
+    text: str
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered chat prompt: its pieces in order.
+
+    Special pieces become single ids, all others plain text; so text in a user's message that looks
+    like a special token never becomes one.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole prompt as one string, as other engines would show it."""
+        return "".join(piece.text for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a reader of a model's files hands to `Tokenizer`.
+    """The parts of a `Tokenizer`, as the reader of a model's files makes them.
 
     `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`
     knows no added token; control tokens are not in its vocabulary, so no text reaches them by
@@ -62,19 +87,12 @@ class Tokenizer:
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
+        self._parts = parts
         self._merges = parts.merges
-        self._normalize = parts.normalize
-        self._cut = parts.cut
-        self._cut_rest = parts.cut_rest or parts.cut
-        self._to_bytes = parts.to_bytes
         self._added_by_id = {token.id: token for token in parts.added}
         self._added_by_text = {token.text: token for token in parts.added}
         self._bytes: dict[int, bytes] = dict(parts.odd_bytes)
         self.ascii_texts: dict[int, str] = {}  # of ordinary tokens, those that were streamed
-        self._space_prefix = parts.space_prefix
-        self._prefix_ids = list(parts.prefix_ids)
-        self._suffix_ids = list(parts.suffix_ids)
-        self._added = parts.added
         in_raw, in_normalized = (
             [token for token in self._added_by_text.values() if token.normalized is normalized]
             for normalized in (False, True)
@@ -93,7 +111,7 @@ class Tokenizer:
     @property
     def prefix_ids(self) -> list[int]:
         """What `add_special` puts before a text."""
-        return list(self._prefix_ids)
+        return list(self._parts.prefix_ids)
 
     @property
     def num_text_ids(self) -> int:
@@ -116,15 +134,16 @@ class Tokenizer:
         `add_special` puts the model's begin (or end) of sequence around it where the model wants
         that. `parse_special` turns the texts of control tokens into those tokens: only for text
         that the caller vouches for, never for a user's. A lone surrogate, which has no UTF-8, is
-        read as U+FFFD. A long text is given up once it surely has more than `most` tokens.
+        read as U+FFFD.
 
         Raises:
-            TooManyTokensError: it has.
+            TooManyTokensError: a long text has more than `most` tokens; the rest is not encoded.
         """
-        most = None if len(text) <= SHORT_TEXT else most
         pieces = self._raw_splitter.split(_mended(text), parse_special=parse_special)
-        ids = self._encode_pieces(pieces, parse_special=parse_special, most=most)
-        return self._prefix_ids + ids + self._suffix_ids if add_special else ids
+        bound = _bound(most, len(text))
+        ids = self._encode_pieces(pieces, parse_special=parse_special, most=bound)
+        parts = self._parts
+        return [*parts.prefix_ids, *ids, *parts.suffix_ids] if add_special else ids
 
     def encode_prompt(self, prompt: Prompt, *, most: int | None = None) -> list[int]:
         """Return the token ids of a rendered chat prompt; its special pieces are one id each.
@@ -144,9 +163,8 @@ class Tokenizer:
             text = piece.text.lstrip(WHITE_SPACE) if strip_next else piece.text
             pieces.extend(self._raw_splitter.split(_mended(text), parse_special=False))
             strip_next = False
-        is_short = sum(len(piece.text) for piece in prompt.pieces) <= SHORT_TEXT
-        most = None if is_short else most
-        return self._encode_pieces(pieces, parse_special=False, most=most)
+        bound = _bound(most, sum(len(piece.text) for piece in prompt.pieces))
+        return self._encode_pieces(pieces, parse_special=False, most=bound)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -173,16 +191,18 @@ class Tokenizer:
             return added.text
         if not 0 <= token_id < 1 << 31:
             raise RequestError(f"Token id {token_id} is out of the vocabulary's range.")
-        return self._merges.text_of(token_id)
+        return self._merges.vocabulary.text(token_id)
 
     def find(self, token_text: str) -> int | None:
         """Return the id of the token that the vocabulary spells `token_text`, or None."""
         added = self._added_by_text.get(token_text)
-        return added.id if added is not None else self._merges.id_of(token_text)
+        if added is not None:
+            return added.id
+        return self._merges.vocabulary.find(token_text.encode("utf-8", "surrogateescape"))
 
     def special_texts(self) -> list[str]:
         """Return the texts of the control tokens."""
-        return [token.text for token in self._added if token.special]
+        return [token.text for token in self._added_by_id.values() if token.special]
 
     def _spell(self, token_id: int) -> bytes:
         text = self.token_text(token_id)
@@ -190,19 +210,21 @@ class Tokenizer:
             return b""
         if token_id in self._added_by_id:  # spelled as it is, in no alphabet
             return text.encode("utf-8", "replace")
-        return self._to_bytes(text)
+        return self._parts.to_bytes(text)
 
     def _encode_pieces(
-        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int | None
+        self, pieces: Iterable[str | AddedToken], *, parse_special: bool, most: int
     ) -> list[int]:
-        """Return the ids of a text in pieces, some of which may be tokens found in it as it was."""
+        """Return the ids of pieces of text and of tokens found before the text is normalized."""
         ids: list[int] = []
-        cut, prefix = self._cut, self._space_prefix
+        parts = self._parts
+        cut, prefix = parts.cut, parts.space_prefix
+        rest = parts.cut_rest or parts.cut
         for piece in pieces:
             if isinstance(piece, AddedToken):
                 ids.append(piece.id)
             else:
-                normal = self._normalize(piece)
+                normal = parts.normalize(piece)
                 for part in self._normalized_splitter.split(normal, parse_special=parse_special):
                     if isinstance(part, AddedToken):
                         ids.append(part.id)
@@ -210,9 +232,14 @@ class Tokenizer:
                         spaced = prefix and not part[0].isspace()
                         words = cut(" " + part if spaced else part)
                         ids += self._merges.encode(words, most, len(ids))
-                    cut, prefix = self._cut_rest, False
-            cut, prefix = self._cut_rest, False
+                    cut, prefix = rest, False
+            cut, prefix = rest, False
         return ids
+
+
+def _bound(most: int | None, num_chars: int) -> int:
+    """Return how many tokens a text may have; a short one may have any number."""
+    return sys.maxsize if most is None or num_chars <= _SHORT_TEXT else most
 
 
 def _mended(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A text in the tokens of one vocabulary, said in those of another one."""
+"""Translates tokens of one vocabulary into tokens of another with the same text."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CONTINUES, _BEGINS = 0x80, 0xC0  # first bytes of the rest of a character, and 
 
 @dataclass(slots=True)
 class Said:
-    """Tokens, and how far each gets: `ends[i]` bytes of the text, `tokens[i]` included.
+    """Translated tokens; `ends[i]` is the byte of the text at which `tokens[i]` ends.
 
-    The text `is_whole` unless it ends with the beginning of a character, which is not said yet.
+    `is_whole` is false if the text ends inside a character, whose beginning is not translated yet.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -28,15 +28,14 @@ class Said:
 
 
 class Translation:
-    """Says in tokens of `target` what tokens of `source` say.
+    """Translates tokens of `source` into tokens of `target`.
 
-    Text is tokenized as the target's own tokenizer does it. Control tokens become those with the
-    same text; any end of a text that has no namesake is the target's first. A control token that
-    the target does not have is left out.
+    Text is encoded by the target's tokenizer. A control token becomes the one with the same text;
+    without one, an end token becomes the target's first end token, and others are left out.
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
-        """Look at the control tokens."""
+        """Pair the control tokens of both."""
         self.source = source
         self.target = target
         names = {target.token_text(token): token for token in target.special_ids}
@@ -47,7 +46,7 @@ class Translation:
         }
 
     def say(self, ids: Iterable[int]) -> Said:
-        """Return the same text in the target's tokens; half a character at its end waits."""
+        """Return the same text in the target's tokens, up to its last whole character."""
         said, text, at = Said(), bytearray(), 0
         for token in ids:
             data = self.source.token_bytes(token)
@@ -63,11 +62,11 @@ class Translation:
         return said
 
     def ends(self, ids: Iterable[int]) -> list[int]:
-        """Return how many bytes of the text the source's tokens make, each with those before."""
+        """Return for each of the source's tokens the byte of the text at which it ends."""
         return list(accumulate(len(self.source.token_bytes(token)) for token in ids))
 
     def breaks(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return how many of the source's tokens make how many bytes of whole characters."""
+        """Map bytes at which a character begins to the number of source tokens before them."""
         found, end = {}, 0
         for count, token in enumerate(ids):
             data = self.source.token_bytes(token)
@@ -78,14 +77,14 @@ class Translation:
         return found
 
     def is_able(self) -> bool:
-        """Whether ordinary text comes through whole."""
+        """Whether ordinary text stays the same."""
         said = self._encode(string.printable)
         return b"".join(map(self.target.token_bytes, said)) == string.printable.encode()
 
     def _add_text(self, said: Said, text: bytearray, start: int) -> int:
         """Add the tokens of a text that begins at byte `start`; return where it ends.
 
-        Bytes that are no UTF-8 are left out.
+        Bytes that are not UTF-8 are left out.
         """
         rest, at = bytes(text), start
         said.is_whole = True
@@ -103,7 +102,7 @@ class Translation:
     def _add_tokens(self, said: Said, text: bytes, start: int) -> None:
         """Add the tokens of a text of whole characters.
 
-        Some tokenizers spell it otherwise: from there on only the end is known.
+        Where a tokenizer changes the text, later tokens get the end of the whole text.
         """
         at = 0
         for token in self._encode(text.decode()):

@@ -161,7 +161,7 @@ def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
     with talker(tmp_path, talkers.HERMES) as server:
         thinking = {"type": "enabled", "budget_tokens": 100}
         said = ask(server, thinking=thinking).json()["error"]["message"]
-        assert said.startswith("thinking cannot be kept to: this model")
+        assert said.startswith("thinking cannot be followed: this model")
         say(server, "x")
         for thinking in ({"type": "disabled"}, {"type": "adaptive"}):
             assert ask(server, thinking=thinking).json()["content"][0]["text"] == "x"
