@@ -99,6 +99,7 @@ REFUSED = {
     "padding": "{{ 'a'.ljust(10**9) }}",
     "indented JSON": "{{ [1] | tojson(indent=10**9) }}",
     "rounding": "{{ 1.5 | round(10**9) }}",
+    "sum of lists": "{{ ([[1]] * 9999) | sum(start=[]) }}",
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "endless loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "date": "{{ strftime_now('%9999999d') }}",
@@ -123,7 +124,6 @@ NOT_COMPILED = {
     "filters": "{{ a" + "|upper" * 10_000 + " }}",
     "a number": "{{ " + "9" * 60_000 + " }}",
     "padding filter": "{{ 'a' | center(10**9) }}",
-    "sum of lists": "{{ ([[1]] * 9999) | sum(start=[]) }}",
     "unclosed": "{{" * 30_000,
 }
 

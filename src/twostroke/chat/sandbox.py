@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 METER: Final = "<meter>"  # of the context
 _ENTER, _BUILT, _CONCAT = "<enter>", "<built>", "<concat>"  # filters
 
-# Filters whose work is proportional to their input. Those that pad, sum, draw at random or write
-# HTML are left out: no chat template needs them.
+# Filters whose work is proportional to their input. Those that pad, draw at random or write HTML
+# are left out: no chat template needs them.
 _FILTERS: Final = """
     abs attr capitalize count d default dictsort e escape first float format groupby indent int
     items join last length list lower map max min reject rejectattr replace reverse round safe
@@ -164,7 +164,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # folding constants would run filters before there is a meter
         )
         known = {name: self.filters[name] for name in _FILTERS.split()}
-        known["tojson"] = _to_json
+        known |= {"sum": _sum, "tojson": _to_json}
         self.filters = {name: _metered(run, name) for name, run in known.items()}
         self.filters |= {_ENTER: _enter, _BUILT: _built, _CONCAT: _concat}
         self.globals = {
@@ -320,6 +320,19 @@ def _written(context: Context, value: Any) -> str:
     meter = _meter_of(context)
     meter.weigh(value)
     return meter.write(str(value))
+
+
+@pass_context
+def _sum(
+    context: Context, value: Iterable[Any], attribute: str | int | None = None, start: float = 0
+) -> Any:
+    """Jinja's `sum` filter, of numbers only: a sum of lists takes quadratic time."""
+    items = list(value)
+    if attribute is not None:
+        items = [context.environment.getitem(item, attribute) for item in items]
+    if not all(isinstance(item, (int, float)) for item in (*items, start)):
+        raise SecurityError("sum adds numbers only in a chat template")
+    return sum(items, start)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002
