@@ -14,7 +14,7 @@ from twostroke.engine.sizing import CacheSize
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.program.cost import CostModel
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.spec import EagleHeads, HeadAccuracy, MedusaHeads, StepTime
+from twostroke.spec import AcceptanceRate, EagleHeads, MedusaHeads, StepTime
 from twostroke.weights import load_heads, numbers_table, target_identity
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class Heads:
         stored = {name: tensors[name].num_bytes for name in program.weight_shapes}
         cost = CostModel(program, stored).per_step()
         step_time = StepTime(cost, hardware, runner.facts.rows_together)
-        accuracy = HeadAccuracy(facts.accepted, facts.right_if_sure)
+        rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         if facts.spec.kind != EAGLE:
-            return MedusaHeads(runner, step_time, accuracy, facts.token_ids)
+            return MedusaHeads(runner, step_time, rate, facts.token_ids, len(facts.accepted))
         return EagleHeads(
             runner,
             step_time,
-            accuracy,
+            rate,
             facts.token_ids,
             context_length=length,
             max_running=max_running,
