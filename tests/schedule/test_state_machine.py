@@ -1,4 +1,4 @@
-"""Pool, index and scheduler under 100,000 random operations, with a model that costs nothing."""
+"""Pool, index and scheduler under 50,000 random operations, with a model that costs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.machine import SchedulerMachine
 
-NUM_OPERATIONS = 100_000
+NUM_OPERATIONS = 50_000
 SETTINGS = settings(
     max_examples=200,
     stateful_step_count=50,
