@@ -43,7 +43,7 @@ def test_first_place_that_is_seen(groups: PageGroups, num_computed: int) -> None
 @given(GROUPS, st.integers(0, 60))
 def test_each_page_that_a_window_leaves_is_noticed(groups: PageGroups, num_computed: int) -> None:
     now = groups.first_seen(num_computed)
-    following = groups.next_behind(num_computed)
+    following = groups.next_passed(num_computed)
     if groups.windows.count(None) == len(groups.windows):
         assert following == sys.maxsize
         return

@@ -157,7 +157,7 @@ class WindowCache:
     def evict(self, pages):
         """Evict pages, whatever the order of their last use."""
         for page in pages:
-            self.pool.leave_behind(page)
+            self.pool.release_passed(page)
             self.pool.allocate(1)
 
     def match(self):

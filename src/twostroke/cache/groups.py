@@ -26,7 +26,7 @@ class PageGroups:
 
     @property
     def has_windows(self) -> bool:
-        """Whether any group forgets what is far behind."""
+        """Whether the rows of any group see only the last positions."""
         return any(self.windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
@@ -37,8 +37,8 @@ class PageGroups:
             for window in self.windows
         ]
 
-    def next_behind(self, num_computed: int) -> int:
-        """Return how many tokens must be computed until a window leaves another page."""
+    def next_passed(self, num_computed: int) -> int:
+        """Return how many tokens must be computed until a window passes another page."""
         size = self.page_size
         return min(
             (

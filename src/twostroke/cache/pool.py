@@ -31,7 +31,7 @@ class PagePool:
     def __init__(
         self, num_pages: int, page_size: int, windows: tuple[int | None, ...] = (None,)
     ) -> None:
-        assert num_pages >= 1, "a pool without pages can serve nobody"
+        assert num_pages >= 1, "a pool needs a page"
         self.num_pages = num_pages
         self.page_size = page_size
         self.groups = PageGroups(page_size, windows)
@@ -95,8 +95,8 @@ class PagePool:
         for page in reversed(pages):
             self._drop(page)
 
-    def leave_behind(self, page: int) -> None:
-        """Drop a reference to a page that a window has left; it becomes the first to be evicted.
+    def release_passed(self, page: int) -> None:
+        """Drop a reference to a page that a window has passed; it becomes the first to be evicted.
 
         Most places of a sequence are never the end of another request's prefix.
         """

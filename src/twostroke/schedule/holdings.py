@@ -37,7 +37,7 @@ class Holdings:
         """Return how many places remain if each running request keeps one to grow into."""
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
-    def leave_behind(self, ticket: Ticket) -> None:
+    def release_passed(self, ticket: Ticket) -> None:
         """Release pages that no later row reads, and note when the next ones are due.
 
         Pages that a request with the same prompt would look for age as usual; the others are the
@@ -55,8 +55,8 @@ class Holdings:
                 if sought <= place < ticket.num_known:
                     self._pool.release([page])
                 else:
-                    self._pool.leave_behind(page)
-        ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_settled))
+                    self._pool.release_passed(page)
+        ticket.due_at = min(ticket.due_at, groups.next_passed(request.num_settled))
 
     def give_back(self, request: Request) -> None:
         """Release all pages of a request; the last ones will be evicted first."""

@@ -383,11 +383,11 @@ class Scheduler:
         self._holdings.give_back(ticket.request)
 
     def _settle(self, ticket: Ticket) -> None:
-        """Publish pages that are full, give back those behind a window; note when more are due."""
+        """Publish full pages, release those that windows passed; note when more are due."""
         self._prefixes.publish(ticket)
         ticket.due_at = ticket.publish_at
         if self._pool.groups.has_windows:
-            self._holdings.leave_behind(ticket)
+            self._holdings.release_passed(ticket)
 
     def _sweep(self) -> None:
         """Release the pages of running requests that have ended."""

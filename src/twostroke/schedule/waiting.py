@@ -28,7 +28,7 @@ class Ticket:
         num_known: how many pages of its tokens the index knew of when it started, in the groups
             that see everything; windows may have hidden some from it.
         publish_at: `num_computed` from which another page is full.
-        due_at: `num_computed` from which another page is full or behind a window.
+        due_at: `num_computed` from which another page is full, or passed by a window.
         awaited: key of the page that another request computes, for which it last waited.
         is_running: whether it holds pages; otherwise it waits.
     """

@@ -126,8 +126,8 @@ class Price:
 
         The `num_guesses` that there are took `spent_s` to make, and the step is expected to bring
         `num_tokens` with them. Another guess competes with this rate: if it brings fewer tokens
-        for its time, the step gets slower. Rows are cheap up to the end of a kernel and dear after
-        it, so the next ones cost what the cheapest number of them does.
+        for its time, the step gets slower. A kernel computes some rows at once, so the next
+        rows cost what the cheapest number of them does.
         """
         if self.seconds is None:
             return self.least_chance(next_s)

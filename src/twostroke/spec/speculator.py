@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("twostroke.spec")
 
 _BUDGET_STEPS = 16  # for which a budget holds
-_PAUSE = 32  # steps without asking anyone, after one in which no guess could pay
+_PAUSE = 32  # steps without asking proposers, after one in which no guess could pay
 _ENOUGH = 2.0  # expected right tokens of a proposal, after which no other proposer is asked
 _NUM_RECENT = 1024  # steps
 

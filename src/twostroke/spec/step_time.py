@@ -130,7 +130,7 @@ class StepTime:
         return known.value + (1 - trust) * (self._neighbours(size) - known.value)
 
     def _neighbours(self, size: int) -> float:
-        """Return what the next measured sizes, if they are near, let expect of this one."""
+        """Return the mean ratio of the next measured sizes, if they are near; otherwise 1."""
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
         near = [s for s in (below, above) if s is not None and abs(s - size) <= _NEAR]

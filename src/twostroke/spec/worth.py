@@ -130,7 +130,7 @@ def cheap_numbers(num_rows: int, most: int) -> set[int]:
 class Account:
     """The steps that a proposer's guesses have saved, less those that they cost.
 
-    Rates and predicted times are estimates that may be wrong together; this is what came of them.
+    Rates and predicted times are estimates that may be wrong together; this measures the result.
     A proposer with an overdrawn account rests, and each time for twice as long if it loses again
     at once.
     """
