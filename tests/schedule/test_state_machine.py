@@ -6,7 +6,7 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from support.machine import SchedulerMachine
@@ -17,6 +17,8 @@ SETTINGS = settings(
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
+    # Shrinking takes minutes; add Phase.shrink to find a short sequence that fails.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 
 
