@@ -16,6 +16,6 @@ def test_every_format_has_the_bytes_that_its_pages_take():
     assert layer.bytes_per_token(FORMATS["int8"]) == values + 2 * 3 * 2
 
 
-def test_formats_that_can_be_asked_for_are_those_that_there_are():
+def test_options_name_exactly_the_known_formats():
     assert {*KV_FORMATS, "f32"} == {"auto", *FORMATS}
     assert DEFAULT_FORMAT in FORMATS

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.cache import PageGroups
-from twostroke.core.errors import UsageError
 
 GROUPS = st.builds(
     PageGroups,
@@ -43,9 +41,9 @@ def test_first_place_that_is_seen(groups: PageGroups, num_computed: int) -> None
 
 
 @given(GROUPS, st.integers(0, 60))
-def test_next_page_behind_a_window_is_not_missed(groups: PageGroups, num_computed: int) -> None:
+def test_each_page_that_a_window_leaves_is_noticed(groups: PageGroups, num_computed: int) -> None:
     now = groups.first_seen(num_computed)
-    following = groups.next_behind(num_computed)
+    following = groups.next_passed(num_computed)
     if groups.windows.count(None) == len(groups.windows):
         assert following == sys.maxsize
         return
@@ -97,14 +95,8 @@ def test_a_request_takes_no_more_than_what_was_missing(
         assert then <= now + missing
 
 
-def test_a_group_that_sees_everything_is_always_left_a_page_to_grow_into() -> None:
+def test_a_group_without_a_window_always_reserves_a_page() -> None:
     assert PageGroups(16).num_missing(3, 40, 41, 256) == 1
     assert PageGroups(16, (None, None)).num_missing(3, 40, 41, 256) == 2
     assert PageGroups(16, (None, 32)).num_missing(3, 40, 41, 256) == 1
     assert PageGroups(16, (None, 32)).num_missing(3, 47, 48, 256) == 2
-
-
-@pytest.mark.parametrize("windows", [(), (0,), (None, -3)])
-def test_windows_that_see_nothing_are_refused(windows: tuple[int | None, ...]) -> None:
-    with pytest.raises(UsageError, match="window"):
-        PageGroups(16, windows)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from support.invariants import check_pool
 from twostroke.cache import PagePool
-from twostroke.core.errors import UsageError
 
 
 def states(pool):
@@ -15,13 +15,7 @@ def states(pool):
 def test_new_pool_is_free():
     pool = PagePool(4, 16)
     assert states(pool) == (4, 0, 0)
-    pool.check([])
-
-
-@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 16), (4, 0), (-1, 1)])
-def test_pool_without_pages_is_refused(num_pages, page_size):
-    with pytest.raises(UsageError, match="at least 1"):
-        PagePool(num_pages, page_size)
+    check_pool(pool)
 
 
 def test_allocated_pages_are_distinct_and_referenced():
@@ -29,7 +23,7 @@ def test_allocated_pages_are_distinct_and_referenced():
     pages = pool.allocate(4)
     assert sorted(pages) == [0, 1, 2, 3]
     assert states(pool) == (0, 0, 4)
-    pool.check([pages])
+    check_pool(pool, [pages])
 
 
 def test_released_page_is_reused():
@@ -37,7 +31,7 @@ def test_released_page_is_reused():
     first, second = pool.allocate(2)
     pool.release([first])
     assert pool.allocate(1) == [first]
-    pool.check([[first, second]])
+    check_pool(pool, [[first, second]])
 
 
 def test_shared_page_outlives_its_first_holder():
@@ -46,7 +40,7 @@ def test_shared_page_outlives_its_first_holder():
     pool.share(pages)
     pool.release(pages)
     assert states(pool) == (1, 0, 1)
-    pool.check([pages])
+    check_pool(pool, [pages])
     pool.release(pages)
     assert states(pool) == (2, 0, 0)
 
@@ -59,7 +53,7 @@ def test_kept_page_is_cached_when_nobody_refers_to_it():
     assert states(pool) == (1, 1, 0)
     pool.share(pages)
     assert states(pool) == (1, 0, 1)
-    pool.check([pages])
+    check_pool(pool, [pages])
 
 
 def test_free_pages_are_taken_before_cached_ones():
@@ -86,7 +80,7 @@ def test_deepest_page_is_evicted_first_and_the_least_recently_used_chain_before_
     assert evicted == [new[2], new[1], old[2], old[1], old[0], new[0]]
 
 
-def test_pages_left_behind_a_window_are_evicted_before_all_others_the_deepest_first():
+def test_pages_that_windows_left_are_evicted_first():
     pool = PagePool(6, 16)
     evicted = []
     pool.on_evict = evicted.append
@@ -95,18 +89,18 @@ def test_pages_left_behind_a_window_are_evicted_before_all_others_the_deepest_fi
         pool.keep(page)
     pool.release(whole)
     for page in left:
-        pool.leave_behind(page)
+        pool.release_passed(page)
     pool.allocate(6)
     assert evicted == [left[2], left[1], left[0], whole[2], whole[1], whole[0]]
 
 
-def test_page_left_behind_by_one_stays_another_s():
+def test_page_that_one_request_leaves_stays_with_the_other():
     pool = PagePool(2, 16)
     pages = pool.allocate(1)
     pool.share(pages)
-    pool.leave_behind(pages[0])
-    pool.check([pages])
-    pool.leave_behind(pages[0])
+    pool.release_passed(pages[0])
+    check_pool(pool, [pages])
+    pool.release_passed(pages[0])
     assert states(pool) == (2, 0, 0)
 
 
@@ -137,4 +131,4 @@ def test_check_sees_a_reference_that_nobody_holds():
     pool = PagePool(2, 16)
     pool.allocate(1)
     with pytest.raises(AssertionError):
-        pool.check([])
+        check_pool(pool)

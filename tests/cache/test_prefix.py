@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 
+from support.invariants import check_index, check_pool
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import NO_PAGE
 
@@ -39,7 +40,7 @@ class Cache:
 def cache():
     cache = Cache()
     yield cache
-    cache.index.check()
+    check_index(cache.index)
 
 
 def test_unknown_prefix_has_no_pages(cache):
@@ -64,7 +65,7 @@ def test_partly_filled_page_is_not_indexed(cache):
     assert cache.match(range(20)) == pages[:1]
 
 
-def test_same_page_behind_another_prefix_is_another_page(cache):
+def test_same_page_after_another_prefix_is_another_page(cache):
     cache.compute([1, 2, 3, 4, 5, 6, 7, 8])
     assert cache.match([9, 9, 9, 9, 5, 6, 7, 8, 1]) == []
 
@@ -102,7 +103,7 @@ def test_duplicate_page_stays_its_owners_own(cache):
     assert cache.pool.num_cached == 0
     cache.pool.release(first)
     assert cache.pool.num_cached == 2
-    cache.pool.check([])
+    check_pool(cache.pool)
 
 
 def test_evicted_page_is_not_found():
@@ -112,7 +113,7 @@ def test_evicted_page_is_not_found():
     cache.pool.allocate(1)
     assert cache.match(range(13)) == pages[:2]
     assert len(cache.index) == 2
-    cache.index.check()
+    check_index(cache.index)
 
 
 def test_evicted_page_is_computed_and_found_again():
@@ -122,7 +123,7 @@ def test_evicted_page_is_computed_and_found_again():
     assert cache.match(range(9)) == []
     pages = cache.compute(range(8))
     assert cache.match(range(9)) == pages
-    cache.index.check()
+    check_index(cache.index)
 
 
 def test_strict_mode_keeps_generated_pages_out():
@@ -156,14 +157,14 @@ class WindowCache:
     def evict(self, pages):
         """Evict pages, whatever the order of their last use."""
         for page in pages:
-            self.pool.leave_behind(page)
+            self.pool.release_passed(page)
             self.pool.allocate(1)
 
     def match(self):
         return self.index.match(self.index.chain(b""), [*self.tokens, 99], len(self.tokens) + 1)
 
 
-def test_hit_needs_no_pages_behind_the_window():
+def test_hit_needs_no_pages_before_the_window():
     cache = WindowCache((None, 6), range(16))
     cache.evict(cache.pages[1][:2])
     hit = cache.match()
@@ -179,7 +180,7 @@ def test_hit_ends_where_the_window_is_still_filled():
     assert (hit.num_places, hit.num_known) == (3, 5)
 
 
-def test_no_window_makes_up_for_a_page_that_everything_behind_it_sees():
+def test_a_missing_page_without_a_window_ends_the_hit():
     cache = WindowCache((None, 6), range(16))
     cache.evict(cache.pages[0][:1])
     assert cache.match().pages == [[], []]
@@ -218,4 +219,4 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
         assert hit.pages[group] == [
             cache.pages[group][place] if place in places else NO_PAGE for place in range(expected)
         ]
-    cache.index.check()
+    check_index(cache.index)

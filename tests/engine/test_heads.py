@@ -134,7 +134,7 @@ def test_eagle_guesses_no_further_than_rows_are_cheap(
 
         def with_price(requests: Any, price: Any) -> Any:
             found = propose(requests, cheap_up_to(cheap, price))
-            counts.extend(len(eagle._followers[one].guesses.tokens) for one in requests)
+            counts.extend(len(eagle._followers[one].tokens) for one in requests)
             return found
 
         eagle.propose = with_price
@@ -163,7 +163,7 @@ def test_a_slow_first_step_does_not_count(
 
         monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
         clock = SimpleNamespace(monotonic=lambda: now_s)
-        monkeypatch.setattr("twostroke.spec.sequences.time", clock)
+        monkeypatch.setattr("twostroke.spec.followers.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
         monkeypatch.setattr("twostroke.spec.worth.Account.may_ask", lambda _: True)
         llm.generate(PROMPTS[:1], GREEDY)

@@ -161,7 +161,7 @@ def test_trees_do_not_change_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         }
         guesser = GuessesTrees(outputs)
         step_time = StepTime(StepCost(((once, Cost(0, 1)), (each_row, Cost(1)))), None)
-        speculator = Speculator([guesser], Always(24), step_time)
+        speculator = Speculator([guesser], lambda _: Always(24), step_time)
         monkeypatch.setattr("support.engines.build_speculator", lambda *_: speculator)  # noqa: B023
         with tiny_client(tmp_path) as (client, _):
             found = complete(client, prompts, params)

@@ -1,4 +1,4 @@
-"""Draws follow the distribution that was asked for, and the test would notice if they did not."""
+"""Draws follow the requested distribution, and planted faults are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random bits: the generator's published answers, and no traps at the borders of its words."""
+"""Random bits: the generator's published answers, and seeds at the borders of its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows for the native sampler: what a request becomes, and what a step changes of it."""
+"""Rows for the native sampler: the fields of a request, and those that a step changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bias_is_two_arrays_of_one_length():
     assert values[:2] == [1.5, -2.0]
 
 
-def test_rows_come_in_the_order_asked_for_whoever_was_met_first():
+def test_rows_come_in_the_order_of_the_requests():
     requests = [make_request(SamplingParams(), seed=i) for i in range(200)]
     table = RowTable()
     table.rows(requests[::2])
@@ -75,7 +75,7 @@ def test_rows_come_in_the_order_asked_for_whoever_was_met_first():
     assert table.rows(requests[::-3])["seed"].tolist() == list(range(200))[::-3]
 
 
-def test_a_forgotten_requests_place_serves_another():
+def test_a_forgotten_requests_row_is_reused():
     table = RowTable()
     full = make_request(
         SamplingParams(min_tokens=5, repetition_penalty=2.0, logit_bias={1: 1.0}, logprobs=3),
@@ -94,7 +94,7 @@ def test_a_forgotten_requests_place_serves_another():
         assert row[name] == fresh[name]
 
 
-def test_a_forgotten_request_that_comes_again_is_met_anew():
+def test_a_forgotten_request_that_returns_gets_a_new_row():
     request = make_request(SamplingParams(repetition_penalty=2.0), prompt=[1, 2, 3])
     table = RowTable()
     table.rows([request])
@@ -105,7 +105,7 @@ def test_a_forgotten_request_that_comes_again_is_met_anew():
     assert ints(row, "tokens", "num_tokens") == [1, 2, 9]
 
 
-def test_forgetting_a_stranger_is_no_error():
+def test_forgetting_an_unknown_request_does_nothing():
     RowTable().forget(make_request(SamplingParams()))
 
 
@@ -140,14 +140,15 @@ def test_rows_follow_requests_that_come_go_and_grow():
             request.tokens.append(step)
 
 
-def test_rows_of_branches_know_what_they_follow():
+def test_rows_of_branches_see_their_own_path():
     params = SamplingParams(presence_penalty=1.0, min_tokens=3)
     request = make_request(params, prompt=[1, 2], output=[3], end_ids=[9])
     other = make_request(SamplingParams(), prompt=[7])
-    # 10, 11; beside them 20, and behind that 21 and 22.
+    # One path is 10, 11; another begins with 20 and goes on with 21 or 22.
     branches = (branch(2, ROOT), branch(4, 2))
     tree = Slice(request, 2, 1, True, (10, 11, 20, 21, 22), branches)
-    rows = RowTable().rows([other, request], [Slice(other, 0, 1, True), tree])
+    table = RowTable()  # it owns what the rows point to
+    rows = table.rows([other, request], [Slice(other, 0, 1, True), tree])
     assert rows["counter"].tolist() == [0, 1, 2, 3, 2, 3, 3]
     assert [ints(row, "tokens", "num_tokens") for row in rows[1:]] == [
         [1, 2, 3],
@@ -161,5 +162,5 @@ def test_rows_of_branches_know_what_they_follow():
 
 
 def branch(first, parent):
-    """A branch whose pages nobody asks for."""
+    """A branch whose pages do not matter."""
     return Branch(first, parent, 0, 0, ((0,),), 1, (), is_copied=False)

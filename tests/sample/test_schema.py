@@ -145,7 +145,7 @@ def allows(grammars: Grammars, tokenizer: Tokenizer, schema: object, value: obje
 
 
 @pytest.mark.parametrize(("keyword", "schema", "good", "bad"), KEPT, ids=str)
-def test_a_keyword_is_kept_to(
+def test_a_keyword_is_enforced(
     grammars: Grammars,
     tokenizer: Tokenizer,
     keyword: str,
@@ -172,14 +172,14 @@ def test_a_keyword_is_refused(
         assert f"'{keyword}'" in str(refusal.value)
 
 
-def test_names_and_values_are_no_keywords(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_names_and_values_are_not_keywords(grammars: Grammars, tokenizer: Tokenizer) -> None:
     value = {"not": 1, "uniqueItems": {"if": 2}}
     properties = {"not": P, "uniqueItems": {"const": {"if": 2}}}
     schema = {"type": "object", "properties": properties, "default": {"else": 1}}
     assert allows(grammars, tokenizer, schema, value)
 
 
-def test_a_typing_error_is_told_with_the_nearest_keyword(grammars: Grammars) -> None:
+def test_a_misspelt_keyword_is_refused_with_the_nearest_one(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"a": {"maximun": 1}}}
     with pytest.raises(
         RequestError, match=r"/properties/a/maximun\) is not supported\. Did you mean 'maximum'\?$"
@@ -187,7 +187,7 @@ def test_a_typing_error_is_told_with_the_nearest_keyword(grammars: Grammars) -> 
         grammars.matcher(Constraint("json_schema", json.dumps(schema)))
 
 
-def test_a_long_name_takes_its_length_once() -> None:
+def test_a_long_name_is_not_copied_for_each_schema_in_it() -> None:
     inner = {f"a{i}": {} for i in range(2000)}
     schema = {"properties": {"x" * 50_000: {"properties": inner}}}
     text = json.dumps(schema)
@@ -209,7 +209,7 @@ def test_a_schema_deeper_than_the_stack_is_refused(grammars: Grammars) -> None:
             grammars.matcher(Constraint("json_schema", text))
 
 
-def test_the_page_says_what_is_true() -> None:
+def test_the_page_lists_what_the_code_does() -> None:
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
     said = {
         word: verdict

@@ -1,4 +1,4 @@
-"""How drafts become rows: chains, trees, and what is left of them where pages are few."""
+"""How drafts become rows: chains, trees, and their parts that fit into the pages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from support.invariants import check_pool, check_scheduler
 from support.steps import Steps
 from twostroke.core.tree import ROOT, parents_of, path_to, right_drafts
 
@@ -22,12 +23,12 @@ def waiting_slice(num_pages=64, max_tokens=20, **limits):
     return steps, request, plan, plan.slices[0]
 
 
-def test_a_chain_stays_as_it_is():
-    steps, request, _, piece = waiting_slice()
+def test_a_chain_of_drafts_is_taken_unchanged():
+    steps, request, plan, piece = waiting_slice()
     assert list(steps.scheduler.add_drafts(piece, [7, 8, 9])) == [0, 1, 2]
     assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
     assert len(request.pages[0]) == 3
-    steps.scheduler.check()
+    check_scheduler(steps.scheduler, plan)
 
 
 def test_a_tree_is_laid_out_so_that_paths_are_long():
@@ -40,18 +41,18 @@ def test_a_tree_is_laid_out_so_that_paths_are_long():
     assert (low.position, low.own_place, low.above, low.is_copied) == (7, 1, (0, 1), True)
     assert (high.position, high.own_place, high.above, high.is_copied) == (6, 1, (0,), True)
     assert len(set(low.own_pages) | set(high.own_pages) | set(request.pages[0])) == 3 + 1 + 1
-    steps.scheduler.check()
+    check_scheduler(steps.scheduler, plan)
     steps.land(plan)
     assert steps.pool.num_referenced == len(request.pages[0])
 
 
-def test_a_tree_that_is_a_chain_is_one():
+def test_a_tree_without_branches_is_a_chain():
     steps, _, _, piece = waiting_slice()
     assert steps.scheduler.add_drafts(piece, (7, 8, 9), (ROOT, 0, 1)) == [0, 1, 2]
     assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
 
 
-def test_a_branch_in_a_page_of_its_own_begins_with_nothing():
+def test_a_branch_that_begins_a_page_shares_no_rows():
     """Where its path is left at the beginning of a page, there is nothing to share."""
     steps, _, _, piece = waiting_slice()
     assert steps.scheduler.add_drafts(piece, (1, 2, 3, 4), (ROOT, 0, 1, 1)) == [0, 1, 2, 3]
@@ -84,22 +85,22 @@ def test_without_room_a_tree_loses_branches_and_then_its_end(num_pages, expected
     assert list(steps.scheduler.add_drafts(piece, *TREE)) == expected
     assert piece.drafts == tuple(TREE[0][i] for i in expected)
     assert not request.num_preemptions
-    steps.scheduler.check()
+    check_scheduler(steps.scheduler, plan)
     steps.land(plan)
 
 
 def test_pages_of_branches_come_back_when_their_request_ends_in_flight():
     steps, request, plan, piece = waiting_slice()
     steps.scheduler.add_drafts(piece, *TREE)
-    steps.scheduler.cancel("r")
-    steps.scheduler.check()
+    steps.cancel("r")
+    check_scheduler(steps.scheduler, plan)
     steps.land(plan)
     assert request.is_finished
-    steps.pool.check([])
+    check_pool(steps.pool)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_right_drafts_are_the_longest_way(seed):
+def test_the_right_drafts_are_the_longest_matching_path(seed):
     rng = random.Random(seed)
     parents = [rng.randrange(-1, i) for i in range(rng.randint(1, 12))]
     drafts = [rng.randrange(2) for _ in parents]

@@ -1,4 +1,4 @@
-"""What planning and committing cost; prints, for nobody can promise a time on a shared machine."""
+"""Prints how long planning and committing take; a shared machine allows no fixed limit."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from support.fake_model import expected_states
+from support.invariants import check_pool, check_scheduler
 from support.machine import SchedulerMachine
 from support.requests import make_request
 from support.steps import Steps
@@ -41,7 +42,7 @@ def states_of(steps: Steps, *requests: Request) -> list[list[float]]:
             assert not delta.tokens or delta.request.pooling is None
             if delta.states is not None:
                 found[delta.request] += delta.states[:, 0].tolist()
-        steps.scheduler.check()
+        check_scheduler(steps.scheduler)
     return [found[request] for request in requests]
 
 
@@ -53,10 +54,10 @@ def test_a_text_ends_without_a_token(pooling: Pooling, length: int) -> None:
     right = expected_states(request)
     assert states_of(steps, request) == [right if pooling is MEAN else right[-1:]]
     assert (request.output, request.finish_reason) == ([], FinishReason.LENGTH)
-    steps.pool.check([])
+    check_pool(steps.pool)
 
 
-def test_a_long_text_is_read_in_pieces_beside_others() -> None:
+def test_a_long_text_is_read_in_pieces_together_with_other_requests() -> None:
     steps = Steps(token_budget=10)
     mean = steps.add("mean", 15, pooling=MEAN)
     last = steps.add("last", [*range(20, 33)], pooling=LAST)
@@ -100,7 +101,7 @@ def test_a_preempted_text_is_read_again_from_the_start(pooling: Pooling) -> None
     (found,) = states_of(steps, victim)
     assert victim.num_preemptions == 1
     assert found == (right if pooling is MEAN else right[-1:])
-    steps.pool.check([])
+    check_pool(steps.pool)
 
 
 def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
@@ -108,7 +109,7 @@ def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
     gone = steps.add("gone", 6, pooling=MEAN)
     stays = steps.add("stays", 9, pooling=LAST)
     plan = steps.plan()
-    steps.scheduler.cancel("gone")
+    steps.cancel("gone")
     assert steps.land(plan) == []
     assert gone.finish_reason is FinishReason.CANCEL
     steps.finish()

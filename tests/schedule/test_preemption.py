@@ -1,4 +1,4 @@
-"""Who goes first, who gives way when pages run out, and who may not starve."""
+"""Which requests run first, which lose their pages, and that none starves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_urgent_requests_are_admitted_first():
     assert [list(steps.step()) for _ in range(3)] == [["urgent"], ["normal"], ["later"]]
 
 
-def test_equals_are_served_as_they_came():
+def test_equally_urgent_requests_are_served_in_order_of_arrival():
     steps = Steps(max_running=1)
     for name in "abc":
         steps.add(name, max_tokens=1)
@@ -51,7 +51,7 @@ def test_equally_urgent_request_waits():
     assert steps.plan().preempted == ()
 
 
-def test_nobody_gives_way_in_vain():
+def test_no_request_is_preempted_in_vain():
     steps = Steps(num_pages=6, max_running=3, cache=False)
     steps.add("first", 12, max_tokens=4, priority=-1)
     steps.add("less", 4, max_tokens=4, priority=1)

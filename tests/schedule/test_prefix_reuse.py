@@ -1,7 +1,8 @@
-"""The prefix cache seen from the scheduler: hits, and waiting for what another computes."""
+"""The prefix cache in the scheduler: hits, and waiting for pages that another computes."""
 
 from __future__ import annotations
 
+from support.invariants import check_index
 from support.steps import Steps
 
 
@@ -60,7 +61,7 @@ def test_same_prompts_together_are_computed_once():
     assert [request.num_cached for request in requests] == [0, 20, 20, 20]
 
 
-def test_others_pass_the_one_who_waits_for_a_prefix():
+def test_other_requests_pass_one_that_waits_for_a_prefix():
     steps = Steps(token_budget=10)
     steps.add("a", 20, max_tokens=1)
     steps.add("same", 20, max_tokens=1)
@@ -70,17 +71,17 @@ def test_others_pass_the_one_who_waits_for_a_prefix():
     assert steps.step() == {"same": 4, "other": 3}
 
 
-def test_wait_ends_when_the_one_who_computes_is_cancelled():
+def test_wait_for_a_prefix_ends_when_its_owner_is_cancelled():
     steps = Steps(token_budget=8)
     steps.add("a", 20, max_tokens=1)
     steps.add("b", 20, max_tokens=1)
     assert steps.step() == {"a": 8}
-    steps.scheduler.cancel("a")
+    steps.cancel("a")
     assert steps.step() == {"b": 8}
     steps.finish()
 
 
-def test_more_urgent_request_waits_for_nobody():
+def test_more_urgent_request_does_not_wait_for_a_prefix():
     steps = Steps(token_budget=8)
     steps.add("a", 20, max_tokens=1)
     assert steps.step() == {"a": 8}
@@ -95,11 +96,11 @@ def test_page_computed_twice_is_indexed_once():
     steps.step()
     steps.add("urgent", 20, max_tokens=3, priority=-1)
     steps.finish()
-    steps.index.check()
+    check_index(steps.index)
     assert steps.pool.num_cached == len(steps.index)
 
 
-def test_shared_page_is_written_by_nobody():
+def test_shared_page_is_never_written():
     steps = Steps()
     steps.add("a", 9, max_tokens=12)
     steps.step()

@@ -1,4 +1,4 @@
-"""Same request, same tokens: whatever the schedule, the cache, the company and the pool."""
+"""Same request, same tokens, under any schedule, cache, batch and size of the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.schedule import Batched, Continuous, Scheduler, SchedulerConfig
 
 ROOM = 48
-NUM_SCHEDULES = 400
+NUM_SCHEDULES = 160
 
 
 def random_scheduler(rng):

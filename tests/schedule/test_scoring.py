@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.fake_model import expected_scores
+from support.invariants import check_pool, check_scheduler
 from support.steps import Steps
 from twostroke.core.request import FinishReason, Request
 
@@ -16,7 +17,7 @@ def scores_of(steps: Steps, *requests: Request) -> list[list[object]]:
         plan = steps.plan()
         for delta in steps.scheduler.commit(plan, steps.model.run(plan)):
             found.setdefault(delta.request, []).extend(delta.scores)
-        steps.scheduler.check()
+        check_scheduler(steps.scheduler)
     return [found[request] for request in requests]
 
 
@@ -52,7 +53,7 @@ def test_a_preempted_prompt_goes_on_reporting_where_it_was() -> None:
     (rest,) = scores_of(steps, victim)
     assert victim.num_preemptions == 1
     assert [*delta.scores, *rest] == right
-    steps.pool.check([])
+    check_pool(steps.pool)
 
 
 def test_rows_computed_again_are_not_scored_again() -> None:
@@ -68,7 +69,7 @@ def test_rows_computed_again_are_not_scored_again() -> None:
     steps.finish()
 
 
-def test_known_pages_serve_no_request_that_still_reports() -> None:
+def test_cached_pages_are_not_used_by_requests_that_report_on_rows() -> None:
     steps = Steps()
     (first,) = scores_of(steps, steps.add("first", 12, prompt_logprobs=0))
     again = steps.add("again", 12, prompt_logprobs=0)
@@ -94,7 +95,7 @@ def test_who_leaves_in_the_middle_is_told_nothing_more() -> None:
     gone = steps.add("gone", 9, prompt_logprobs=0)
     stays = steps.add("stays", 9)
     plan = steps.plan()
-    steps.scheduler.cancel("gone")
+    steps.cancel("gone")
     assert steps.land(plan) == [stays]
     assert gone.num_scored == 0
     steps.finish()

@@ -1,4 +1,4 @@
-"""Accounts of what guesses have saved: who loses rests, ever longer, and may try again."""
+"""Accounts of what guesses have saved: a proposer that loses rests, longer each time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def rounds_until(account: Account, wanted: bool, won: float = 0.0, spent: float 
     raise AssertionError("it never happened")
 
 
-def test_who_wins_is_always_asked() -> None:
+def test_a_proposer_that_wins_is_always_asked() -> None:
     account = Account()
     for _ in range(1000):
         assert account.may_ask()
         account.add(0.5, 0.4)
 
 
-def test_who_loses_rests_twice_as_long_each_time() -> None:
+def test_a_proposer_that_loses_rests_twice_as_long_each_time() -> None:
     account = Account()
     assert rounds_until(account, False, 0.1, 0.3) == 11
     rests = [rounds_until(account, True)]
@@ -34,7 +34,7 @@ def test_who_loses_rests_twice_as_long_each_time() -> None:
     assert lost == [6] * 6  # a trial costs a step and a bit
 
 
-def test_success_is_saved_up_to_a_little_and_forgives_the_past() -> None:
+def test_success_is_saved_up_to_a_limit_and_ends_long_rests() -> None:
     account = Account()
     for _ in range(3):
         rounds_until(account, False, 0.0, 0.4)
@@ -45,7 +45,7 @@ def test_success_is_saved_up_to_a_little_and_forgives_the_past() -> None:
     assert rounds_until(account, True) == 62
 
 
-def test_one_long_round_and_many_short_ones_are_no_ruin() -> None:
+def test_one_long_round_or_many_short_ones_do_not_overdraw_an_account() -> None:
     account = Account()
     account.add(0.0, 40.0)
     assert account.may_ask()

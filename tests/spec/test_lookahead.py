@@ -1,4 +1,4 @@
-"""Lookahead decoding: what the window collects, what is tried of it, and when it is left."""
+"""Lookahead decoding: which runs the window collects, and which of them are tried."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step(method: Lookahead, request: Request, draw=next_token, price=FREE):
 
 @pytest.mark.parametrize("length", [3, 4, 5])
 @pytest.mark.parametrize("num_columns", [1, 2, 6])
-def test_a_window_is_a_comb(num_columns, length):
+def test_a_window_is_a_trunk_with_columns(num_columns, length):
     method, request = Lookahead(num_columns, length), make()
     proposal, _ = step(method, request)
     assert len(proposal.tokens) == num_columns * (length - 1) - 1
@@ -58,7 +58,7 @@ def test_a_window_is_a_comb(num_columns, length):
     assert sum(parent == -1 for parent in proposal.parents) == min(num_columns, 2)
 
 
-def test_what_is_collected_is_what_the_model_says():
+def test_collected_runs_are_what_the_model_says():
     method, request = Lookahead(4, 4, 2), make()
     for _ in range(3):  # until every cell has been drawn
         step(method, request)
@@ -96,34 +96,13 @@ def test_runs_that_begin_alike_share_their_beginning():
     step(method, request)
     search = method._requests[request]
     search.pool[request.tokens[-1]] = dict.fromkeys([(4, 5, 6), (4, 5, 7), (8, 9, 9)])
-    search.gain, method._trial = 0.0, 0
-    [proposal] = method.propose([request], Price(0.01, 100.0, 24))
+    [proposal] = method.propose([request], Price(0.3, 100.0, 24))  # without the window
     assert len(proposal.tokens) == 7
     assert sorted(proposal.tokens) == [4, 5, 6, 7, 8, 9, 9]
     assert list(proposal.worths) == sorted(proposal.worths, reverse=True)
 
 
-def test_a_window_that_brings_nothing_is_left_and_some_day_tried_again():
-    rng = random.Random(2)
-    price = Price(0.05, 100.0, 24)
-    method, request = Lookahead(3, 3, 2), make()
-    sizes = []
-    for _ in range(700):
-        proposal, _ = step(method, request, lambda _: rng.randrange(1000), price)
-        sizes.append(len(proposal.tokens) if proposal else 0)
-    assert min(sizes[:48]) >= 5, "the trial"
-    assert 48 <= sum(map(bool, sizes)) < 200
-    assert any(sizes[200:]), "never again"
-
-
-def test_a_window_that_brings_much_is_kept():
-    price = Price(0.05, 100.0, 24)
-    method, request = Lookahead(3, 3, 2), make()
-    sizes = [len(step(method, request, price=price)[0].tokens) for _ in range(150)]
-    assert min(sizes) >= 5
-
-
-def test_where_rows_cost_much_nothing_is_proposed():
+def test_nothing_is_proposed_where_rows_cost_much():
     method, request = Lookahead(), make()
     assert method.propose([request], Price(0.5, 100.0, 24)) == [None]
 
@@ -151,7 +130,7 @@ def test_only_columns_that_were_computed_go_on():
     assert now[0] == [window[0][1], 10]
 
 
-def test_what_is_accepted_moves_the_window_on():
+def test_accepted_tokens_move_the_window():
     method, request = Lookahead(3, 3), make()
     [proposal] = method.propose([request], FREE)
     window = [list(column) for column in method._requests[request].window]

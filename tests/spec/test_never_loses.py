@@ -12,7 +12,8 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,19 +28,18 @@ from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.spec import (
     Always,
-    Chooser,
     NgramProposer,
     Proposal,
     Speculator,
     StepTime,
-    WhilePaying,
+    budgets,
     ngram,
     speculator,
 )
 from twostroke.spec.acceptance import AcceptanceRate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from twostroke.core.step import StepPlan
     from twostroke.spec import Outcome, Price, Proposer
@@ -131,7 +131,7 @@ class Simulation:
 
     clock: Clock
     seed: int
-    chooser: Chooser | None = None
+    budget_of: Callable[[BatchShape], Any] | None = None
     right: float | None = None  # of a draft's guesses; guesses are of the text without a draft
     rng: random.Random = field(init=False)
     noise: Noise = field(init=False)
@@ -146,7 +146,8 @@ class Simulation:
         proposer: Proposer = NgramProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)
-        self.speculator = Speculator([proposer], self.chooser or WhilePaying(known), known)
+        budget_of = self.budget_of or budgets(known, None)
+        self.speculator = Speculator([proposer], budget_of, known)
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
         """Return how many times faster guesses make it; the first round is practice."""
@@ -224,14 +225,14 @@ def test_no_text_is_slower_at_any_load(clock, seed):
             assert simulation.speedup(text, num_streams) > 0.975, (name, num_streams)
 
 
-def test_what_can_be_guessed_is_faster(clock):
+def test_predictable_text_is_faster(clock):
     simulation = Simulation(clock, 0)
     assert simulation.speedup(EDIT, 1) > 1.6
     assert simulation.speedup(EDIT, 4) > 1.05
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_draft_that_guesses_all_the_time_costs_little_where_it_does_not_pay(clock, seed):
+def test_a_draft_that_does_not_pay_costs_little(clock, seed):
     for right in (0.5, 0.6):
         for num_streams in (4, 8, 16):
             found = Simulation(clock, seed, right=right).speedup(TEXTS["random"], num_streams, 7)
@@ -242,29 +243,17 @@ def test_a_draft_is_faster_where_it_pays(clock):
     assert Simulation(clock, 0, right=0.8).speedup(TEXTS["random"], 1) > 1.5
 
 
-def test_a_chooser_that_does_not_count_the_cost_shows(clock):
-    simulation = Simulation(clock, 0, Always(4))
+def test_guesses_that_ignore_their_cost_are_slower(clock):
+    simulation = Simulation(clock, 0, lambda _: Always(4))
     assert simulation.speedup(TEXTS["short"], 16) < 0.8
 
 
-def test_what_guesses_cost_is_asked_again_where_none_could_pay(clock):
-    chooser = Hopeless()
-    Simulation(clock, 0, chooser).speedup(EDIT, 4, rounds=2)
-    assert 10 < chooser.num_asked < 100
+def test_a_budget_without_a_price_is_asked_again_after_a_pause(clock):
+    batches = []
 
+    def hopeless(batch: BatchShape) -> SimpleNamespace:
+        batches.append(batch)
+        return SimpleNamespace(price=lambda _: None)
 
-@dataclass
-class Hopeless:
-    """Says that no guess could pay."""
-
-    num_asked: int = 0
-
-    def budget(self, batch: BatchShape) -> Hopeless:
-        self.num_asked += 1
-        return self
-
-    def price(self, budget: int) -> None:
-        return None
-
-    def counts(self, budget: int, proposals: Sequence[Proposal]) -> list[int]:
-        raise AssertionError("nobody was to be asked")
+    Simulation(clock, 0, hopeless).speedup(EDIT, 4, rounds=2)
+    assert 10 < len(batches) < 100

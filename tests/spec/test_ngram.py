@@ -1,4 +1,4 @@
-"""What is guessed from the request itself, from a prediction, and from earlier answers."""
+"""Guesses from the request itself, from a prediction, and from earlier answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(prompt, output=(), prediction=(), salt=b""):
     )
 
 
-def test_words_that_were_there_before_go_on_as_they_did():
+def test_repeated_words_are_continued_as_before():
     request = make([1, 2, 3, 4, 5, 6, 9, 1, 2], [3])
     proposal = ask(NgramProposer(), request, 3)
     assert proposal.tokens == (4, 5, 6)
@@ -67,7 +67,7 @@ def test_a_prediction_is_offered_from_its_beginning():
     assert ask(proposer, request, 9).tokens == (17, 18, 19)
 
 
-def test_a_prediction_that_was_never_right_is_silent():
+def test_a_prediction_that_was_never_right_is_not_offered():
     assert ask(NgramProposer(), make([1, 2], [3], prediction=[10, 11, 12]), 8) is None
 
 
@@ -80,7 +80,7 @@ def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
     assert ask(proposer, make([3], [20, 21, 22], salt=b"b"), 8) is None
 
 
-def test_a_guess_does_not_run_into_another_answer():
+def test_a_guess_ends_with_the_answer_that_it_comes_from():
     proposer = NgramProposer()
     for _ in range(2):
         proposer.finish(make([1], [20, 21, 22, 23]))
@@ -113,7 +113,7 @@ def test_memory_is_bounded(monkeypatch):
     assert len(proposer._memory._tenants) == 3
 
 
-def test_odds_follow_what_became_of_guesses():
+def test_odds_follow_the_outcomes_of_guesses():
     proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_odds_follow_what_became_of_guesses():
     assert first.odds < other.odds < good.odds  # others hear of it, too
 
 
-def test_guesses_that_are_not_tried_are_not_condemned_for_ever():
+def test_rates_of_untried_guesses_recover():
     proposer, request = NgramProposer(), make([1, 2, 3, 4, 5, 1, 2], [3])
     first = ask(proposer, request, 1)
     for _ in range(50):

@@ -11,6 +11,7 @@ from twostroke.core.hardware import Hardware
 from twostroke.program import BatchShape
 from twostroke.program.work import Cost, StepCost, each_row, once
 from twostroke.spec import Always, Outcome, Price, Proposal, StepTime, WhilePaying
+from twostroke.spec.worth import cheap_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,7 @@ def test_no_choice_brings_more_tokens_a_second(seed):
     step_time = step_time_of(0.01, rng.choice((0.0001, 0.001, 0.004)))
     batch = decode(3)
     odds = [tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(0, 4))) for _ in range(3)]
-    counts = WhilePaying(step_time).budget(batch).counts(100, [chain(each) for each in odds])
+    counts = WhilePaying(step_time, batch).counts(100, [chain(each) for each in odds])
     gained = 0.0
     for count, each in zip(counts, odds, strict=True):
         chance = 1.0
@@ -72,40 +73,39 @@ def test_no_choice_brings_more_tokens_a_second(seed):
 
 
 def test_sure_guesses_are_taken_where_rows_are_cheap():
-    assert WhilePaying(step_time_of(0.01, 0.0001)).budget(decode(1)).counts(
-        100, [chain((0.95,) * 8)]
-    ) == [8]
+    assert WhilePaying(step_time_of(0.01, 0.0001), decode(1)).counts(100, [chain((0.95,) * 8)]) == [
+        8
+    ]
 
 
 def test_unlikely_guesses_are_left_where_rows_cost():
-    assert WhilePaying(step_time_of(0.01, 0.005)).budget(decode(1)).counts(
-        100, [chain((0.3,) * 8)]
-    ) == [0]
+    assert WhilePaying(step_time_of(0.01, 0.005), decode(1)).counts(100, [chain((0.3,) * 8)]) == [0]
 
 
 def test_the_likelier_proposal_gets_the_rows():
     offers = [chain((0.9,) * 8), chain((0.4,) * 8)]
-    counts = WhilePaying(step_time_of(0.01, 0.002)).budget(decode(2)).counts(100, offers)
+    counts = WhilePaying(step_time_of(0.01, 0.002), decode(2)).counts(100, offers)
     assert counts[0] > counts[1]
 
 
-def test_a_busy_batch_takes_none_and_need_not_ask():
-    chooser = WhilePaying(step_time_of(0.01, 0.002))
-    assert chooser.budget(decode(1)).price(100) is not None
-    assert chooser.budget(decode(64)).counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
-    assert chooser.budget(decode(256)).price(100) is None
+def test_a_busy_batch_takes_no_guesses_and_has_no_price():
+    step_time = step_time_of(0.01, 0.002)
+    assert WhilePaying(step_time, decode(1)).price(100) is not None
+    busy = WhilePaying(step_time, decode(64))
+    assert busy.counts(100, [chain((0.9,) * 8)] * 64) == [0] * 64
+    assert WhilePaying(step_time, decode(256)).price(100) is None
 
 
-def test_the_budget_is_the_most():
+def test_no_more_guesses_are_taken_than_the_budget_allows():
     offers = [chain((0.99,) * 8)] * 3
-    assert sum(WhilePaying(step_time_of(0.01, 0.0)).budget(decode(3)).counts(5, offers)) == 5
-    assert Always(4).budget(decode(3)).counts(6, offers) == [4, 2, 0]
-    assert Always(4).budget(decode(3)).price(0) is None
-    assert WhilePaying(step_time_of(0.01, 0.0)).budget(decode(3)).price(0) is None
+    assert sum(WhilePaying(step_time_of(0.01, 0.0), decode(3)).counts(5, offers)) == 5
+    assert Always(4).counts(6, offers) == [4, 2, 0]
+    assert Always(4).price(0) is None
+    assert WhilePaying(step_time_of(0.01, 0.0), decode(3)).price(0) is None
 
 
-def test_a_guess_that_takes_time_must_be_the_surer():
-    price = WhilePaying(step_time_of(0.01, 0.002)).budget(decode(1)).price(100)
+def test_a_guess_that_takes_longer_to_make_must_be_likelier():
+    price = WhilePaying(step_time_of(0.01, 0.002), decode(1)).price(100)
     assert price is not None
     assert price.least_chance(0.0) == pytest.approx(0.002 / 0.012, rel=0.1)
     assert price.least_chance(0.006) == pytest.approx(0.008 / 0.012, rel=0.1)
@@ -147,7 +147,7 @@ def test_one_slow_step_changes_little():
     assert step_time.seconds(decode(1)) == pytest.approx(0.011, rel=0.1)
 
 
-def test_a_slow_spell_does_not_tell_sizes_apart():
+def test_a_slow_period_does_not_change_how_sizes_compare():
     step_time = step_time_of(0.01, 0.001)
     for _ in range(100):
         step_time.learn(decode(1), 0.011)
@@ -161,7 +161,7 @@ def test_a_slow_spell_does_not_tell_sizes_apart():
     )
 
 
-def test_what_was_learned_long_ago_is_tried_again():
+def test_an_old_measurement_fades():
     step_time = step_time_of(0.01, 0.001)
     step_time.learn(decode(1), 0.011)
     step_time.learn(decode(2), 0.5)
@@ -171,7 +171,7 @@ def test_what_was_learned_long_ago_is_tried_again():
     assert step_time.seconds(decode(2)) < 0.2 * before
 
 
-def test_no_limits_are_no_obstacle():
+def test_step_time_learns_without_known_limits():
     step_time = StepTime(step_time_of(0.01, 0.001).cost, None)
     for _ in range(40):
         step_time.learn(decode(1), 0.5)
@@ -187,11 +187,11 @@ def test_of_a_tree_the_best_products_are_taken():
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
     for row_s, most in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
-        [count] = WhilePaying(step_time_of(0.01, row_s)).budget(decode(1)).counts(100, [tree])
+        [count] = WhilePaying(step_time_of(0.01, row_s), decode(1)).counts(100, [tree])
         assert count == most
 
 
-def test_what_becomes_of_a_tree_teaches_only_about_those_that_had_a_chance():
+def test_outcomes_of_a_tree_count_only_guesses_after_right_ones():
     tree = Proposal("test", (1, 2, 3, 4, 5), (0.5,) * 5, (0,) * 5, (-1, -1, 0, 1, 2))
     outcome = Outcome((0, 2, 1, 3), (1,), (2, 9, 9, 7, 9))
     assert list(outcome.trials(tree)) == [(0, False), (1, True), (3, False)]
@@ -205,15 +205,14 @@ def test_the_cheapest_number_of_guesses_is_probed(together: int):
     cost = step_time_of(0.001, 0.001).cost
     for num_rows in range(1, 12):
         step_time = StepTime(cost, HARDWARE, together)
-        outlook = step_time.outlook(decode(num_rows))
-        plain_s = outlook.seconds(0)
-        each_s = {n: (outlook.seconds(n) - plain_s) / n for n in range(1, 9)}
-        probed = outlook.probes(8)
+        seconds = step_time.outlook(decode(num_rows))
+        each_s = {n: (seconds(n, 0) - seconds(0, 0)) / n for n in range(1, 9)}
+        probed = cheap_numbers(num_rows, 8)
         assert probed <= set(each_s)
         assert min(each_s[n] for n in probed) == pytest.approx(min(each_s.values()))
 
 
-def test_a_guess_more_must_make_up_for_what_it_makes_dearer() -> None:
+def test_one_more_guess_must_pay_for_the_rows_that_it_adds() -> None:
     """Two rows take as long as one, behind them each takes a third of that."""
 
     def seconds(num_guesses: int) -> float:

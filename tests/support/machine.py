@@ -19,6 +19,7 @@ from support.fake_model import (
     expected_states,
 )
 from support.guesses import add_guesses
+from support.invariants import check_index, check_pool, check_scheduler
 from support.requests import random_request, random_windows
 from twostroke.cache import PageGroups, PagePool, PrefixIndex
 from twostroke.core.embedding import Pooling
@@ -38,19 +39,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Adds, plans, runs, commits, cancels and finishes in any order, and checks after each.
 
     `counts` adds up, over all runs of a class, how often each operation was done: one add, one
-    cancel, one step are one operation each, however many of them a rule does.
-    The classes of the parts can be replaced to plant faults, and `windows` be given; `is_strict`
-    says whether pages of generated rows, computed differently, are kept apart. If it `pools`, some
-    requests are read for their embeddings. Without `does_check`
-    only the tokens and the parts' own assertions can find a fault.
+    cancel, one step are one operation each, however many of them a rule does. If it `pools`, some
+    requests are read for their embeddings.
     """
 
-    pool_class: ClassVar[type[PagePool]] = PagePool
-    index_class: ClassVar[type[PrefixIndex]] = PrefixIndex
-    scheduler_class: ClassVar[type[Scheduler]] = Scheduler
-    is_strict: ClassVar[bool | None] = None
-    windows: ClassVar[tuple[int | None, ...] | None] = None
-    does_check: ClassVar[bool] = True
     pools: ClassVar[bool] = False
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -70,14 +62,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         page_size = rng.choice((1, 1, 3, 4, 8))
         max_running = rng.choice((1, 3, 8))
-        windows = self.windows or random_windows(rng)
+        windows = random_windows(rng)
         num_pages = max(num_pages * len(windows), PageGroups(page_size, windows).num_needed(12))
-        self.pool = self.pool_class(num_pages, page_size, windows)
-        two_arithmetics = rng.random() < 0.5 or self.is_strict is not None
-        reuse_generated = not (two_arithmetics if self.is_strict is None else self.is_strict)
+        self.pool = PagePool(num_pages, page_size, windows)
+        two_arithmetics = rng.random() < 0.5
         self.index = None
-        if rng.random() < 0.8 or self.is_strict is not None:
-            self.index = self.index_class(self.pool, reuse_generated=reuse_generated)
+        if rng.random() < 0.8:
+            self.index = PrefixIndex(self.pool, reuse_generated=not two_arithmetics)
         self.model = FakeModel(num_pages, page_size, windows, two_arithmetics=two_arithmetics)
         self.room = PageGroups(page_size, windows).most_tokens(num_pages, 48)
         config = SchedulerConfig(
@@ -91,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
-        self.scheduler = self.scheduler_class(config, self.pool, self.index, policy, self.clock)
+        self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock)
 
     def clock(self) -> float:
         return self.now_s
@@ -129,16 +120,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(seed=_SEEDS, count=st.integers(1, 3))
     def end(self, seed: int, count: int) -> None:
-        """Cancel by id, or finish as a stop string would, wherever the request is."""
+        """Cancel, or finish as a stop string would, wherever the request is."""
         rng = random.Random(seed)
         for request_id in rng.sample(sorted(self.live), min(count, len(self.live))):
             request = self.live.pop(request_id)[0]
             if rng.random() < 0.5:
-                assert self.scheduler.cancel(request_id) is request
+                assert self.scheduler.finish(request, FinishReason.CANCEL)
             else:
                 assert self.scheduler.finish(request, FinishReason.STOP)
             assert not self.scheduler.finish(request, FinishReason.ERROR)
-            assert self.scheduler.cancel(request_id) is None
             self.counted("end in flight" if self.flight else "end")
 
     @precondition(lambda self: self.flight is None)
@@ -222,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert not self.live, "a request did not end"
         assert not self.scheduler.has_work
-        self.pool.check([])
+        check_pool(self.pool)
         stats = self.scheduler.stats()
         assert stats.num_referenced_pages == stats.num_waiting == stats.num_running == 0
         assert stats.num_waiting_tokens == 0
@@ -280,11 +270,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def counted(self, operation: str) -> None:
         self.counts["operations"] += 1
         self.counts[operation] += 1
-        if self.does_check:
-            self.scheduler.check()
-            self.check_pages()
-            if self.index is not None:
-                self.index.check()
+        check_scheduler(self.scheduler, self.flight)
+        self.check_pages()
+        if self.index is not None:
+            check_index(self.index)
 
     def check_pages(self) -> None:
         """Between steps each running request holds the pages that its next rows see, no others."""

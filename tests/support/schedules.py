@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from support.guesses import add_guesses
+from support.invariants import check_scheduler
 from support.vectors import embedder_of
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.request import Request
@@ -176,6 +177,6 @@ def run_schedule(
                     vectors[delta.request.id] = output.embedding.tobytes()
             if delta.request.finish_reason is not None:
                 backend.forget(delta.request)
-    scheduler.check()
+    check_scheduler(scheduler)
     answers = {r.id: (tuple(r.output), tuple(logprobs[r.id])) for r in requests}
     return answers, sum(r.num_preemptions for r in requests)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from support.fake_model import FakeModel
+from support.invariants import check_pool, check_scheduler
 from support.requests import make_request
 from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.request import FinishReason
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -33,10 +35,18 @@ class Steps:
         self.scheduler.add(request)
         return request
 
+    def cancel(self, request_id: str) -> Request | None:
+        """End a request as its caller may at any time; None if it has ended."""
+        ticket = self.scheduler._tickets.get(request_id)
+        if ticket is None:
+            return None
+        assert self.scheduler.finish(ticket.request, FinishReason.CANCEL)
+        return ticket.request
+
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan()
         assert plan is not None
-        self.scheduler.check()
+        check_scheduler(self.scheduler, plan)
         return plan
 
     def land(self, plan: StepPlan, token: int | None = None) -> list[Request]:
@@ -45,7 +55,7 @@ class Steps:
         if token is not None:
             result.tokens[:] = [token] * len(result.tokens)
         deltas = self.scheduler.commit(plan, result)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return [delta.request for delta in deltas]
 
     def step(self, token: int | None = None) -> dict[str, int]:
@@ -60,4 +70,4 @@ class Steps:
             self.step()
             max_steps -= 1
             assert max_steps, "no end in sight"
-        self.pool.check([])
+        check_pool(self.pool)

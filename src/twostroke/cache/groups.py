@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
-
-from twostroke.core.errors import UsageError
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,23 +13,21 @@ class PageGroups:
     A page holds `page_size` tokens of one group. A request has the same number of places for pages
     in each group. A row at position p with a window w reads the positions above p - w, its own
     included; in a group with a window, a place is empty once no later row reads its page.
-
-    Raises:
-        UsageError: no group, or a window or page size below 1.
     """
 
     page_size: int
     windows: tuple[int | None, ...] = (None,)
-    has_windows: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check the sizes."""
-        if not self.windows or any(window is not None and window < 1 for window in self.windows):
-            raise UsageError(f"A window must be at least 1 token: {self.windows}.")
-        if self.page_size < 1:
-            raise UsageError(f"A page must hold at least 1 token, not {self.page_size}.")
-        has_windows = any(window is not None for window in self.windows)
-        object.__setattr__(self, "has_windows", has_windows)
+        assert self.page_size >= 1, "a page must hold a token"
+        assert self.windows, "a model without attention has no pages"
+        assert all(window is None or window >= 1 for window in self.windows), "an empty window"
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the rows of any group see only the last positions."""
+        return any(self.windows)
 
     def first_seen(self, num_computed: int) -> list[int]:
         """Return, for each group, the first place that rows from `num_computed` on read."""
@@ -41,8 +37,8 @@ class PageGroups:
             for window in self.windows
         ]
 
-    def next_behind(self, num_computed: int) -> int:
-        """Return how many tokens must be computed until a window leaves another page."""
+    def next_passed(self, num_computed: int) -> int:
+        """Return how many tokens must be computed until a window passes another page."""
         size = self.page_size
         return min(
             (
@@ -70,7 +66,7 @@ class PageGroups:
         step. Pages that its windows leave until then are not counted.
         """
         growth = max(1, -(-num_tokens // self.page_size) - num_places)
-        if not self.has_windows:
+        if not any(self.windows):
             return growth * len(self.windows)
         num_rows = max(1, min(num_rows, num_tokens - num_computed))
         total = 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from twostroke.cache.groups import PageGroups
-from twostroke.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +31,7 @@ class PagePool:
     def __init__(
         self, num_pages: int, page_size: int, windows: tuple[int | None, ...] = (None,)
     ) -> None:
-        if num_pages < 1 or page_size < 1:
-            message = f"A page pool needs pages and a page size of at least 1, not {num_pages} "
-            raise UsageError(f"{message}and {page_size}.")
+        assert num_pages >= 1, "a pool needs a page"
         self.num_pages = num_pages
         self.page_size = page_size
         self.groups = PageGroups(page_size, windows)
@@ -73,10 +70,6 @@ class PagePool:
         """Return copies of the reference counts of all pages and of the cached pages."""
         return tuple(self._counts), tuple(self._cached)
 
-    def is_kept(self, page: int) -> bool:
-        """Return whether `page` will be cached rather than freed with its last reference."""
-        return self._kept[page]
-
     def allocate(self, count: int) -> list[int]:
         """Return `count` pages, at most `num_available`, with one reference each."""
         assert count <= self.num_available, "more pages were asked for than there are"
@@ -102,8 +95,8 @@ class PagePool:
         for page in reversed(pages):
             self._drop(page)
 
-    def leave_behind(self, page: int) -> None:
-        """Drop a reference to a page that a window has left; it becomes the first to be evicted.
+    def release_passed(self, page: int) -> None:
+        """Drop a reference to a page that a window has passed; it becomes the first to be evicted.
 
         Most places of a sequence are never the end of another request's prefix.
         """
@@ -115,18 +108,6 @@ class PagePool:
         """Let a referenced page outlive its references until it is evicted."""
         assert self._counts[page] > 0, "only a referenced page has content worth keeping"
         self._kept[page] = True
-
-    def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert every invariant; `holders` are all lists of pages with references."""
-        expected = Counter(page for pages in holders for page in pages)
-        counted = {page: count for page, count in enumerate(self._counts) if count}
-        assert counted == dict(expected), f"references {dict(expected)}, counted {counted}"
-        free, cached, referenced = set(self._free), set(self._cached), set(counted)
-        assert len(free) == len(self._free), "a page is free twice"
-        assert len(free | cached | referenced) == self.num_pages, "a page is lost"
-        assert len(free) + len(cached) + len(referenced) == self.num_pages, "two states"
-        assert all(self._kept[page] for page in cached), "a cached page is not kept"
-        assert not any(self._kept[page] for page in free), "a free page is kept"
 
     def _drop(self, page: int) -> None:
         counts = self._counts

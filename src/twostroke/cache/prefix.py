@@ -127,17 +127,6 @@ class PrefixIndex:
             self._keys[page] = (group, key)
             self._pool.keep(page)
 
-    def check(self) -> None:
-        """Assert that keys and pages match and that the pool keeps exactly these pages."""
-        indexed = {
-            page: (group, key)
-            for group, known in enumerate(self._pages)
-            for key, page in known.items()
-        }
-        assert indexed == self._keys
-        kept = {page for page in range(self._pool.num_pages) if self._pool.is_kept(page)}
-        assert kept == set(self._keys), f"indexed {set(self._keys)}, kept {kept}"
-
     def _num_reachable(self, keys: list[bytes], num_places: int) -> int:
         """Return the most places, up to `num_places`, whose windows have only known pages."""
         groups = self._pool.groups

@@ -29,7 +29,7 @@ from twostroke.engine.sizing import size_cache
 from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
-from twostroke.spec import Always, Lookahead, NgramProposer, Speculator, StepTime, WhilePaying
+from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
 from twostroke.weights import LoadedModel, release_tensors
 
 if TYPE_CHECKING:
@@ -179,8 +179,8 @@ def build_speculator(
     if options.method == "lookahead":
         proposers.append(Lookahead())
     on_request = [Lookahead()] if options.method == "auto" else []
-    chooser = WhilePaying(step_time) if options.count is None else Always(options.count)
-    return Speculator(proposers, chooser, step_time, on_request, watchers)
+    budget_of = budgets(step_time, options.count)
+    return Speculator(proposers, budget_of, step_time, on_request, watchers)
 
 
 def _limits(compute: ComputeOptions, num_weight_bytes: int) -> Limits:

@@ -26,7 +26,7 @@ from twostroke.fetch import known_draft
 from twostroke.models import build_program
 from twostroke.models.heads import EAGLE, NUMBERS, TABLE, build_heads, last_hidden
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.spec import DraftModel, EagleHeads, HeadAccuracy, MedusaHeads, StepTime, Words
+from twostroke.spec import AcceptanceRate, DraftModel, EagleHeads, MedusaHeads, StepTime, Words
 from twostroke.tokenize import Translation
 from twostroke.weights import load_heads, numbers_table, release_tensors, target_identity
 
@@ -238,13 +238,13 @@ class Heads:
         )
         cost = cost_model(program, tensors).per_step()
         step_time = StepTime(cost, hardware, runner.facts.rows_together)
-        accuracy = HeadAccuracy(facts.accepted, facts.right_if_sure)
+        rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         if not is_eagle:
-            return MedusaHeads(runner, step_time, accuracy, facts.token_ids)
+            return MedusaHeads(runner, step_time, rate, facts.token_ids, len(facts.accepted))
         return EagleHeads(
             runner,
             step_time,
-            accuracy,
+            rate,
             facts.token_ids,
             context_length=length,
             max_running=max_running,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints
-from twostroke.schedule.limits import too_long
+from twostroke.schedule.config import too_long
 from twostroke.tokenize import TooManyTokensError, encode_infill
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -36,19 +37,10 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.tokenize import Tokenizer
 
-T = TypeVar("T")
-
-_MAX_KNOWN: Final = 64  # compiled grammars that are kept
-_MAX_REFUSED: Final = 256  # of those that cannot be compiled, the reason is kept
+_MAX_KNOWN: Final = 64  # compiled grammars that are kept, or why they could not be compiled
 _MAX_ERROR: Final = 300  # characters
 MAX_CHOICES: Final = 1024
 _NICENESS: Final = 10  # of the thread that compiles
-_FORMATS: Final[dict[str, GrammarFormat]] = {
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "lark": "lark",
-}
 _NAMES: Final = {
     "json_schema": "The JSON schema",
     "regex": "The regular expression",
@@ -70,14 +62,14 @@ _LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 
-# Rules that refer to one another in a chain are followed by recursion, one frame each: as many as
-# fit into the longest text must fit into the stack. Only what is used of it takes memory.
+# llguidance follows rules that refer to one another by recursion, one frame each. The stack must
+# hold as many as fit into the longest text; only the used part takes memory.
 _STACK_BYTES: Final = 512 << 20
 _stack_lock = threading.Lock()  # the size of new stacks is the process's
 
 
 class Grammars:
-    """Compiles constraints for one model's vocabulary, and keeps those that were used last.
+    """Compiles constraints for one model's vocabulary, and remembers those that were used last.
 
     Safe to use from several threads; only one compiles at a time.
     """
@@ -88,8 +80,7 @@ class Grammars:
         self.num_words = -(-vocab_size // 32)  # of a mask
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._known: OrderedDict[Constraint, GrammarMatcher] = OrderedDict()
-        self._refused: OrderedDict[Constraint, str] = OrderedDict()
+        self._known: OrderedDict[Constraint, GrammarMatcher | str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known
         self._compiling = threading.Lock()
 
@@ -98,61 +89,68 @@ class Grammars:
         return self.compile(constraint).another(constraint)
 
     def compile(self, constraint: Constraint) -> GrammarMatcher:
-        """Return the matcher whose copies (`another`) are those of new requests.
+        """Return the matcher that new requests copy (`another`).
 
         Raises:
-            RequestError: the constraint is not valid, asks for what is not supported, or is too
-                complex; the sentence says what.
+            RequestError: the constraint is not valid, not supported or too complex; the message
+                says why.
         """
         if not self.ends:
             reason = "needs an end token, which this model lacks."
             raise RequestError(reason, field=constraint.param)
-        if known := self.known(constraint):
-            return known
-        with self._compiling:  # apart from the other lock: compiling must not block other readers
-            if known := self.known(constraint):
-                return known
-            compiled = _on_large_stack(self._compile, constraint)
-            with self._lock:
-                _remember(self._known, constraint, compiled, _MAX_KNOWN)
-                return compiled
+        found = self._find(constraint)
+        if found is None:
+            with self._compiling:
+                found = self._find(constraint) or self._try(constraint)
+        if isinstance(found, str):
+            raise _error(constraint, found)
+        return found
 
     def known(self, constraint: Constraint) -> GrammarMatcher | None:
         """Return what `compile` would return at once, if it would."""
-        with self._lock:
-            compiled = self._known.get(constraint)
-            if compiled is not None:
-                self._known.move_to_end(constraint)
-            return compiled
+        found = self._find(constraint)
+        return None if isinstance(found, str) else found
 
     def refusal(self, constraint: Constraint, *, only_known: bool = False) -> str | None:
-        """Return why a constraint cannot be used, or None; what it compiles is not kept.
+        """Return why a constraint cannot be used, or None.
 
         `only_known` looks at earlier answers only, and takes no time.
         """
-        with self._lock:
-            if (why := self._refused.get(constraint)) is not None:
-                self._refused.move_to_end(constraint)
-                return why
-            if only_known or constraint in self._known:
-                return None
-        try:
-            with self._compiling:
-                _on_large_stack(self._compile, constraint)
-        except RequestError as error:
-            with self._lock:
-                _remember(self._refused, constraint, str(error.facts["why"]), _MAX_REFUSED)
-            return str(error.facts["why"])
-        return None
+        if not only_known:
+            with suppress(RequestError):
+                self.compile(constraint)
+        found = self._find(constraint)
+        return found if isinstance(found, str) else None
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes a second or two in which no other thread gets far.
+        """Read the vocabulary now rather than for the first constraint.
 
-        Otherwise it is done for the first constraint.
+        It takes a second or two, during which other threads hardly run.
         """
         with self._compiling:
             if self.ends:
                 _ = self._vocabulary
+
+    def _find(self, constraint: Constraint) -> GrammarMatcher | str | None:
+        """Return what is known of a constraint: compiled, or why it cannot be."""
+        with self._lock:  # not the one of `_compiling`, which must not block other readers
+            found = self._known.get(constraint)
+            if found is not None:
+                self._known.move_to_end(constraint)
+            return found
+
+    def _try(self, constraint: Constraint) -> GrammarMatcher | str:
+        """Compile a constraint, or find out why it cannot be; remember either."""
+        found: GrammarMatcher | str
+        try:
+            found = _on_large_stack(self._compile, constraint)
+        except RequestError as error:
+            found = str(error.facts["why"])
+        with self._lock:
+            self._known[constraint] = found
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return found
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -196,12 +194,12 @@ class _Words:
 
 
 class GrammarMatcher:
-    """A compiled grammar, as far as one request's output has gone through it."""
+    """A compiled grammar, and where in it one request's output is."""
 
     def __init__(self, matcher: LLMatcher, grammars: Grammars, constraint: Constraint) -> None:
-        """Begin at the beginning of an answer."""
+        """Begin with no output."""
         self._matcher = matcher
-        self._is_shared = False  # with the one that copies are made of
+        self._is_shared = False  # `_matcher` belongs to the compiled grammar
         self._grammars = grammars
         self._constraint = constraint
         self._num_known = 0  # tokens of the output
@@ -209,10 +207,10 @@ class GrammarMatcher:
         self.num_words = grammars.num_words
 
     def another(self, constraint: Constraint) -> GrammarMatcher:
-        """Return one for a new request that asks for the same.
+        """Return a matcher for a new request with the same constraint.
 
-        It copies what it needs when it is first asked, by the engine: a large grammar takes half a
-        millisecond, and a request may want a thousand of them.
+        The grammar is copied when the engine first uses the matcher: a large one takes half a
+        millisecond, and a request may have a thousand answers.
         """
         assert not self._num_known
         found = GrammarMatcher(self._matcher, self._grammars, constraint)
@@ -231,14 +229,14 @@ class GrammarMatcher:
         _mask(self._matcher, out[0])
         self._check()
         if drafts:
-            self._mask_behind(drafts, parents, out[1:])
+            self._mask_drafts(drafts, parents, out[1:])
 
-    def _mask_behind(
+    def _mask_drafts(
         self, drafts: Sequence[int], parents: Sequence[int], out: NDArray[np.uint32]
     ) -> None:
         """Write what may follow each draft: nothing after a draft that is not allowed.
 
-        On a copy: a limit that only a wrong draft exceeds is nothing that the answer has to suffer.
+        On a copy: if a wrong draft exceeds a limit, the answer must not fail.
         """
         matcher, path = self._matcher.deep_copy(), [ROOT]  # drafts that it has taken in
         out[:] = 0
@@ -253,7 +251,7 @@ class GrammarMatcher:
                 matcher.consume_token(draft)
                 path.append(i)
                 _mask(matcher, out[i])
-            if matcher.is_error():  # if this draft is right, the request fails for it
+            if matcher.is_error():  # the request fails only if this draft is right
                 out[i] = 0
                 return
 
@@ -265,9 +263,9 @@ class GrammarMatcher:
         return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def forced(self, output: Sequence[int]) -> Sequence[int]:
-        """Return the tokens that must follow, as far as they are easily found."""
+        """Return the tokens that must follow, as many as are found quickly."""
         self._follow(output)
-        # A copy, for a search that is given up leaves a matcher of no further use.
+        # A copy: a search that reaches its limit leaves the matcher unusable.
         return () if self._matcher.is_error() else self._matcher.deep_copy().compute_ff_tokens()
 
     def _follow(self, output: Sequence[int]) -> None:
@@ -287,17 +285,11 @@ def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
 
-def _remember(known: OrderedDict[Constraint, T], key: Constraint, value: T, most: int) -> None:
-    known[key] = value
-    if len(known) > most:
-        known.popitem(last=False)
-
-
 def _on_large_stack(
     compile_: Callable[[Constraint], GrammarMatcher], constraint: Constraint
 ) -> GrammarMatcher:
     """Return what `compile_` returns, called in a separate thread with a large stack."""
-    with ThreadPoolExecutor(1, "twostroke-grammar", _step_back) as thread, _stack_lock:
+    with ThreadPoolExecutor(1, "twostroke-grammar", _lower_priority) as thread, _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:
             work = thread.submit(compile_, constraint)
@@ -306,8 +298,8 @@ def _on_large_stack(
     return work.result()
 
 
-def _step_back() -> None:
-    """Let this thread's work wait for that of others, where the system can do so for a thread."""
+def _lower_priority() -> None:
+    """Lower this thread's priority, where the system has priorities of threads."""
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -327,16 +319,16 @@ def _grammar(constraint: Constraint) -> str:
             raise _refusal(constraint, message)
         if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
             raise _refusal(constraint, "no rule begins with '{'")  # JSON would be read as objects
-        return grammar_from(_FORMATS[notation], text)
+        return grammar_from(cast("GrammarFormat", notation), text)
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
 
 
 def _may_force(constraint: Constraint) -> bool:
-    """Return whether llguidance may look for text that can go on in one way only.
+    """Return whether llguidance may look for text that can continue in one way only.
 
-    A client's grammar can force any length. One in Lark's notation is our own, or that of a
-    program that uses the library, and says itself if it may not.
+    A client's grammar can force any length. Grammars in Lark's notation are our own, or those of
+    programs that use the library, and contain `NO_FORCING` themselves.
     """
     match constraint.notation:
         case "json_schema":
@@ -364,12 +356,15 @@ def _are_texts(value: object) -> bool:
 
 
 def _refusal(constraint: Constraint, why: str) -> RequestError:
-    why = f"{_NAMES[constraint.notation]} cannot be used: {_first_line(why)}"
+    return _error(constraint, f"{_NAMES[constraint.notation]} cannot be used: {_first_line(why)}")
+
+
+def _error(constraint: Constraint, why: str) -> RequestError:
     return RequestError("cannot be followed. {why}", field=constraint.param, why=why)
 
 
 def _first_line(text: str) -> str:
-    """Return what an error's text says first: the rest is of the engine's inside."""
+    """Return the first line of an error's text: the rest is about llguidance's internals."""
     if "coerce_one_of" in text:
         text = "the alternatives of a oneOf overlap, which is not supported; anyOf is"
     lines = text.strip().splitlines() or [""]

@@ -13,18 +13,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from twostroke.core.constraint import Matcher
     from twostroke.core.request import Request
     from twostroke.core.step import Slice
 
 
-def fill_masks(
-    matcher: Matcher, request: Request, part: Slice | None, out: NDArray[np.uint32]
-) -> None:
+def fill_masks(request: Request, part: Slice | None, out: NDArray[np.uint32]) -> None:
     """Write the masks of all tokens that are drawn for a request, whose slice may have drafts."""
-    drafts = part.drafts if part is not None else ()
-    parents = parents_of(len(drafts), part.branches) if part is not None and drafts else ()
-    matcher.masks(request.output, drafts, parents, out)
+    assert request.matcher is not None
+    drafts, branches = (part.drafts, part.branches) if part is not None else ((), ())
+    request.matcher.masks(request.output, drafts, parents_of(len(drafts), branches), out)
 
 
 def allows_only(mask: NDArray[np.uint32], ids: Iterable[int]) -> bool:

@@ -11,11 +11,11 @@ choices make that possible:
 - Every truncation keeps a prefix of one order: larger logit first, lower id among equals.
 - The draw inverts the cumulative weight over ascending ids at `floor(bits * total / 2^64)`, where
   `bits` are Philox4x32-10 keyed by the request's seed at the index of the output token. Nothing
-  else is random, so the batch, preemption and the order of work have no say.
+  else is random, so the batch, preemption and the order of work do not matter.
 
 A logit that is NaN counts as minus infinity: a damaged value is never chosen. A row in which
-nothing is above minus infinity (all NaN, or all barred) gives `NO_TOKEN`: its request has failed,
-its neighbours have not. Plus infinity leaves all others no chance and is shared evenly.
+nothing is above minus infinity (all NaN, or all barred) gives `NO_TOKEN`: its request fails, others
+do not. Logits of plus infinity share the whole probability evenly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from twostroke.sample.masks import allows_only, as_flags, fill_masks
 from twostroke.sample.philox import random_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan
 
 UNIT = 2**40  # the weight of the likeliest token
-LEAST_LOGPROB = -9999.0  # JSON knows no infinity
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 LEAST_PENALTY = float(np.finfo(np.float32).tiny)
 
 _POWER_OF_TWO = tuple(  # (2^f - 1) / f on [-1/2, 1/2], highest power first
@@ -64,46 +64,34 @@ def draw_all(
 ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[TokenLogprobs | None]]:
     """Draw all tokens of a step, as `draw`; return them, and the scores of its scored rows.
 
-    `logits` (rows, vocab_size) are those of all its rows that have some, in the plan's order.
+    `logits` (rows, vocab_size) are those of all rows that have some, in the plan's order.
     """
-    slices, draws = plan.slices, np.array(plan.draws, bool)
-    asked = [(part.request, token) for part in slices for token in part.scored_tokens]
-    scores = [
-        score(who, row, token) for (who, token), row in zip(asked, logits[~draws], strict=True)
-    ]
-    drawn_for = [
-        (part.request, drafts, mask)
-        for part in slices
-        for drafts, mask in zip(_drafts_before(part), _masks(part), strict=True)
-    ]
-    drawn = [
-        draw(who, row, drafts, mask)
-        for (who, drafts, mask), row in zip(drawn_for, logits[draws], strict=True)
-    ]
+    drawn: list[tuple[int, TokenLogprobs | None]] = []
+    scores: list[TokenLogprobs | None] = []
+    rows = iter(logits)
+    for part in plan.slices:
+        scores += [score(part.request, next(rows), token) for token in part.scored_tokens]
+        before_each = zip(_drafts_before(part), _masks(part), strict=True)
+        drawn += [draw(part.request, next(rows), drafts, mask) for drafts, mask in before_each]
+    assert next(rows, None) is None, "more rows of logits than tokens"
     return drawn, scores
 
 
 def _masks(part: Slice) -> Sequence[NDArray[np.uint32] | None]:
     """Return the mask of each token to be drawn, if there is a constraint."""
     matcher = part.request.matcher
-    if matcher is None:
+    if matcher is None or not part.samples:
         return [None] * part.num_drawn
     masks = np.zeros((part.num_drawn, matcher.num_words), np.uint32)
-    if part.samples:
-        fill_masks(matcher, part.request, part, masks)
+    fill_masks(part.request, part, masks)
     return list(masks)
 
 
-def _drafts_before(part: Slice) -> Iterator[Sequence[int]]:
-    """Yield the drafts that each token to be drawn follows."""
-    if not part.samples:
-        return
-    if not part.branches:
-        yield from (part.drafts[:i] for i in range(part.num_drawn))
-        return
+def _drafts_before(part: Slice) -> list[list[int]]:
+    """Return the drafts that each token to be drawn follows."""
     parents = parents_of(len(part.drafts), part.branches)
-    for draft in range(ROOT, len(part.drafts)):
-        yield [part.drafts[i] for i in path_to(draft, parents)]
+    drawn = range(ROOT, part.num_drawn + ROOT)  # each after the draft with this index
+    return [[part.drafts[i] for i in path_to(draft, parents)] for draft in drawn]
 
 
 def draw(

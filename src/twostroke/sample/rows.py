@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,20 @@ RESULT = np.dtype(
 )
 
 
+@dataclass(slots=True)
+class _History:
+    """Prompt and output of a request, `num_tokens` in all, and perhaps drafts."""
+
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    num_tokens: int = 0
+
+
 class RowTable:
     """The rows of all requests that a backend knows.
 
-    A request's parameters are written once, when it is first met. A step costs one gather of
-    rows, unless it is for the same requests as the one before and none has penalties, plus the
-    tokens that are new to the history of a request with penalties.
+    A request's parameters are written once. A step costs one gather of rows, unless it has the
+    same requests as the step before and none has penalties, plus the new tokens in the histories
+    of requests with penalties.
     """
 
     def __init__(self) -> None:
@@ -101,10 +110,10 @@ class RowTable:
     ) -> Rows:
         """Return an array of `ROW`, one for each request's next token, in their order.
 
-        Where there are drafts in `parts[i]`, the slice of `requests[i]`, each of them has a row,
-        too, for the token after it, and each scored row has one in front of these. `num_tokens` is
-        how many tokens each request has, if the caller knows. The array is good until the next
-        call, and so is what its pointers refer to, unless the request is forgotten before.
+        Each draft in `parts[i]`, the slice of `requests[i]`, has a row too, for the token after
+        it; rows of scored tokens come before these. `num_tokens` is how many tokens each request
+        has, if the caller knows. The array and its pointers are valid until the next call, or
+        until a request is forgotten.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
@@ -116,8 +125,9 @@ class RowTable:
             counts = scored + np.array([part.num_drawn for part in parts])
             firsts = counts.cumsum() - counts + scored
             num_tokens = (num_tokens - firsts).repeat(counts) + np.arange(counts.sum())
-            if self._histories:
-                self._guess(parts)
+            for part in parts if self._histories else ():
+                end = part.branches[0].first if part.branches else None
+                self._write_history(part.request, part.drafts[:end])
             places = places.repeat(counts)
             rows = self._drafted = self._table.view(_WHOLE_ROW)[places].view(ROW)
             self._branch(parts, firsts, rows, num_tokens)
@@ -140,7 +150,7 @@ class RowTable:
             found = [known[r] if r in known else self._add(r) for r in requests]
         if self._histories:
             for request in requests:
-                self._extend(request)
+                self._write_history(request)
         self._last = requests
         self._last_places = np.array(found, dtype=np.intp)
         self._rows = self._table.view(_WHOLE_ROW)[self._last_places].view(ROW)
@@ -194,28 +204,17 @@ class RowTable:
         self._min_tokens = np.concatenate([self._min_tokens, np.zeros(more, dtype=np.int64)])
         self._num_ends = np.concatenate([self._num_ends, np.zeros(more, dtype=np.int32)])
 
-    def _extend(self, request: Request) -> None:
-        """Copy the tokens that are new to a request's history, if it has one; none ever changes."""
-        history, end = self._histories.get(request), len(request.tokens)
-        if history is None or history.num_tokens == end:
+    def _write_history(self, request: Request, drafts: Sequence[int] = ()) -> None:
+        """Bring a request's history up to date, if it has one, with drafts at its end."""
+        history = self._histories.get(request)
+        if history is None:
             return
-        start = history.num_tokens
-        self._make_room(request, history, end)
-        if end == start + 1:
-            history.tokens[start] = request.tokens[start]
-        else:
-            history.tokens[start:end] = request.tokens[start:end]
-        history.num_tokens = end
-
-    def _guess(self, parts: Sequence[Slice]) -> None:
-        """Write drafts after the histories; the next true tokens will overwrite them."""
-        for part in parts:
-            history = self._histories.get(part.request)
-            if history is not None and part.drafts:
-                drafts = part.drafts[: part.branches[0].first] if part.branches else part.drafts
-                end = history.num_tokens + len(drafts)
-                self._make_room(part.request, history, end)
-                history.tokens[history.num_tokens : end] = drafts
+        tokens = history.tokens
+        del tokens[history.num_tokens :]  # drafts of an earlier step
+        tokens.extend(request.tokens[history.num_tokens :])
+        tokens.extend(drafts)
+        history.num_tokens = len(request.tokens)
+        self._table["tokens"][self._places[request]] = tokens.buffer_info()[0]
 
     def _branch(
         self, parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows, num_tokens: NDArray[Any]
@@ -251,18 +250,11 @@ class RowTable:
             if len(masks) < count:
                 masks = self._masks[request] = np.zeros((2 * count, masks.shape[1]), masks.dtype)
             masks = masks[:count]
-            fill_masks(request.matcher, request, part, masks)
+            fill_masks(request, part, masks)
             own["mask"] = masks.ctypes.data + masks.strides[0] * np.arange(count, dtype=np.uint64)
             for row, mask in zip(own, masks, strict=True):
                 if row["num_barred"] and allows_only(mask, request.end_ids):
                     row["num_barred"] = 0
-
-    def _make_room(self, request: Request, history: _History, num_tokens: int) -> None:
-        old = history.tokens
-        if num_tokens > old.size:
-            history.tokens = np.zeros(2 * num_tokens, dtype=np.int32)
-            history.tokens[: old.size] = old
-            self._table["tokens"][self._places[request]] = history.tokens.ctypes.data
 
 
 def _give(parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows) -> None:
@@ -272,14 +264,6 @@ def _give(parts: Sequence[Slice], firsts: NDArray[Any], rows: Rows) -> None:
             own = rows[first - part.num_scored : first]
             own["given"] = part.scored_tokens
             own["num_logprobs"] = part.request.params.prompt_logprobs
-
-
-@dataclass(slots=True)
-class _History:
-    """Prompt and output of a request, with room for more; `num_tokens` are filled."""
-
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    num_tokens: int = 0
 
 
 def read_results(results: Rows, rows: Rows) -> tuple[list[int], list[TokenLogprobs | None]]:

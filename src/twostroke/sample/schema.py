@@ -1,11 +1,11 @@
-"""Which keywords of JSON Schema are kept to: every other one is refused, never passed over."""
+"""Which keywords of JSON Schema are enforced; every other one is refused, never ignored."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.errors import nearest
 
@@ -32,8 +32,8 @@ ANNOTATIONS: Final = frozenset(
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
-# JSON is written as Python's json.dumps does: a weak model would otherwise fill its answer with
-# blanks, of which a schema allows any number.
+# JSON is written as json.dumps does. A schema allows any number of blanks, and a weak model
+# would fill its answer with them.
 JSON_FORM: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -41,12 +41,7 @@ JSON_FORM: Final[Mapping[str, Any]] = {
     "lenient": False,
 }
 
-# What is around something, and its name there. Written out for all, the paths in a schema with one
-# long name would take its length times its size.
-_Place: TypeAlias = tuple[Any, str] | None
-
 _MOST_SHOWN: Final = 80  # characters of a keyword, and of the end of its path
-
 MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
 _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _MINIMA: Final = ("minItems", "minProperties", "minLength")
@@ -56,7 +51,7 @@ _KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
 
 
 def check_keywords(text: str) -> None:
-    """Check that a JSON schema asks for nothing that would be passed over.
+    """Check that a JSON schema asks for nothing that would be ignored.
 
     Raises:
         ValueError: it is not JSON, or has a keyword that is not known; the sentence names it.
@@ -67,11 +62,11 @@ def check_keywords(text: str) -> None:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(schema, dict):
         raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, as others are
-    waiting: list[tuple[_Place, Any]] = [(None, schema)]
+    waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
-        place, part = waiting.pop()
+        path, part = waiting.pop()
         if isinstance(part, dict):
-            waiting += _inside(part, place)
+            waiting += _inside(part, path)
 
 
 def forces_little(schema: object) -> bool:
@@ -125,25 +120,21 @@ def _referred(root: object, pointer: object) -> object:
     return here
 
 
-def _inside(schema: dict[str, Any], outer: _Place) -> Iterator[tuple[_Place, Any]]:
-    """Yield the schemas in a schema, with their places."""
+def _inside(schema: dict[str, Any], outer: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas in a schema, each with the end of its path."""
     for keyword, value in schema.items():
-        place = (outer, keyword)
+        path = _joined(outer, keyword)
         if keyword not in _KNOWN:
-            word, path = keyword[:_MOST_SHOWN], _path(place)
-            raise ValueError(f"'{word}' ({path}) is not supported.{nearest(word, _KNOWN)}")
+            word = keyword[:_MOST_SHOWN]
+            where = path if len(path) <= _MOST_SHOWN else f"…{path[-_MOST_SHOWN:]}"
+            raise ValueError(f"'{word}' ({where}) is not supported.{nearest(word, _KNOWN)}")
         if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            yield from (((place, name), inner) for name, inner in value.items())
+            yield from ((_joined(path, name), inner) for name, inner in value.items())
         elif keyword in SCHEMAS:
             many = value if isinstance(value, list) else [value]
-            yield from ((place, inner) for inner in many)
+            yield from ((path, inner) for inner in many)
 
 
-def _path(place: _Place) -> str:
-    """Return where something is as a JSON pointer, of a long one the end."""
-    steps = []
-    while place is not None:
-        place, step = place
-        steps.append(f"/{step}")
-    path = "".join(reversed(steps))
-    return path if len(path) <= _MOST_SHOWN else f"…{path[-_MOST_SHOWN:]}"
+def _joined(path: str, step: str) -> str:
+    """Return a JSON pointer, or of a long one the end: names may be long, and schemas many."""
+    return f"{path}/{step}"[-_MOST_SHOWN - 1 :]

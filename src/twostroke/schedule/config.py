@@ -1,14 +1,22 @@
-"""The limits of a scheduler, and snapshots of its state."""
+"""The limits of a scheduler, what they refuse, and snapshots of its state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import Field, UsageError
+from twostroke.core.errors import (
+    ContextLengthError,
+    Field,
+    OverloadedError,
+    RequestError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
+
+_START: Final = "This model's maximum context length is {context_length} tokens. However, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +31,13 @@ class SchedulerConfig:
             between two tokens, can take.
         most_scored: most rows of a step that report log-probabilities of prompts; it bounds the
             memory that logits take.
-        max_waiting_requests: a longer queue refuses.
-        max_waiting_tokens: a queue with more tokens refuses, unless it is empty.
+        max_waiting_requests: a longer queue refuses requests.
+        max_waiting_tokens: a queue with more tokens does, unless it is empty.
         max_overtakes: how many later arrivals may pass a request for each level of priority that
-            they are more urgent. It is what keeps a stream of urgent requests from starving the
-            others for ever.
+            they are more urgent, so that a stream of urgent requests cannot starve the others.
 
     Raises:
-        UsageError: a limit is below 1, or the budget cannot serve all running requests.
+        UsageError: the budget cannot serve all running requests.
     """
 
     context_length: int
@@ -43,11 +50,6 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what could not make progress."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                reason = f"must be an integer of at least 1, got {value!r}."
-                raise UsageError(reason, field=field.name)
         if self.token_budget < self.max_running:
             reason = f"must be at least {{other}} ({self.max_running}), got {self.token_budget}."
             raise UsageError(reason, field="token_budget", other=Field("max_running"))
@@ -87,3 +89,75 @@ class SchedulerView:
     counts: tuple[int, ...]
     cached: tuple[int, ...]
     waiting_since_s: float | None
+
+
+def max_len(request: Request, context_length: int, num_slots: int) -> int:
+    """Return how many tokens end the request, prompt included.
+
+    `num_slots` is how many tokens the whole page pool holds.
+
+    Raises:
+        RequestError: there is no prompt.
+        ContextLengthError: the prompt, or prompt and `max_tokens`, exceed either. The wording for
+            the context length is OpenAI's, which clients search for.
+    """
+    answer, num_prompt = request.max_output, len(request.tokens)
+    prompt = request.prompt_field
+    if not num_prompt:
+        raise RequestError("is empty: give at least one token.", field=prompt)
+    total = num_prompt + (1 if answer is None else answer)
+    if num_prompt + (answer != 0) > context_length:
+        raise too_long(prompt, num_prompt, context_length)
+    if total > context_length:
+        raise ContextLengthError(
+            f"{_START}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "
+            f"completion). Please reduce the length of the {prompt} or completion.",
+            field="max_tokens",
+            num_prompt=num_prompt,
+            num_answer=answer,
+            context_length=context_length,
+        )
+    if total > num_slots:
+        raise ContextLengthError(
+            f"The request needs key-value memory for {total} tokens ({num_prompt} of them "
+            f"prompt), but there is memory for {num_slots}. "
+            "Shorten the prompt, lower {limit}, or give the cache more memory.",
+            field="max_tokens" if answer else prompt,
+            limit=Field("max_tokens"),
+        )
+    return total if answer is not None else min(context_length, num_slots)
+
+
+def too_long(
+    prompt: str, num_prompt: int, context_length: int, *, is_counted: bool = True
+) -> ContextLengthError:
+    """Return the error of a prompt, in the field `prompt`, that alone exceeds the context length.
+
+    With `is_counted` false it has at least `num_prompt` tokens.
+    """
+    return ContextLengthError(
+        _START + "your {field} resulted in {least}{num_prompt} tokens. "
+        "Please reduce the length of the {field}.",
+        field=prompt,
+        least="" if is_counted else "at least ",
+        num_prompt=num_prompt,
+        context_length=context_length,
+    )
+
+
+def check_queue(
+    config: SchedulerConfig, num_waiting: int, num_waiting_tokens: int, request: Request
+) -> None:
+    """Refuse a request for which the queue has no place.
+
+    Raises:
+        OverloadedError: too many requests wait, or too many tokens.
+    """
+    num_tokens = num_waiting_tokens + len(request.tokens)
+    if num_waiting >= config.max_waiting_requests:
+        found, limit = f"{num_waiting} requests wait", config.max_waiting_requests
+    elif num_waiting and num_tokens > config.max_waiting_tokens:
+        found, limit = f"{num_tokens} tokens would wait", config.max_waiting_tokens
+    else:
+        return
+    raise OverloadedError(f"The queue is full: {found}, and at most {limit} may. Try again later.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """Lays drafts out as rows, and keeps the pages of branches until the step's commit.
+    """Lays drafts out as rows, and takes the pages of branches until the step's commit.
 
     A chain is written to the request's own pages. A branch of a tree has pages of its own from the
     place where it leaves the others' path. If its drafts are right, these become the request's, so
@@ -31,12 +31,6 @@ class Drafting:
         self._pool = pool
         self._page_size = pool.page_size
         self._holdings = holdings
-        self._branched: list[Slice] = []  # of the step in flight
-
-    @property
-    def pages_held(self) -> list[list[int]]:
-        """The pages of the branches in the step in flight."""
-        return [branch.own_pages for piece in self._branched for branch in piece.branches]
 
     def add(
         self,
@@ -60,12 +54,9 @@ class Drafting:
         if room < num_chain or not cuts:
             order = order[: max(0, min(room, num_chain))]
         else:
-            branches = self._branches(piece, parents, [*cuts, len(order)], num_running)
-            if branches:
-                piece.branches = tuple(branches)
-                self._branched.append(piece)
-            num_cut = len(cuts) - len(branches)
-            order = order[: cuts[-num_cut] if num_cut else len(order)]
+            ends = [*cuts, len(order)]
+            piece.branches = tuple(self._branches(piece, parents, ends, num_running))
+            order = order[: ends[len(piece.branches)]]
         piece.drafts = tuple([drafts[i] for i in order])
         return order
 
@@ -83,10 +74,6 @@ class Drafting:
             taken = [page for page in taken if page not in kept]
             request.num_moves += 1
         self._pool.release(taken)
-
-    def forget(self) -> None:
-        """Forget the branches of a step that was committed."""
-        self._branched = []
 
     def _grow(self, piece: Slice, wanted: int, num_running: int) -> int:
         """Take pages for drafts after a slice; return for how many there is room."""
@@ -140,48 +127,40 @@ class Drafting:
         return branches
 
 
-def end(ticket: Ticket, delta: Delta) -> None:
-    """End the request if the delta's one token, which was just appended, ends it.
-
-    With `max_tokens=0` the drawn token is discarded.
-    """
-    request = ticket.request
-    request.finish_reason = end_reason(ticket, request.tokens[-1])
-    if len(request.tokens) > ticket.max_len:
-        request.finish_reason = FinishReason.LENGTH
-        request.tokens.pop()
-        delta.tokens = delta.logprobs = ()
-
-
-def end_reason(ticket: Ticket, token: int) -> FinishReason | None:
-    """Return why the request ends after `token`, its newest one; None if it goes on."""
-    request = ticket.request
-    early = request.num_output <= request.params.min_tokens and request.matcher is None
-    if token in request.end_ids and not early:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
-
-
 def accept(
     ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
 ) -> tuple[Delta, int]:
     """Append the tokens drawn after right drafts, up to one that ends the request.
 
-    Returns the delta, and the last draft that is now one of its tokens, or `ROOT`.
+    Returns the delta, and the last draft that is now one of its tokens, or `ROOT`. With
+    `max_tokens=0` the drawn token is discarded.
     """
     request = ticket.request
     right = right_drafts(piece.drafts, piece.branches, [token for token, _ in drawn])
     taken = [drawn[0], *(drawn[1 + draft] for draft in right)]
     for count, (token, _) in enumerate(taken, 1):
         request.tokens.append(token)
-        request.finish_reason = end_reason(ticket, token)
+        request.finish_reason = _end_reason(ticket, token)
         if request.finish_reason is not None:
             taken = taken[:count]
             break
+    if len(request.tokens) > ticket.max_len:
+        request.finish_reason = FinishReason.LENGTH
+        request.tokens.pop()
+        taken = []
     request.num_drafted += len(piece.drafts)
     request.num_accepted += min(len(right), len(taken))
     last = right[len(taken) - 2] if len(taken) > 1 else ROOT
     return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last
+
+
+def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
+    """Return why the request ends after `token`, its newest one; None if it goes on."""
+    request = ticket.request
+    early = request.num_output <= request.params.min_tokens and request.matcher is None
+    if token in request.end_ids and not early:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
 
 
 def depth_first(parents: Sequence[int], most: int) -> tuple[list[int], list[int]]:

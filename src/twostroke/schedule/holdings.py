@@ -26,12 +26,6 @@ class Holdings:
         """Whether every list of a request could get another page."""
         return self._pool.num_available >= self._num_groups
 
-    def start(self, ticket: Ticket, hit: PrefixHit) -> None:
-        """Let a request begin with pages of the prefix index."""
-        self._pool.share(held(hit.pages))
-        ticket.request.pages = hit.pages
-        ticket.num_known = hit.num_known
-
     def grow(self, request: Request, num_places: int) -> int:
         """Append up to `num_places` new pages to each list; return how many."""
         num_places = min(num_places, self._pool.num_available // self._num_groups)
@@ -43,7 +37,7 @@ class Holdings:
         """Return how many places remain if each running request keeps one to grow into."""
         return max(0, self._pool.num_available // self._num_groups - num_running)
 
-    def leave_behind(self, ticket: Ticket) -> None:
+    def release_passed(self, ticket: Ticket) -> None:
         """Release pages that no later row reads, and note when the next ones are due.
 
         Pages that a request with the same prompt would look for age as usual; the others are the
@@ -61,8 +55,8 @@ class Holdings:
                 if sought <= place < ticket.num_known:
                     self._pool.release([page])
                 else:
-                    self._pool.leave_behind(page)
-        ticket.due_at = min(ticket.due_at, groups.next_behind(request.num_settled))
+                    self._pool.release_passed(page)
+        ticket.due_at = min(ticket.due_at, groups.next_passed(request.num_settled))
 
     def give_back(self, request: Request) -> None:
         """Release all pages of a request; the last ones will be evicted first."""
@@ -90,19 +84,6 @@ class Holdings:
         pool = self._pool
         own = {page for page in held(request.pages) if pool.num_references(page) == 1}
         return len(own) - sum(page in own for page in held(hit.pages))
-
-    def check(self, request: Request) -> None:
-        """Assert that a request holds exactly what its next rows read and write."""
-        pool, groups = self._pool, self._groups
-        num_places = len(request.pages[0])
-        assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
-        firsts = groups.first_seen(request.num_computed)
-        for pages, first in zip(request.pages, firsts, strict=True):
-            assert set(pages[:first]) <= {NO_PAGE}, "a page that no window reaches is held"
-            assert NO_PAGE not in pages[first:], "a page that will be read is missing"
-            for page in pages[request.num_computed // groups.page_size :]:
-                assert pool.num_references(page) == 1, "a page to be written is shared"
-                assert not pool.is_kept(page), "a page to be written is indexed"
 
 
 def held(pages: list[list[int]]) -> list[int]:

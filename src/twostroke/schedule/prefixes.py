@@ -26,11 +26,6 @@ class Prefixes:
         self._num_groups = len(pool.groups.windows)
         self._claims: dict[bytes, Ticket] = {}
 
-    @property
-    def num_claims(self) -> int:
-        """How many pages are about to be computed for the index."""
-        return len(self._claims)
-
     def chain(self, salt: bytes) -> PrefixChain | None:
         """Start the keys of a request."""
         return self._index.chain(salt) if self._index is not None else None

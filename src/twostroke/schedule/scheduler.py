@@ -12,34 +12,36 @@ from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import UNASKED, Delta, Slice, StepPlan
 from twostroke.core.tree import ROOT
-from twostroke.schedule.config import SchedulerStats, SchedulerView
-from twostroke.schedule.drafting import Drafting, accept, end
+from twostroke.schedule.config import SchedulerStats, SchedulerView, check_queue, max_len
+from twostroke.schedule.drafting import Drafting, accept
 from twostroke.schedule.holdings import Holdings, held
-from twostroke.schedule.limits import check_queue, max_len
 from twostroke.schedule.prefixes import Prefixes
-from twostroke.schedule.rows import StepSketch, end_if_read, with_reports
+from twostroke.schedule.sketch import StepSketch
 from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
     from twostroke.core.request import Request
-    from twostroke.core.step import StepResult
+    from twostroke.core.step import StepResult, TokenLogprobs
     from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.policy import Policy
 
 
 class Scheduler:
-    """Plans steps and takes in what came of them. Not thread-safe: one loop owns it.
+    """Plans steps and takes in their results. Not thread-safe: one loop owns it.
 
-    A request waits (for the policy's call, then for room), runs (holds pages), and ends. Its rank
-    is fixed: priority, then arrival, bounded by `max_overtakes`. The best-ranked request never
-    loses its pages and computes a token in every step, and only finitely many can rank before a
-    given one, so every request ends.
+    A request waits (for the policy, then for room), runs (holds pages), and ends. Its rank is
+    fixed: priority, then arrival, bounded by `max_overtakes`. The best-ranked request never loses
+    its pages and computes a token in every step, and only finitely many can rank before a given
+    one, so every request ends.
 
-    Between `plan` and `commit` a step is in flight: requests may be added, cancelled and finished,
-    but the pages of running ones stay theirs until the commit.
+    Between `plan` and `commit` a step is in flight: requests may be added and finished, but the
+    pages of running ones stay theirs until the commit.
     """
 
     def __init__(
@@ -50,9 +52,8 @@ class Scheduler:
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        size = policy.max_batch
-        if size is not None and size > config.max_running:
-            reason = f"A batch of {size} exceeds {{field}} ({config.max_running})."
+        if policy.size is not None and policy.size > config.max_running:
+            reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
         self.config = config
         self._pool = pool
@@ -78,7 +79,7 @@ class Scheduler:
     @property
     def wait_s(self) -> float | None:
         """Seconds until `plan` may return a step if nothing but time changes; None for never."""
-        return 0.0 if self._running else self._waiting.wait_s(0)
+        return 0.0 if self._running else self._waiting.wait_s
 
     def add(self, request: Request) -> None:
         """Queue a request; stamps `arrival_s` unless the caller did.
@@ -107,14 +108,6 @@ class Scheduler:
         """Let waiting requests start without waiting for more, because no more will come."""
         self._waiting.flush()
 
-    def cancel(self, request_id: str) -> Request | None:
-        """End a request that is not wanted any more; return None if it has ended or never was."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
-            return None
-        self.finish(ticket.request, FinishReason.CANCEL)
-        return ticket.request
-
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request at any time, without a delta; return False if it has ended already.
 
@@ -135,8 +128,8 @@ class Scheduler:
     def rewrite(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
         """Replace a request's tokens after the first `num_kept`, between steps.
 
-        What was computed of these stays. For sequences that follow another request: guesses at
-        their end are taken back, and they do nothing while no token is pending.
+        The kept tokens stay computed. This is for the sequences of a model that guesses: wrong
+        guesses are replaced, and nothing happens while no token is pending.
         """
         ticket = self._tickets[request.id]
         if not ticket.is_running:
@@ -152,7 +145,7 @@ class Scheduler:
         it computes, if less than usual; each request with one pending token is always served.
         """
         assert self._flight is None, "the step in flight must be committed first"
-        self._waiting.call(len(self._running))
+        self._waiting.make_ready(len(self._running))
         sketch = StepSketch(budget or self.config.token_budget, self.config.most_scored)
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
@@ -200,43 +193,18 @@ class Scheduler:
         assert owners is not None, "no plan is in flight"
         self._flight = None
         deltas = []
-        has_ended = False
         drawn = zip(result.tokens, result.logprobs, strict=True)
+        scores, states = iter(result.scores), iter(result.states)
         for ticket, piece in zip(owners, plan.slices, strict=True):
-            request, drafts, samples = piece.request, piece.drafts, piece.samples
-            computed = piece.start + piece.count
-            if drafts:
-                guessed = list(islice(drawn, piece.num_drawn))
-            elif samples:
-                token, logprob = next(drawn)
-            if request.finish_reason is not None:
-                self._drafting.settle(piece, ROOT)
-                has_ended = True
-                continue
-            if drafts:
-                delta, last = accept(ticket, piece, guessed)
-                computed += len(delta.tokens) - 1
-                self._drafting.settle(piece, last)
-            elif samples:
-                request.tokens.append(token)
-                delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
-                if token in request.end_ids or len(request.tokens) >= ticket.max_len:
-                    end(ticket, delta)
-            request.num_computed = computed
-            if computed >= ticket.due_at:
-                self._settle(ticket)
-            if samples:
+            delta = self._advance(ticket, piece, drawn, scores, states)
+            if delta is not None:
                 deltas.append(delta)
-            else:
-                end_if_read(request)
-            if request.finish_reason is not None:
-                del self._tickets[request.id]
-                has_ended = True
         assert next(drawn, None) is None, "more tokens than slices that sample"
-        self._drafting.forget()
-        if has_ended or len(owners) < len(self._running):
+        assert next(scores, None) is None, "more scores than scored rows"
+        assert next(states, None) is None, "more states than pooled slices"
+        if len(self._tickets) < len(self._running) + len(self._waiting):
             self._sweep()
-        return with_reports(plan, result, deltas)
+        return deltas
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
@@ -264,21 +232,49 @@ class Scheduler:
             waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),
         )
 
-    def check(self) -> None:
-        """Assert that pages, queues and requests agree; for tests."""
-        holders = [held(ticket.request.pages) for ticket in self._running]
-        self._pool.check([*holders, *self._drafting.pages_held])
-        assert self._running == sorted(self._running, key=rank_of), "requests are out of order"
-        assert all(ticket.is_running for ticket in self._running)
-        self._waiting.check()
-        everyone = (*self._waiting, *self._running)
-        alive = [ticket.request.id for ticket in everyone if not ticket.request.is_finished]
-        assert sorted(alive) == sorted(self._tickets), "a request is lost or in two queues"
-        assert len(self._running) <= self.config.max_running
-        for ticket in self._running:
-            self._holdings.check(ticket.request)
-        if not self._running:
-            assert self._prefixes.num_claims == 0, "a claim outlived its owner"
+    def _advance(
+        self,
+        ticket: Ticket,
+        piece: Slice,
+        drawn: Iterator[tuple[int, TokenLogprobs | None]],
+        scores: Iterator[TokenLogprobs | None],
+        states: Iterator[NDArray[np.float32]],
+    ) -> Delta | None:
+        """Take in what a slice computed, drew and reports; return a delta if it did either."""
+        request, delta, reports = piece.request, None, None
+        computed = piece.start + piece.count
+        if piece.drafts:
+            tokens = tuple(islice(drawn, piece.num_drawn))
+        elif piece.samples:
+            token, logprob = next(drawn)
+        if piece.num_scored or piece.num_pooled:
+            scored = tuple(islice(scores, piece.num_scored))
+            reports = scored, next(states) if piece.num_pooled else None
+        if request.finish_reason is not None:  # it was ended while the step ran
+            self._drafting.settle(piece, ROOT)
+            return None
+        if piece.drafts:
+            delta, last = accept(ticket, piece, tokens)
+            computed += len(delta.tokens) - 1
+            self._drafting.settle(piece, last)
+        elif piece.samples:
+            if token in request.end_ids or len(request.tokens) + 1 >= ticket.max_len:
+                delta, _ = accept(ticket, piece, [(token, logprob)])
+            else:  # the usual case, quickly
+                request.tokens.append(token)
+                delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
+        elif request.pooling is not None and computed == len(request.tokens):
+            request.finish_reason = FinishReason.LENGTH
+        if reports is not None:
+            delta = delta or Delta(request, ())
+            delta.scores, delta.states = reports
+            request.num_scored += len(delta.scores)
+        request.num_computed = computed
+        if computed >= ticket.due_at:
+            self._settle(ticket)
+        if request.finish_reason is not None:
+            del self._tickets[request.id]
+        return delta
 
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
         request = ticket.request
@@ -356,7 +352,8 @@ class Scheduler:
 
     def _start(self, ticket: Ticket, hit: PrefixHit) -> None:
         request = ticket.request
-        self._holdings.start(ticket, hit)
+        self._pool.share(held(hit.pages))
+        request.pages, ticket.num_known = hit.pages, hit.num_known
         request.num_computed = hit.num_places * self._pool.page_size
         if not request.num_preemptions:
             request.started_s = self._clock()
@@ -369,7 +366,7 @@ class Scheduler:
         insort(self._running, ticket, key=rank_of)
 
     def _preempt(self, victim: Ticket, sketch: StepSketch) -> None:
-        """Take the pages of the running request that ranks last; it computes its tokens again."""
+        """Release the pages of the running request that ranks last; it will compute them again."""
         assert victim is self._running[-1]
         self._running.pop()
         sketch.preempt(victim)
@@ -386,14 +383,14 @@ class Scheduler:
         self._holdings.give_back(ticket.request)
 
     def _settle(self, ticket: Ticket) -> None:
-        """Publish pages that are full, give back those behind a window; note when more are due."""
+        """Publish full pages, release those that windows passed; note when more are due."""
         self._prefixes.publish(ticket)
         ticket.due_at = ticket.publish_at
         if self._pool.groups.has_windows:
-            self._holdings.leave_behind(ticket)
+            self._holdings.release_passed(ticket)
 
     def _sweep(self) -> None:
-        """Take the pages of running requests that have ended."""
+        """Release the pages of running requests that have ended."""
         for ticket in [t for t in self._running if t.request.finish_reason is not None]:
             self._running.remove(ticket)
             self._give_back(ticket)

@@ -1,4 +1,4 @@
-"""Requests that wait: for the policy's call first, then for room."""
+"""Requests that wait: for the batching policy first, then for room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ticket:
         num_known: how many pages of its tokens the index knew of when it started, in the groups
             that see everything; windows may have hidden some from it.
         publish_at: `num_computed` from which another page is full.
-        due_at: `num_computed` from which another page is full or behind a window.
+        due_at: `num_computed` from which another page is full, or passed by a window.
         awaited: key of the page that another request computes, for which it last waited.
         is_running: whether it holds pages; otherwise it waits.
     """
@@ -46,9 +46,9 @@ class Ticket:
 
 
 class WaitingLine:
-    """Tickets without pages: not called by the policy yet, or called and `ready`, by rank.
+    """Tickets without pages: those that the policy has let start are `ready`, by rank.
 
-    A preempted request goes back to `ready`: it was called before.
+    A preempted request goes back to `ready`.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
@@ -56,19 +56,19 @@ class WaitingLine:
         self.num_tokens = 0
         self._policy = policy
         self._clock = clock
-        self._uncalled: dict[str, Ticket] = {}  # by arrival
+        self._not_ready: dict[str, Ticket] = {}  # by arrival
         self._is_flushed = False
 
     def __len__(self) -> int:
-        return len(self._uncalled) + len(self.ready)
+        return len(self._not_ready) + len(self.ready)
 
     def __iter__(self) -> Iterator[Ticket]:
-        yield from self._uncalled.values()
+        yield from self._not_ready.values()
         yield from self.ready
 
     def add(self, ticket: Ticket) -> None:
         """Queue a new request."""
-        self._uncalled[ticket.request.id] = ticket
+        self._not_ready[ticket.request.id] = ticket
         self.num_tokens += len(ticket.request.tokens)
 
     def put_back(self, ticket: Ticket) -> None:
@@ -79,45 +79,38 @@ class WaitingLine:
     def remove(self, ticket: Ticket) -> None:
         """Let a request go, to run or because it has ended."""
         self.num_tokens -= len(ticket.request.tokens)
-        if self._uncalled.pop(ticket.request.id, None) is None:
+        if self._not_ready.pop(ticket.request.id, None) is None:
             del self.ready[bisect_left(self.ready, ticket.rank, key=rank_of)]
 
     def flush(self) -> None:
-        """Let the policy call those that wait now, without waiting for more."""
-        self._is_flushed = bool(self._uncalled)
+        """Let the policy start those that wait now, without waiting for more."""
+        self._is_flushed = bool(self._not_ready)
 
-    def call(self, num_running: int) -> None:
+    def make_ready(self, num_running: int) -> None:
         """Make those ready that the policy lets start."""
-        if not self._uncalled:
+        if not self._not_ready or self._policy_wait_s(num_running) != 0:
             return
-        num_called = self._policy.num_called(self._queue(num_running))
-        if not num_called:
-            return
-        for ticket in sorted(self._uncalled.values(), key=rank_of)[:num_called]:
-            del self._uncalled[ticket.request.id]
+        for ticket in sorted(self._not_ready.values(), key=rank_of)[: self._policy.size]:
+            del self._not_ready[ticket.request.id]
             insort(self.ready, ticket, key=rank_of)
-        self._is_flushed = self._is_flushed and bool(self._uncalled)
+        self._is_flushed = self._is_flushed and bool(self._not_ready)
 
-    def wait_s(self, num_running: int) -> float | None:
-        """Seconds until a request may start if nothing but time changes; None for never."""
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until a request may start if none runs and only time changes; None for never."""
         if self.ready:
             return 0.0
-        return self._policy.wait_s(self._queue(num_running)) if self._uncalled else None
+        return self._policy_wait_s(0) if self._not_ready else None
 
-    def check(self) -> None:
-        """Assert that the queues are in order; for tests."""
-        assert self.ready == sorted(self.ready, key=rank_of), "a queue is out of order"
-        assert all(not ticket.is_running and not ticket.request.pages for ticket in self)
-        assert self.num_tokens == sum(len(ticket.request.tokens) for ticket in self)
-
-    def _queue(self, num_running: int) -> Queue:
-        return Queue(
-            num_waiting=len(self._uncalled),
+    def _policy_wait_s(self, num_running: int) -> float | None:
+        queue = Queue(
+            num_waiting=len(self._not_ready),
             num_active=len(self.ready) + num_running,
-            oldest_s=next(iter(self._uncalled.values())).request.arrival_s,
+            oldest_s=next(iter(self._not_ready.values())).request.arrival_s,
             now_s=self._clock(),
             is_flushed=self._is_flushed,
         )
+        return self._policy.wait_s(queue)
 
 
 def rank_of(ticket: Ticket) -> tuple[int, int]:

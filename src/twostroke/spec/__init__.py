@@ -4,32 +4,28 @@ Drafts are rows like any other. A step draws a token after each of them, and the
 those that follow right drafts (`core.tree.right_drafts`). So nothing here can change an answer: it
 can only cost or save time.
 
-What a guess is worth follows from two estimates. `AcceptanceRate` learns how often guesses of each
+The worth of a guess follows from two estimates. `AcceptanceRate` learns how often guesses of each
 kind are right; `StepTime` learns how long steps with so many rows take. Together they give a
 `Price`, which tells proposers how likely a guess must be, and the number of guesses with the most
 expected tokens a second. `Speculator` puts these guesses into steps, keeps account of what each
 proposer has really saved, and lets one that loses rest for a while.
 """
 
-from twostroke.spec.draft import DraftModel
-from twostroke.spec.eagle import EagleHeads
-from twostroke.spec.guesses import HeadAccuracy
+from twostroke.spec.acceptance import AcceptanceRate
+from twostroke.spec.draft import DraftModel, Words
+from twostroke.spec.heads import EagleHeads, MedusaHeads
 from twostroke.spec.lookahead import Lookahead
-from twostroke.spec.medusa import MedusaHeads
 from twostroke.spec.ngram import NgramProposer
 from twostroke.spec.proposal import Outcome, Price, Proposal, Proposer, Watcher, drawn_rows
-from twostroke.spec.speculator import Speculator
-from twostroke.spec.stats import SpeculationStats, TimedStep
+from twostroke.spec.speculator import SpeculationStats, Speculator, TimedStep
 from twostroke.spec.step_time import StepTime
-from twostroke.spec.transcript import Words
-from twostroke.spec.worth import Always, Chooser, WhilePaying
+from twostroke.spec.worth import Always, WhilePaying, budgets
 
 __all__ = [
+    "AcceptanceRate",
     "Always",
-    "Chooser",
     "DraftModel",
     "EagleHeads",
-    "HeadAccuracy",
     "Lookahead",
     "MedusaHeads",
     "NgramProposer",
@@ -44,5 +40,6 @@ __all__ = [
     "Watcher",
     "WhilePaying",
     "Words",
+    "budgets",
     "drawn_rows",
 ]

@@ -54,22 +54,19 @@ class AcceptanceRate:
         return False
 
     def learn(self, proposal: Proposal, outcome: Outcome) -> None:
-        """Take in what became of a proposal."""
-        for guess, is_right in outcome.trials(proposal):
-            self.add(proposal.kinds[guess], right=is_right)
-        if outcome.tried:
-            self.learn_first(right=bool(outcome.right))
-        else:
-            self.fade(proposal.kinds[0])
-
-    def add(self, kind: int, *, right: bool) -> None:
-        """Count one guess, for the request and for all."""
+        """Take in what became of a proposal, for the request and for all."""
         if self._shared is not None:
-            self._shared.add(kind, right=right)
-        if self._tried[kind] >= _MOST_WEIGHT:
-            self._scale(kind, 1 - 1 / _MOST_WEIGHT)
-        self._right[kind] += right
-        self._tried[kind] += 1
+            self._shared.learn(proposal, outcome)
+        for guess, is_right in outcome.trials(proposal):
+            kind = proposal.kinds[guess]
+            if self._tried[kind] >= _MOST_WEIGHT:
+                self._scale(kind, 1 - 1 / _MOST_WEIGHT)
+            self._right[kind] += is_right
+            self._tried[kind] += 1
+        if outcome.tried:
+            self.first += _FIRST_STEP * (bool(outcome.right) - self.first)
+        else:
+            self._scale(proposal.kinds[0], _FADE)
 
     def fade(self, kind: int) -> None:
         """Trust what was learned a little less, so that the kind will be tried again."""
@@ -82,12 +79,6 @@ class AcceptanceRate:
         if self._shared is not None:
             self._shared.recover(share)
         self.first += share * (self._first_prior - self.first)
-
-    def learn_first(self, *, right: bool) -> None:
-        """Count the first guess of a step, for the request and for all."""
-        if self._shared is not None:
-            self._shared.learn_first(right=right)
-        self.first += _FIRST_STEP * (right - self.first)
 
     def _scale(self, kind: int, share: float) -> None:
         self._right[kind] *= share

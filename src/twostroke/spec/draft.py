@@ -1,9 +1,10 @@
-"""Guesses of a smaller model."""
+"""Guesses of a smaller model, which may have a vocabulary of its own."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from twostroke.cache import PagePool, PrefixIndex
@@ -12,17 +13,23 @@ from twostroke.core.tree import num_accepted
 from twostroke.program import BatchShape
 from twostroke.schedule import Continuous, Scheduler, SchedulerConfig
 from twostroke.spec.acceptance import AcceptanceRate
-from twostroke.spec.guesses import ANY_VOCABULARY, Guesses
+from twostroke.spec.followers import (
+    ANY_VOCABULARY,
+    Follower,
+    ModelProposer,
+    Sequences,
+    TimedRunner,
+)
 from twostroke.spec.proposal import Proposal
-from twostroke.spec.sequences import SequenceProposer
-from twostroke.spec.transcript import Transcript
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.backends import Runner
-    from twostroke.core.step import Delta, StepResult
+    from twostroke.core.step import TokenLogprobs
+    from twostroke.spec.followers import State
     from twostroke.spec.proposal import Price
     from twostroke.spec.step_time import StepTime
-    from twostroke.spec.transcript import Words
     from twostroke.tokenize import Translation
 
 _NUM_SURE = 10  # kinds of guesses: those of which the draft was about as sure
@@ -36,50 +43,11 @@ _UNKNOWN = 0  # stands for a token that the draft has no row for
 _AS_REQUEST: Any = {"logprobs": 0, "max_tokens": None, "min_tokens": 0}
 # With another vocabulary a shared random number means nothing: the likeliest token is best.
 _LIKELIEST = ANY_VOCABULARY | {"temperature": 0.0, "logprobs": 0}
+_UNSETTLED = 2  # tokens at the end of a text that more of it may change
+_STRIDE = 2048  # tokens of a prompt that are translated at once, so that no step waits for long
 
 
-@dataclass(slots=True, eq=False)
-class DraftFollower:
-    """A request as the draft knows it; `transcript` is its text in the draft's own tokens."""
-
-    request: Request
-    sequence: Request
-    guesses: Guesses
-    end_ids: frozenset[int]
-    transcript: Transcript | None
-
-    def proposal(self, most: int) -> Proposal | None:
-        """Return up to `most` guesses, in the target's tokens."""
-        guesses = self.guesses
-        if not guesses.tokens:
-            return None
-        if self.transcript is None:
-            tokens, kinds = guesses.tokens, [guesses.kind(sureness) for sureness in guesses.sure]
-        else:
-            tokens, kinds = self._translated(self.transcript.words.to_target)
-        if not tokens:
-            return None
-        odds = [guesses.rate.of(kind) for kind in kinds[:most]]
-        return Proposal("draft", tuple(tokens[:most]), tuple(odds), tuple(kinds[:most]))
-
-    def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
-        """Return the target's tokens for the guesses, and their kinds.
-
-        A token is as sure as all guesses together that reach into it and not into one before it.
-        """
-        said, ends = translation.say(self.guesses.tokens), translation.ends(self.guesses.tokens)
-        kinds, at = [], 0
-        for end in said.ends:
-            first = at
-            while at < len(ends) and (ends[at - 1] if at else 0) < end:
-                at += 1
-            kinds.append(self.guesses.kind(math.prod(self.guesses.sure[first:at])))
-        if kinds:
-            kinds[-1] += _NUM_SURE
-        return said.tokens, kinds
-
-
-class DraftModel(SequenceProposer[DraftFollower]):
+class DraftModel(ModelProposer["DraftFollower"]):
     """Lets a second, smaller model write ahead.
 
     It draws as the request would, with its parameters, its seed and the token's index: two models
@@ -110,18 +78,24 @@ class DraftModel(SequenceProposer[DraftFollower]):
         facts = runner.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         self._index = PrefixIndex(pool, reuse_generated=words is None)
-        config = SchedulerConfig(
-            context_length, max_running=token_budget, token_budget=token_budget
-        )
-        super().__init__(
-            "draft", runner, step_time, Scheduler(config, pool, self._index, Continuous())
-        )
-        self._page_size = facts.page_size
-        self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
+        config = SchedulerConfig(context_length, token_budget, token_budget)
+        timed = TimedRunner(runner, step_time)
+        scheduler = Scheduler(config, pool, self._index, Continuous())
+        self._sequences = Sequences[DraftFollower](timed, scheduler)
+        super().__init__("draft", timed, self._sequences.forget)
+        self._token_ids = range(own_vocab_size if words is not None else vocab_size)
+        self._own_vocab_size = own_vocab_size
         self._words = words
         self._rate = AcceptanceRate(PRIOR, FIRST_PRIOR)
         self._declined: set[Request] = set()
         self._answer_length = 100.0  # on average
+
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        """Return guesses for each request, which has one token to compute, or None."""
+        least = self._sequences.least_chance(len(requests), price)
+        found = [self._follow(request, price, least) for request in requests]
+        self._sequences.guess([f for f in found if f is not None], len(requests), price)
+        return [None if f is None else f.proposal(self.name, price.most) for f in found]
 
     def finish(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
@@ -131,11 +105,13 @@ class DraftModel(SequenceProposer[DraftFollower]):
         super().finish(request)
 
     def _follow(self, request: Request, price: Price, least: float) -> DraftFollower | None:
+        """Return a follower that has the request's tokens; None if it is to make no guess."""
         if request in self._declined:
             return None
-        follower = self._followers.get(request) or self._meet(request)
-        self._followers[request] = follower
-        if not follower.guesses.rate.pays(least):
+        follower = self._followers.get(request)
+        if follower is None or follower.sequence.is_finished:
+            follower = self._followers[request] = self._meet(request)
+        if not follower.rate.pays(least):
             return None
         sequence, transcript = follower.sequence, follower.transcript
         if transcript is None:
@@ -143,13 +119,14 @@ class DraftModel(SequenceProposer[DraftFollower]):
         else:
             transcript.follow(request)
             tokens, num_final = transcript.tokens, transcript.num_settled
+            sequence.num_prompt = transcript.num_prompt
             if not transcript.is_ready:
                 return None
-        is_new = sequence not in self._by_sequence
-        too_long = len(tokens) + price.most >= self._scheduler.config.context_length
+        too_long = len(tokens) + price.most >= self._sequences.context_length
+        is_new = sequence not in self._sequences
         if too_long or (is_new and not self._reading_pays(request, tokens, price, least)):
             self._rate.recover(_DECLINED_RETURN)
-            self._drop(follower)
+            super().finish(request)
             self._declined.add(request)
             return None
         if request.params.has_penalties:
@@ -158,23 +135,23 @@ class DraftModel(SequenceProposer[DraftFollower]):
         same = first + num_accepted(sequence.tokens[first:], tokens[first:])
         kept = min(same, len(tokens) - 1)  # the last one is computed for its logits
         new = [token if token < self._own_vocab_size else _UNKNOWN for token in tokens[kept:]]
-        if transcript is not None:
-            sequence.num_prompt = transcript.num_prompt
         sequence.num_final = num_final
-        self._continue(follower, kept, new)
+        self._sequences.rewrite(follower, kept, new)
         return follower
 
     def _meet(self, request: Request) -> DraftFollower:
-        same_words = self._words is None
-        params = replace(request.params, **(_AS_REQUEST if same_words else _LIKELIEST))
+        words, transcript, end_ids, options = self._words, None, request.end_ids, _AS_REQUEST
+        if words is not None:
+            options = _LIKELIEST
+            transcript, end_ids = Transcript(words), words.to_target.source.eos_ids
+        params = replace(request.params, **options)
         sequence = Request(
             request.id, [], request.num_prompt, params, request.seed, salt=request.salt, num_final=0
         )
-        transcript, end_ids = None, request.end_ids
-        if self._words is not None:
-            transcript, end_ids = Transcript(self._words), self._words.to_target.source.eos_ids
-        guesses = Guesses(self._rate.for_request(), _NUM_SURE)
-        return DraftFollower(request, sequence, guesses, end_ids, transcript)
+        rate = self._rate.for_request()
+        return DraftFollower(
+            sequence, rate, _NUM_SURE, self._token_ids, end_ids=end_ids, transcript=transcript
+        )
 
     def _reading_pays(
         self, request: Request, tokens: list[int], price: Price, least: float
@@ -183,9 +160,8 @@ class DraftModel(SequenceProposer[DraftFollower]):
 
         Each guess costs as much time as `least` tokens take without any.
         """
-        salt, num_prompt = request.salt, request.num_prompt
-        hit = self._index.match(self._index.chain(salt), tokens, num_prompt)
-        num_known = hit.num_places * self._page_size
+        hit = self._index.match(self._index.chain(request.salt), tokens, request.num_prompt)
+        num_known = hit.num_places * self._runner.runner.facts.page_size
         left = max(self._answer_length - request.num_output, self._answer_length / 4)
         if request.params.max_tokens is not None:
             left = min(left, request.params.max_tokens - request.num_output)
@@ -193,18 +169,108 @@ class DraftModel(SequenceProposer[DraftFollower]):
         prompt_s = self._runner.step_time.seconds(batch)
         return _share_saved(self._rate.first, least, price.most) * left >= price.rate * prompt_s
 
-    def _take_back(self, follower: DraftFollower) -> None:
-        self._scheduler.rewrite(follower.sequence, follower.sequence.num_computed, [])
 
-    def _take(self, follower: DraftFollower, delta: Delta, result: StepResult, row: int) -> bool:
-        [token] = delta.tokens
-        if self._words is None and token >= self._vocab_size:
-            return False
-        goes_on = super()._take(follower, delta, result, row)
-        return goes_on and token not in follower.end_ids
+@dataclass(slots=True, eq=False)
+class DraftFollower(Follower):
+    """A request as the draft knows it; `transcript` is its text in the draft's own tokens."""
 
-    def _proposal(self, follower: DraftFollower, most: int) -> Proposal | None:
-        return follower.proposal(most)
+    end_ids: frozenset[int] = frozenset()
+    transcript: Transcript | None = None
+
+    def take(self, drawn: int, logprobs: TokenLogprobs | None, hidden: State | None = None) -> bool:
+        """Add a drawn token to the guesses; return whether another one may follow."""
+        return Follower.take(self, drawn, logprobs, hidden) and drawn not in self.end_ids
+
+    def proposal(self, source: str, most: int) -> Proposal | None:
+        """Return up to `most` guesses, in the target's tokens."""
+        if self.transcript is None:
+            return Follower.proposal(self, source, most)
+        tokens, kinds = self._translated(self.transcript.words.to_target)
+        if not tokens:
+            return None
+        odds = [self.rate.of(kind) for kind in kinds[:most]]
+        return Proposal(source, tuple(tokens[:most]), tuple(odds), tuple(kinds[:most]))
+
+    def _translated(self, translation: Translation) -> tuple[list[int], list[int]]:
+        """Return the target's tokens for the guesses, and their kinds.
+
+        A token is as sure as all guesses together that reach into it and not into one before it.
+        """
+        said, ends = translation.say(self.tokens), translation.ends(self.tokens)
+        kinds, at = [], 0
+        for end in said.ends:
+            first = at
+            while at < len(ends) and (ends[at - 1] if at else 0) < end:
+                at += 1
+            kinds.append(self.kind(math.prod(self.sure[first:at])))
+        if kinds:
+            kinds[-1] += _NUM_SURE
+        return said.tokens, kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Translates the target's tokens into the draft's, and back."""
+
+    to_draft: Translation
+    to_target: Translation
+
+    def before(self, request: Request) -> list[int]:
+        """Return the tokens that the draft wants before a text that does not begin with them."""
+        prefix = self.to_draft.target.prefix_ids
+        said = self.to_draft.say(request.tokens[: len(prefix)]).tokens
+        return [] if said == prefix else prefix
+
+
+@dataclass(slots=True, eq=False)
+class Transcript:
+    """A request's text in the draft's tokens.
+
+    The first `num_settled` of `tokens` say what the first `num_read` of the request's do, and will
+    stay; the others say the rest as well as can be known by now.
+    """
+
+    words: Words
+    stride: int = _STRIDE
+    tokens: list[int] = field(default_factory=list)
+    num_settled: int = 0
+    num_prompt: int = 0  # settled tokens of the request's prompt
+    num_read: int = 0
+    is_behind: bool = True  # there is more of the request to translate
+    is_ready: bool = False  # a guess may follow `tokens`
+    _is_new: bool = True  # the prompt was not translated to its end yet
+    _span: int = 0  # tokens beyond `stride` that must be translated at once
+
+    def follow(self, request: Request) -> None:
+        """Translate some more of what the request has become."""
+        if not self.tokens:
+            self.tokens += self.words.before(request)
+            self.num_settled = len(self.tokens)
+        first = self.num_settled
+        end = self.num_read + self.stride + self._span
+        said, is_whole = self._translate(request.tokens[self.num_read : end])
+        self.is_behind = end < len(request.tokens)
+        if self._is_new:
+            self.num_prompt = self.num_settled
+        if self.is_behind:
+            # What follows a cut may change what is before it; where that is all, take a longer one.
+            self._span = self.stride + 2 * self._span if self.num_settled == first else 0
+            said = said[: self.num_settled - first]
+        self.tokens[first:] = said
+        self._is_new &= self.is_behind
+        self.is_ready = is_whole and not self.is_behind and bool(self.tokens)
+
+    def _translate(self, new: list[int]) -> tuple[list[int], bool]:
+        """Return the draft's tokens, and whether they are whole; settle all but the last ones."""
+        translation = self.words.to_draft
+        said = translation.say(new)
+        breaks, ends = translation.breaks(new), said.ends
+        for count in range(len(said.tokens) - _UNSETTLED, 0, -1):
+            if ends[count - 1] in breaks and ends[count - 1] < ends[count]:
+                self.num_read += breaks[ends[count - 1]]
+                self.num_settled += count
+                break
+        return said.tokens, said.is_whole
 
 
 def _share_saved(chance: float, cost: float, most: int) -> float:
@@ -212,11 +278,5 @@ def _share_saved(chance: float, cost: float, most: int) -> float:
 
     Each is right with `chance` if those before it are, and costs as much as `cost` tokens.
     """
-    expected = taken = right = 1.0
-    best = 0.0
-    for _ in range(most):
-        right *= chance
-        expected += right
-        taken += cost
-        best = max(best, 1 - taken / expected)
-    return best
+    expected = accumulate(chance**count for count in range(most + 1))  # tokens of a step
+    return max(1 - (1 + count * cost) / tokens for count, tokens in enumerate(expected))

@@ -27,93 +27,8 @@ if TYPE_CHECKING:
 _MOST_RANK = 3
 _PRIOR = tuple(odd for rank in range(_MOST_RANK + 1) for odd in (0.3 / (1 + rank), 0.4))
 _NUM_KINDS = len(_PRIOR)
-_GAIN = 0.5  # accepted tokens a step, before anything is known
-_GAIN_STEP = 0.03
-_TRIAL = 48  # steps that are to show what a window brings,
-_TRIAL_PRICE = 0.3  # unless a row must be worth more than this
-_WARM_UP = 12  # steps of a window before runs are what the model says
-_GAIN_FADE = 0.002  # share of the way back to `_GAIN`, for each step without the window
-
-
-class Lookahead:
-    """Looks ahead with a window of `num_columns`, collects runs of `length` tokens, and tries them.
-
-    Column j of the window holds guesses for the places from j after the newest token on: what was
-    drawn for it in the last `length` - 1 steps. The first cells of the columns, the trunk, follow
-    each other; the other cells of a column follow its first one. The token drawn after a column's
-    last cell completes a run, which goes into the request's pool, and moves the column on by one.
-
-    Of the runs that begin with the newest token, the latest `most_tried` are guesses. The window's
-    rows are worth what these guesses brought lately, less their cost, so a request whose runs are
-    seldom right soon gets no window. An engine's first steps with a window are a trial.
-    """
-
-    name = "lookahead"
-
-    def __init__(self, num_columns: int = 3, length: int = 3, most_tried: int = 2) -> None:
-        """Begin without any run."""
-        assert num_columns >= 1
-        assert length >= 3, "runs of two tokens need no window"
-        self.num_columns, self.length, self.most_tried = num_columns, length, most_tried
-        self._rate = AcceptanceRate(_PRIOR)
-        self._gain = _GAIN
-        self._trial = _TRIAL
-        self._requests: dict[Request, _Search] = {}
-
-    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
-        """Return guesses for each request, which has one token to compute, or None."""
-        return [self._propose(request, price) for request in requests]
-
-    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
-        """Collect what was drawn after the window, and learn which guesses were right."""
-        search = self._requests.get(request)
-        if search is None:
-            return
-        kinds, num_right = proposal.kinds, len(outcome.right)
-        for guess, is_right in outcome.trials(proposal):
-            if kinds[guess] < _NUM_KINDS:
-                search.rate.add(kinds[guess], right=is_right)
-        num_tried = sum(kinds[guess] < _NUM_KINDS for guess in outcome.tried)
-        if not num_tried and kinds[0] < _NUM_KINDS:
-            search.rate.fade(kinds[0])
-        if outcome.tried:
-            self._trial = max(0, self._trial - 1)
-            search.num_steps += 1
-            if search.num_steps > _WARM_UP:
-                search.gain += _GAIN_STEP * (num_right - search.gain)
-                search.num_tried += _GAIN_STEP * (num_tried - search.num_tried)
-        search.collect(proposal, outcome, self.most_tried)
-        search.advance(num_right + 1, request.tokens)
-
-    def finish(self, request: Request) -> None:
-        """Forget a request that has ended; later ones begin with about its gain."""
-        search = self._requests.pop(request, None)
-        if search is not None:
-            self._gain += 0.1 * (search.gain - self._gain)
-
-    def close(self) -> None:
-        """Release nothing."""
-
-    def _propose(self, request: Request, price: Price) -> Proposal | None:
-        search = self._requests.get(request)
-        if search is None:
-            rate, rng = self._rate.for_request(), random.Random(request.seed)
-            search = self._requests[request] = _Search(self.length, rate, rng, self._gain)
-            search.window = [search.column(request.tokens) for _ in range(self.num_columns)]
-        search.newest = request.tokens[-1]
-        rows = search.run_rows()
-        num_rows = self.num_columns * (self.length - 1) - 1
-        worth = (search.gain - search.num_tried * price.row_chance) / num_rows
-        if self._trial and price.row_chance < _TRIAL_PRICE:
-            worth = max(worth, 2 * price.row_chance)
-        if worth > price.row_chance:
-            search.add_window(rows, worth)
-        else:
-            search.gain += _GAIN_FADE * (_GAIN - search.gain)
-        if not rows:
-            return None
-        tokens, odds, kinds, parents, worths = zip(*rows, strict=True)
-        return Proposal(self.name, tokens, odds, kinds, parents, worths).best_first()
+_MOST_CHANCE = 0.3  # a window is left out if each row must bring more tokens than this
+_LEAST_WORTH = 0.01  # of the window's rows
 
 
 class _Row(NamedTuple):
@@ -126,27 +41,79 @@ class _Row(NamedTuple):
     worth: float
 
 
+class Lookahead:
+    """Looks ahead with a window of `num_columns`, collects runs of `length` tokens, and tries them.
+
+    Column j of the window holds guesses for the places from j after the newest token on: what was
+    drawn for it in the last `length` - 1 steps. The first cells of the columns, the trunk, follow
+    each other; the other cells of a column follow its first one. The token drawn after a column's
+    last cell completes a run, which goes into the request's pool, and moves the column on by one.
+
+    Of the runs that begin with the newest token, the latest `most_tried` are guesses. Nobody knows
+    what a row of the window is worth for later steps, so where rows are cheap it counts as twice
+    what it costs. If that turns out wrong, the proposer's account (`worth.Account`) ends it.
+    """
+
+    name = "lookahead"
+
+    def __init__(self, num_columns: int = 3, length: int = 3, most_tried: int = 2) -> None:
+        """Begin without any run."""
+        assert num_columns >= 1
+        assert length >= 3, "runs of two tokens need no window"
+        self.num_columns, self.length, self.most_tried = num_columns, length, most_tried
+        self._rate = AcceptanceRate((*_PRIOR, *(0.0,) * (num_columns * (length - 1))))
+        self._requests: dict[Request, _Search] = {}
+
+    def propose(self, requests: Sequence[Request], price: Price) -> list[Proposal | None]:
+        """Return guesses for each request, which has one token to compute, or None."""
+        return [self._propose(request, price) for request in requests]
+
+    def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
+        """Collect what was drawn after the window, and learn which guesses were right."""
+        search = self._requests.get(request)
+        if search is None:
+            return
+        search.rate.learn(proposal, outcome)
+        search.collect(proposal, outcome, self.most_tried)
+        search.advance(len(outcome.right), request.tokens)
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request, None)
+
+    def close(self) -> None:
+        """Release nothing."""
+
+    def _propose(self, request: Request, price: Price) -> Proposal | None:
+        search = self._requests.get(request)
+        if search is None:
+            rate, rng = self._rate.for_request(), random.Random(request.seed)
+            search = self._requests[request] = _Search(self.length, rate, rng)
+            search.advance(self.num_columns, request.tokens)
+        search.newest = request.tokens[-1]
+        rows = search.run_rows()
+        if price.row_chance < _MOST_CHANCE:
+            search.add_window(rows, max(_LEAST_WORTH, 2 * price.row_chance))
+        if not rows:
+            return None
+        tokens, odds, kinds, parents, worths = zip(*rows, strict=True)
+        return Proposal(self.name, tokens, odds, kinds, parents, worths).best_first()
+
+
 @dataclass(slots=True)
 class _Search:
     """One request's window and pool.
 
     `window[j]` are the cells of column j, the trunk's first. `pool[token]` are runs that follow it,
-    the latest last. `gain` is how many tokens of runs were right lately, a step.
+    the latest last.
     """
 
     length: int
     rate: AcceptanceRate
     rng: random.Random
-    gain: float
-    num_tried: float = 0.0  # runs' tokens, a step
-    num_steps: int = 0  # in which something was tried
     newest: int = 0
     window: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)
-
-    def column(self, tokens: Sequence[int]) -> list[int]:
-        """Return cells for an unknown place: any of the request's tokens."""
-        return self.rng.choices(tokens, k=self.length - 1)
 
     def run_rows(self) -> list[_Row]:
         """Return the runs that begin with the newest token as a tree, the latest run first."""
@@ -191,7 +158,7 @@ class _Search:
             if len(runs) > most:
                 del runs[next(iter(runs))]
 
-    def advance(self, num_places: int, tokens: Sequence[int]) -> None:
-        """Move the window to the request's newest token; columns have moved on by one."""
-        more = min(num_places - 1, len(self.window))
-        self.window[:] = [*self.window[more:], *(self.column(tokens) for _ in range(more))]
+    def advance(self, count: int, tokens: Sequence[int]) -> None:
+        """Replace the first columns by new ones at the end, with any of the request's tokens."""
+        new = [self.rng.choices(tokens, k=self.length - 1) for _ in range(count)]
+        self.window = (self.window + new)[count:] if self.window else new

@@ -41,6 +41,17 @@ _LOOKUP_SHARE = 0.005  # of a step's time
 _LOOKUP_STEP = 0.05
 
 
+@dataclass(slots=True)
+class _References:
+    """One request's own tokens, its expected answer, and how often guesses from each are right."""
+
+    own: TokenIndex
+    expected: TokenIndex
+    rates: dict[str, AcceptanceRate]
+    num_as_expected: int = 0  # tokens of the answer, from the first one on
+    is_lucky: bool = False  # its last guess was right
+
+
 class NgramProposer:
     """Finds the longest end of a request's tokens in the references, and offers what followed.
 
@@ -55,7 +66,6 @@ class NgramProposer:
         self._memory = AnswerMemory()
         self._rates = {source: AcceptanceRate(prior) for source, prior in _PRIORS.items()}
         self._requests: dict[Request, _References] = {}
-        self._lucky: set[Request] = set()  # their last guess was right
         self._lookup_s = 1e-5
         self._turn = 0
 
@@ -72,18 +82,13 @@ class NgramProposer:
 
     def learn(self, request: Request, proposal: Proposal, outcome: Outcome) -> None:
         """Take in what became of a proposal."""
-        known = self._requests.get(request)
-        if known is not None:
+        if known := self._requests.get(request):
             known.rates[proposal.source].learn(proposal, outcome)
-        if outcome.right:
-            self._lucky.add(request)
-        else:
-            self._lucky.discard(request)
+            known.is_lucky = bool(outcome.right)
 
     def finish(self, request: Request) -> None:
         """Remember a request's answer for its tenant's next ones."""
         self._requests.pop(request, None)
-        self._lucky.discard(request)
         self._memory.add(request)
 
     def close(self) -> None:
@@ -98,16 +103,20 @@ class NgramProposer:
             return range(count)
         first = self._turn = (self._turn + room) % count
         in_turn = {index % count for index in range(first, first + room)}
-        return sorted(in_turn.union(i for i in range(count) if requests[i] in self._lucky))
+        known = map(self._requests.get, requests)
+        return sorted(in_turn.union(i for i, one in enumerate(known) if one and one.is_lucky))
 
     def _propose(self, request: Request, price: Price) -> Proposal | None:
         known = self._requests.get(request)
         if known is None:
-            known = self._requests[request] = _References.of(request, self._rates)
+            rates = {source: rate.for_request() for source, rate in self._rates.items()}
+            expected = TokenIndex(list(request.hints.prediction))
+            known = _References(TokenIndex(request.tokens), expected, rates)
+            self._requests[request] = known
         if request.matcher is not None:
             forced = request.matcher.forced(request.output)[: price.most]
             kinds = [min(place, len(_GRAMMAR_PRIOR) - 1) for place in range(len(forced))]
-            proposal = self._paying(known, "grammar", forced, kinds, [1.0] * len(forced), price)
+            proposal = _paying(known, "grammar", forced, kinds, [1.0] * len(forced), price)
             if proposal is not None:
                 return proposal
         known.own.catch_up()
@@ -117,43 +126,19 @@ class NgramProposer:
         source, match, index = found
         tokens, shares = _followers(index.tokens, match.ends, price.most)
         kinds = [bisect_right(_LENGTHS, match.length + place) - 1 for place in range(len(tokens))]
-        proposal = self._paying(known, source, tokens, kinds, shares, price)
-        if proposal is None:
-            self._lucky.discard(request)
+        proposal = _paying(known, source, tokens, kinds, shares, price)
+        known.is_lucky = known.is_lucky and proposal is not None
         return proposal
-
-    def _paying(
-        self,
-        known: _References,
-        source: str,
-        tokens: Sequence[int],
-        kinds: Sequence[int],
-        shares: Sequence[float],
-        price: Price,
-    ) -> Proposal | None:
-        """Return the first tokens whose rows may pay; None if not even the first one does."""
-        rate, worth, odds = known.rates[source], 1.0, list[float]()
-        for kind, share in zip(kinds, shares, strict=True):
-            odd = rate.of(kind) * share
-            worth *= odd
-            if worth < (_TAIL if odds else 1) * price.row_chance:
-                break
-            odds.append(odd)
-        if odds:
-            count = len(odds)
-            return Proposal(source, tuple(tokens[:count]), tuple(odds), tuple(kinds[:count]))
-        if kinds:
-            rate.fade(kinds[0])
-        return None
 
     def _matches(
         self, request: Request, known: _References
     ) -> Iterator[tuple[str, Match, TokenIndex]]:
+        """Yield the longest match in each reference, and where it is from."""
         if match := known.own.match(request.tokens):
             yield "context", match, known.own
-        if known.expected is not None:
+        if len(known.expected):
             num_output = request.num_output
-            if known.num_as_expected(request) == num_output:
+            if _num_as_expected(request, known) == num_output:
                 match = Match(max(_EXPECTED, num_output), (num_output,))
             else:
                 match = known.expected.match(request.tokens)
@@ -164,31 +149,38 @@ class NgramProposer:
                 yield "memory", match, index
 
 
-@dataclass(slots=True)
-class _References:
-    """One request's own tokens, its expected answer, and how often guesses from each are right."""
+def _paying(
+    known: _References,
+    source: str,
+    tokens: Sequence[int],
+    kinds: Sequence[int],
+    shares: Sequence[float],
+    price: Price,
+) -> Proposal | None:
+    """Return the first tokens whose rows may pay; None if not even the first one does."""
+    rate, worth, odds = known.rates[source], 1.0, list[float]()
+    for kind, share in zip(kinds, shares, strict=True):
+        odd = rate.of(kind) * share
+        worth *= odd
+        if worth < (_TAIL if odds else 1) * price.row_chance:
+            break
+        odds.append(odd)
+    if odds:
+        count = len(odds)
+        return Proposal(source, tuple(tokens[:count]), tuple(odds), tuple(kinds[:count]))
+    if kinds:
+        rate.fade(kinds[0])
+    return None
 
-    own: TokenIndex
-    expected: TokenIndex | None
-    rates: dict[str, AcceptanceRate]
-    _num_as_expected: int = 0
 
-    @classmethod
-    def of(cls, request: Request, rates: dict[str, AcceptanceRate]) -> _References:
-        prediction = request.hints.prediction
-        expected = TokenIndex(list(prediction)) if prediction else None
-        own_rates = {source: shared.for_request() for source, shared in rates.items()}
-        return cls(TokenIndex(request.tokens), expected, own_rates)
-
-    def num_as_expected(self, request: Request) -> int:
-        """Return how many of the answer's first tokens are as expected."""
-        expected = self.expected.tokens if self.expected is not None else []
-        said, end = request.tokens, min(len(expected), request.num_output)
-        count = self._num_as_expected
-        while count < end and said[request.num_prompt + count] == expected[count]:
-            count += 1
-        self._num_as_expected = count
-        return count
+def _num_as_expected(request: Request, known: _References) -> int:
+    """Return how many of the answer's first tokens are as expected."""
+    said, expected, start = request.tokens, known.expected.tokens, request.num_prompt
+    count, end = known.num_as_expected, min(len(expected), request.num_output)
+    while count < end and said[start + count] == expected[count]:
+        count += 1
+    known.num_as_expected = count
+    return count
 
 
 def _followers(tokens: list[int], ends: Sequence[int], most: int) -> tuple[list[int], list[float]]:

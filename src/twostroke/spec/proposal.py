@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
 from twostroke.core.tree import ROOT, right_drafts
@@ -42,11 +40,15 @@ class Proposal:
     def __post_init__(self) -> None:
         """Work out the worths."""
         if not self.worths:
-            if self.parents:
-                worths = tuple(_chances(self.odds, self.parents))
-            else:
-                worths = tuple(accumulate(self.odds, mul))
-            object.__setattr__(self, "worths", worths)
+            chances: list[float] = []
+            for odd, parent in zip(self.odds, self.before, strict=True):
+                chances.append(odd if parent == ROOT else odd * chances[parent])
+            object.__setattr__(self, "worths", tuple(chances))
+
+    @property
+    def before(self) -> Sequence[int]:
+        """The index of the guess that each one follows, or `ROOT`."""
+        return self.parents or range(-1, len(self.tokens) - 1)
 
     @property
     def forks(self) -> Sequence[bool]:
@@ -88,19 +90,13 @@ class Outcome:
     right: Sequence[int]
     drawn: Sequence[int]
 
-    def trials(self, proposal: Proposal) -> Iterator[tuple[int, bool]]:
-        """Yield the tokens that follow right ones only, and whether they were right.
+    def trials(self, proposal: Proposal) -> list[tuple[int, bool]]:
+        """Return the tokens that follow right ones only, and whether they were right.
 
         Those after a wrong one tell nothing: they were guessed for another text.
         """
-        if proposal.parents:
-            right = {ROOT, *self.right}
-            had_chance = (i for i in self.tried if proposal.parents[i] in right)
-            yield from ((i, i in right) for i in had_chance)
-            return
-        yield from ((i, True) for i in self.right)
-        if len(self.right) < len(self.tried):
-            yield len(self.right), False
+        before, right = proposal.before, {ROOT, *self.right}
+        return [(i, i in right) for i in self.tried if before[i] in right]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +126,8 @@ class Price:
 
         The `num_guesses` that there are took `spent_s` to make, and the step is expected to bring
         `num_tokens` with them. Another guess competes with this rate: if it brings fewer tokens
-        for its time, the step gets slower. Rows are cheap up to the end of a kernel and dear after
-        it, so the next ones cost what the cheapest number of them does.
+        for its time, the step gets slower. A kernel computes some rows at once, so the next
+        rows cost what the cheapest number of them does.
         """
         if self.seconds is None:
             return self.least_chance(next_s)
@@ -184,11 +180,3 @@ def drawn_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list
             rows += [first + 1 + i for i in right_drafts(part.drafts, part.branches, drawn)]
         yield part, rows
         first += part.num_drawn
-
-
-def _chances(odds: Sequence[float], parents: Sequence[int]) -> list[float]:
-    """Return the chance of each token of a tree that it and all before it are right."""
-    chances: list[float] = []
-    for odd, parent in zip(odds, parents, strict=True):
-        chances.append(odd if parent == ROOT else odd * chances[parent])
-    return chances

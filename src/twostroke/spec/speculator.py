@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
 from twostroke.spec.proposal import Outcome
-from twostroke.spec.stats import SpeculationStats, TimedStep
 from twostroke.spec.worth import Account
 
 if TYPE_CHECKING:
@@ -23,15 +22,54 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan, StepResult
     from twostroke.spec.proposal import Price, Proposal, Proposer, Watcher
     from twostroke.spec.step_time import StepTime
-    from twostroke.spec.worth import Chooser, DraftBudget
+    from twostroke.spec.worth import Always, WhilePaying
 
     AddDrafts = Callable[[Slice, Sequence[int], Sequence[int]], Sequence[int]]
+    DraftBudget = Always | WhilePaying
 
 _logger = logging.getLogger("twostroke.spec")
 
 _BUDGET_STEPS = 16  # for which a budget holds
-_PAUSE = 32  # steps without asking anyone, after one in which no guess could pay
+_PAUSE = 32  # steps without asking proposers, after one in which no guess could pay
 _ENOUGH = 2.0  # expected right tokens of a proposal, after which no other proposer is asked
+_NUM_RECENT = 1024  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One step of `num_rows`, `num_guesses` of them guesses, which brought `num_tokens`.
+
+    Without guesses it would have brought `num_plain` tokens. Its time is `step_s`, after `asking_s`
+    that proposers took.
+    """
+
+    num_rows: int
+    num_guesses: int
+    num_plain: int
+    num_tokens: int
+    step_s: float
+    asking_s: float
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts since the start.
+
+    Attributes:
+        proposed: guesses that were computed, by their source.
+        accepted: those of them that were right.
+        accepted_at: how often the guess at each place was right.
+        passes: slices with guesses; each brought one token besides the accepted ones.
+        saved_s: how much longer the same tokens would have taken without, by `StepTime`.
+        recent: the last steps, with or without guesses.
+    """
+
+    proposed: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    passes: int = 0
+    saved_s: float = 0.0
+    recent: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
 
 
 @dataclass(slots=True)
@@ -50,12 +88,12 @@ class _Guess:
 
 
 class Speculator:
-    """Asks proposers for guesses, and adds as many to a step's slices as the chooser allows."""
+    """Asks proposers for guesses, and adds as many to a step's slices as the budget allows."""
 
     def __init__(
         self,
         proposers: Sequence[Proposer],
-        chooser: Chooser,
+        budget_of: Callable[[BatchShape], DraftBudget],
         step_time: StepTime,
         on_request: Sequence[Proposer] = (),
         watchers: Sequence[Watcher] = (),
@@ -63,16 +101,16 @@ class Speculator:
         """Ask `proposers` in order, later ones where earlier ones do not expect much.
 
         Those `on_request` are asked only about requests that name them. All steps are shown to the
-        `watchers`, which may be proposers, too.
+        `watchers`, which may be proposers, too. A budget holds for all steps with as many rows.
         """
         self.stats = SpeculationStats()
         self._proposers, self._watchers = (*proposers, *on_request), tuple(watchers)
         self._failed: list[Proposer] = []
         self.methods = tuple(proposer.name for proposer in self._proposers)
         self._by_default = {proposer.name for proposer in proposers}
-        self._chooser = chooser
+        self._budget_of = budget_of
         self._step_time = step_time
-        self._tried: dict[int, _Guess] = {}  # by the slice's identity
+        self._guesses: dict[int, _Guess] = {}  # of the step in flight, by the slice's identity
         self._asking_s = 0.0  # in the step in flight
         self._asked: dict[str, float] = {}  # seconds that each proposer has taken of these
         self._accounts: defaultdict[tuple[str, int], Account] = defaultdict(Account)
@@ -102,7 +140,7 @@ class Speculator:
         if self._proposers:
             self._step_time.learn(batch, step_s)
         num_plain = _num_drawing(plan)
-        tried, right = self._outcomes(plan, result) if self._tried else (Counter(), Counter())
+        tried, right = self._outcomes(plan, result) if self._guesses else (Counter(), Counter())
         num_tried, num_tokens = tried.total(), num_plain + right.total()
         self.stats.recent.append(
             TimedStep(batch.num_rows, num_tried, num_plain, num_tokens, step_s, self._asking_s)
@@ -122,7 +160,7 @@ class Speculator:
         self.stats.saved_s += plain_s * num_tokens / num_plain - elapsed_s
 
     def finish(self, request: Request) -> None:
-        """Tell everyone that a request has ended."""
+        """Tell proposers and watchers that a request has ended."""
         everyone: tuple[Proposer | Watcher, ...] = (*self._proposers, *self._watchers)
         for one in everyone:
             with self._surviving(one):
@@ -154,9 +192,9 @@ class Speculator:
         for proposer in self._proposers:
             if not price.rate or self._account(proposer.name, plan).may_ask():
                 self._ask(proposer, parts, price)
-        if not self._tried:
+        if not self._guesses:
             return
-        guesses = list(self._tried.values())
+        guesses = list(self._guesses.values())
         counts = budget.counts(plan.budget, [guess.proposal for guess in guesses])
         for guess, count in zip(guesses, counts, strict=True):
             if count:
@@ -168,15 +206,16 @@ class Speculator:
         size = len(plan.slices), sum(plan.counts), _num_drawing(plan)
         known = self._budget
         if known is None or size != self._budget_size or self._budget_age >= _BUDGET_STEPS:
-            known = self._budget = self._chooser.budget(BatchShape.of(plan))
+            known = self._budget = self._budget_of(BatchShape.of(plan))
             self._budget_size, self._budget_age = size, 0
         self._budget_age += 1
         return known
 
     def _ask(self, proposer: Proposer, parts: Sequence[Slice], price: Price) -> None:
         """Ask about the slices of which not much is expected yet, and keep the better guesses."""
-        known = self._tried
-        names = {proposer.name, "auto"} if proposer.name in self._by_default else {proposer.name}
+        known, names = self._guesses, {proposer.name}
+        if proposer.name in self._by_default:
+            names.add("auto")
         asked = [
             part
             for part in parts
@@ -185,11 +224,10 @@ class Speculator:
         ]
         if not asked:
             return
-        requests = [part.request for part in asked]
         began_s = time.monotonic()
         proposals: Sequence[Proposal | None] = ()
         with self._surviving(proposer):
-            proposals = proposer.propose(requests, price)
+            proposals = proposer.propose([part.request for part in asked], price)
         self._asked[proposer.name] = time.monotonic() - began_s
         for part, offered in zip(asked, proposals, strict=False):  # none, if it has failed
             proposal = _as_allowed(offered, part.request)
@@ -201,21 +239,25 @@ class Speculator:
     def _outcomes(self, plan: StepPlan, result: StepResult) -> tuple[Counter[str], Counter[str]]:
         """Tell proposers what became of their guesses; count these, and those that were right."""
         num_tried, num_right = Counter[str](), Counter[str]()
-        tokens = iter(result.tokens)
+        tokens, stats = iter(result.tokens), self.stats
         for part in plan.slices:
             drawn = list(islice(tokens, part.num_drawn))
-            guess = self._tried.get(id(part))
+            guess = self._guesses.get(id(part))
             if guess is None:
                 continue
-            tried, name = guess.tried, guess.proposer.name
+            tried, name, source = guess.tried, guess.proposer.name, guess.proposal.source
             right = [tried[i] for i in right_drafts(part.drafts, part.branches, drawn)]
-            num_tried[name] += len(tried)
-            num_right[name] += len(right)
             with self._surviving(guess.proposer):
                 guess.proposer.learn(part.request, guess.proposal, Outcome(tried, right, drawn))
-            self.stats.add(guess.proposal.source, len(right), len(tried))
-        self._tried = {}
-        return +num_tried, num_right
+            if tried:
+                num_tried[name] += len(tried)
+                num_right[name] += len(right)
+                stats.passes += 1
+                stats.proposed[source] += len(tried)
+                stats.accepted[source] += len(right)
+                stats.accepted_at.update(range(len(right)))
+        self._guesses = {}
+        return num_tried, num_right
 
     @contextmanager
     def _surviving(self, one: Proposer | Watcher) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from twostroke.program import BatchShape
     from twostroke.program.cost import StepCost
 
-_MOST_TOGETHER = 8  # rows: no kernel takes more at once
 _CLEAR = 10  # steps of a size, after which its time is trusted
 # Shares of a new measurement in what is known:
 _FIT_STEP = 0.02
@@ -42,10 +42,10 @@ class StepTime:
     """Predicts the seconds of a step.
 
     Three things are learned: how much longer memory traffic and arithmetic take than at the
-    machine's limits, over all steps; how long steps of each size take beside that (`_ratios`); and
-    how slow the machine is at the moment (`slowdown`). Machines are shared, and sizes that are met
-    in the same slow period must still compare as they would outside it. Up to `rows_together` rows
-    take as long as the next power of two of them.
+    machine's limits, over all steps; how long steps of each size take compared with that
+    (`_ratios`); and how slow the machine is at the moment (`slowdown`). Machines are shared, and
+    sizes that are met in the same slow period must still compare as they would outside it. Up to
+    `rows_together` rows take as long as the next power of two of them.
     """
 
     cost: StepCost
@@ -60,32 +60,36 @@ class StepTime:
 
     def seconds(self, batch: BatchShape) -> float:
         """Return about how long a step takes."""
-        return (
-            self._fitted_s(*self._padded_s(batch))
-            * self._ratio(_size(batch.num_rows))
-            * (self.slowdown)
-        )
+        fitted_s = self._fitted_s(*self._padded_s(batch))
+        return fitted_s * self._ratio(_size(batch.num_rows)) * self.slowdown
 
     def age(self, num_rows: int) -> int:
         """Return how many steps ago one of about as many rows was measured."""
         known = self._ratios.get(_size(num_rows))
         return self.num_steps - (0 if known is None else known.step)
 
-    def outlook(self, batch: BatchShape) -> Outlook:
-        """Return how to predict steps with guesses beside those of `batch`."""
-        start = max(batch.starts)
-        plain_s, one_s, two_s = (
+    def outlook(self, batch: BatchShape) -> Callable[[int, int], float]:
+        """Return a function that predicts steps with guesses besides the rows of `batch`.
+
+        It takes the number of guesses, and how many of them fork. All are at the longest request's
+        position. Chains of guesses read the keys and values once; each that forks reads them again.
+        """
+        start, num_plain = max(batch.starts), batch.num_rows
+        fitted_s, one_s, two_s = (
             self._fitted_s(*self._least_s(shape)) * self.slowdown
             for shape in (batch, batch.with_request(start, 1), batch.with_request(start, 2))
         )
-        return Outlook(
-            batch.num_rows,
-            self.rows_together,
-            plain_s,
-            one_s - plain_s,
-            two_s - one_s,
-            self._ratio,
-        )
+        path_s, row_s = one_s - fitted_s, two_s - one_s  # of a path's first guess, and the others
+        ratio = cache(self._ratio)
+
+        def seconds(num_guesses: int, num_forks: int) -> float:
+            num_rows = num_plain + num_guesses
+            num_paths = num_forks + (num_guesses > num_forks)
+            num_idle = num_padded(num_rows, self.rows_together) - num_rows
+            more_s = num_paths * path_s + (num_guesses - num_paths) * row_s
+            return (fitted_s + num_idle * row_s + more_s) * ratio(_size(num_rows))
+
+        return seconds
 
     def learn(self, batch: BatchShape, elapsed_s: float) -> None:
         """Take in how long a step took."""
@@ -126,7 +130,7 @@ class StepTime:
         return known.value + (1 - trust) * (self._neighbours(size) - known.value)
 
     def _neighbours(self, size: int) -> float:
-        """Return what the next measured sizes, if they are near, let expect of this one."""
+        """Return the mean ratio of the next measured sizes, if they are near; otherwise 1."""
         below = max((other for other in self._ratios if other < size), default=None)
         above = min((other for other in self._ratios if other > size), default=None)
         near = [s for s in (below, above) if s is not None and abs(s - size) <= _NEAR]
@@ -158,45 +162,6 @@ class StepTime:
         if hardware is None:  # any rates do: what is learned corrects them
             return cost.bytes / 10e9, cost.flops / 100e9
         return cost.bytes / hardware.bandwidth, cost.flops / hardware.peak
-
-
-@dataclass(slots=True)
-class Outlook:
-    """Predicts a step to which guesses are added, each at the longest request's position.
-
-    Chains of guesses read the keys and values once; each guess that forks reads them again.
-    """
-
-    num_rows: int  # without guesses
-    rows_together: int
-    fitted_s: float
-    fork_s: float  # time that the first guess of a path adds
-    row_s: float  # and each further one
-    ratio: Callable[[int], float]
-    _ratios: dict[int, float] = field(default_factory=dict)
-
-    def probes(self, most: int) -> set[int]:
-        """Return numbers of guesses up to `most`, one of which costs (nearly) least a guess.
-
-        These are the powers of two, and those that make the rows one: kernels like these best.
-        """
-        powers = [1 << exponent for exponent in range(most.bit_length())]
-        full = [1 << exponent for exponent in range(_MOST_TOGETHER.bit_length())]
-        return {n for n in (*powers, *[rows - self.num_rows for rows in full]) if 0 < n <= most}
-
-    def seconds(self, num_guesses: int, num_forks: int = 0) -> float:
-        """Return about how long the step takes with guesses, some of which fork."""
-        num_rows = self.num_rows + num_guesses
-        size = _size(num_rows)
-        ratio = self._ratios.get(size)
-        if ratio is None:
-            ratio = self._ratios[size] = self.ratio(size)
-        num_idle = num_padded(num_rows, self.rows_together) - num_rows
-        fitted_s = self.fitted_s + num_idle * self.row_s
-        if num_guesses:
-            num_paths = num_forks + (num_guesses > num_forks)
-            fitted_s += num_paths * self.fork_s + (num_guesses - num_paths) * self.row_s
-        return fitted_s * ratio
 
 
 def num_padded(num_rows: int, together: int) -> int:

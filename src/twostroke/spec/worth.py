@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from twostroke.core.config import MAX_DRAFTS
 from twostroke.spec.proposal import Price
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.program import BatchShape
     from twostroke.spec.proposal import Proposal
-    from twostroke.spec.step_time import Outlook, StepTime
+    from twostroke.spec.step_time import StepTime
 
 _LEAST_GAIN = 1.08  # in tokens a second, for guesses to be worth the risk
 _MOST_PROBED = 16  # guesses
+_MOST_TOGETHER = 8  # rows: no kernel takes more at once
 _FAR = 8  # guesses beyond the best number so far, after which the search ends
 _STALE = 24  # steps after which one without guesses is measured again,
 _MUCH = 1.5  # or later, where guesses bring this many times the tokens a second
@@ -30,21 +32,9 @@ _FIRST_REST = 64  # rounds
 _LAST_REST = 1024
 
 
-class Chooser(Protocol):
-    """Decides how many of the proposed guesses a step takes."""
-
-    def budget(self, batch: BatchShape) -> DraftBudget:
-        """Return the budget of a step; it holds for others with as many rows, too."""
-
-
-class DraftBudget(Protocol):
-    """What guesses cost beside a step, and so how many of them to take."""
-
-    def price(self, most_rows: int) -> Price | None:
-        """Return what guesses cost if `most_rows` may be added; None if none can pay."""
-
-    def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many of the first guesses of each to take, `most_rows` at most in all."""
+def budgets(step_time: StepTime, count: int | None) -> Callable[[BatchShape], Always | WhilePaying]:
+    """Return a function from a step to its budget: `count` guesses a request, or those that pay."""
+    return partial(WhilePaying, step_time) if count is None else lambda _: Always(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +43,12 @@ class Always:
 
     count: int
 
-    def budget(self, batch: BatchShape) -> DraftBudget:
-        """Return the same for each step."""
-        del batch
-        return self
-
     def price(self, most_rows: int) -> Price | None:
-        """Return that they cost nothing."""
+        """Return that guesses cost nothing, `most_rows` in all; None if there is no room."""
         return Price(0.0, 0.0, min(self.count, most_rows)) if most_rows else None
 
     def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return `count` for each, or as many as there are."""
+        """Return how many of the first guesses of each to take, `most_rows` at most in all."""
         taken = []
         for proposal in proposals:
             taken.append(min(self.count, len(proposal.tokens), most_rows))
@@ -71,81 +56,81 @@ class Always:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
 class WhilePaying:
     """Takes the guesses that bring the most expected tokens a second, over the whole batch.
 
     Guesses are taken in the order of their worth. Each makes the step longer, as `step_time`
     predicts. If the best number does not bring 8% more tokens a second than none, none is taken.
     Now and then a step goes without, so that it stays known what guesses are compared with.
+
+    A budget holds for some steps that are like `batch`.
     """
 
-    step_time: StepTime
-
-    def budget(self, batch: BatchShape) -> DraftBudget:
-        """Return the budget by what is known of such steps."""
-        return _PayingBudget(batch.num_sampled, self.step_time.outlook(batch), self.step_time)
-
-
-@dataclass(slots=True)
-class _PayingBudget:
-    """The budget of `WhilePaying` for a step that brings `num_tokens` without guesses."""
-
-    num_tokens: int
-    outlook: Outlook
-    step_time: StepTime
-    _prices: dict[int, Price | None] = field(default_factory=dict)  # by the most guesses
+    def __init__(self, step_time: StepTime, batch: BatchShape) -> None:
+        self._step_time = step_time
+        self._num_rows, self._num_tokens = batch.num_rows, batch.num_sampled
+        self._seconds = step_time.outlook(batch)
+        self._price = cache(self._find_price)
 
     def price(self, most_rows: int) -> Price | None:
-        """Return what guesses cost, by the cheapest of some numbers of rows."""
-        most = min(MAX_DRAFTS, most_rows)
-        if most not in self._prices:
-            self._prices[most] = self._price(most)
-        return self._prices[most]
+        """Return what guesses cost if `most_rows` may be added; None if none can pay."""
+        return self._price(min(MAX_DRAFTS, most_rows))
 
-    def _price(self, most: int) -> Price | None:
-        outlook = self.outlook
-        plain_s = outlook.seconds(0)
-        rate = self.num_tokens / plain_s
-        probes = outlook.probes(min(most, _MOST_PROBED))
-        row_s = min([(outlook.seconds(n) - plain_s) / n for n in probes], default=plain_s)
+    def _find_price(self, most: int) -> Price | None:
+        """Return what guesses cost, by the cheapest of some numbers of them."""
+        seconds = self._seconds
+        plain_s = seconds(0, 0)
+        probes = cheap_numbers(self._num_rows, min(most, _MOST_PROBED))
+        row_s = min([(seconds(n, 0) - plain_s) / n for n in probes], default=plain_s)
+        rate = self._num_tokens / plain_s
         chance = max(0.0, rate * row_s) * _LEAST_GAIN
-        return Price(chance, rate, most, outlook.seconds) if chance < 1 else None
+        return Price(chance, rate, most, lambda n: seconds(n, 0)) if chance < 1 else None
 
     def counts(self, most_rows: int, proposals: Sequence[Proposal]) -> list[int]:
-        """Return how many guesses of each proposal pay."""
+        """Return how many of the first guesses of each pay, `most_rows` at most in all."""
         guesses = [
             (worth, owner, is_fork)
             for owner, proposal in enumerate(proposals)
             for worth, is_fork in zip(proposal.worths, proposal.forks, strict=True)
         ]
         guesses.sort(key=lambda guess: -guess[0])  # stable: a proposal's own stay in order
-        expected, outlook = float(self.num_tokens), self.outlook
-        plain = expected / outlook.seconds(0)
+        expected = float(self._num_tokens)
+        plain = expected / self._seconds(0, 0)
         best = _LEAST_GAIN * plain
         num_best = num_forks = 0
         for count, (worth, _, is_fork) in enumerate(guesses[:most_rows], 1):
             expected += worth
             num_forks += is_fork
-            rate = expected / outlook.seconds(count, num_forks)
+            rate = expected / self._seconds(count, num_forks)
             if rate >= best:
                 best, num_best = rate, count
             elif count >= num_best + _FAR:
                 break
         taken = [0] * len(proposals)
         stale = _STALE if best < _MUCH * plain else _STALE_IF_MUCH
-        if num_best and self.step_time.age(outlook.num_rows) > stale:
+        if num_best and self._step_time.age(self._num_rows) > stale:
             return taken
         for _, owner, _ in guesses[:num_best]:
             taken[owner] += 1
         return taken
 
 
+def cheap_numbers(num_rows: int, most: int) -> set[int]:
+    """Return numbers of guesses up to `most`, one of which costs (nearly) least a guess.
+
+    These are the powers of two, and those that make the `num_rows` others one: kernels like these
+    best.
+    """
+    numbers = {1 << exponent for exponent in range(most.bit_length())}
+    numbers |= {(1 << exponent) - num_rows for exponent in range(_MOST_TOGETHER.bit_length())}
+    return {number for number in numbers if 0 < number <= most}
+
+
 @dataclass(slots=True)
 class Account:
     """The steps that a proposer's guesses have saved, less those that they cost.
 
-    Rates and predicted times are estimates that may be wrong together; this is what came of them.
+    Rates and predicted times are estimates that may be wrong together; this measures the result.
     A proposer with an overdrawn account rests, and each time for twice as long if it loses again
     at once.
     """

@@ -1,4 +1,4 @@
-"""A step's slices in the making, and what single rows report besides drawn tokens.
+"""The slices of a step while it is planned, and what is left of its budget.
 
 Rows of a prompt may report log-probabilities (scored rows) or hidden states (pooled rows, for
 embeddings). A request that is pooled draws no token: it ends with its last row.
@@ -6,16 +6,13 @@ embeddings). A request that is pooled draws no token: it ends with its last row.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
-from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta, Slice
+from twostroke.core.step import Slice
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan, StepResult
     from twostroke.schedule.waiting import Ticket
 
 
@@ -23,7 +20,7 @@ class StepSketch:
     """Slices so far, their owners, and what is left of the budget.
 
     Attributes:
-        most_scored: how many rows more may report log-probabilities of prompts.
+        most_scored: how many more rows may report log-probabilities of prompts.
         preempted: requests that lost their pages for this step.
         reserved: pages that running requests may still need soon; None if not known.
     """
@@ -66,41 +63,6 @@ class StepSketch:
             self.budget += self.slices[at].count
             self.most_scored += self.slices[at].num_scored
             del self.slices[at], self.owners[at]
-
-
-def end_if_read(request: Request) -> None:
-    """End a request that draws no token once all of its rows are computed."""
-    if request.pooling is not None and not request.num_pending:
-        request.finish_reason = FinishReason.LENGTH
-
-
-def with_reports(plan: StepPlan, result: StepResult, deltas: list[Delta]) -> list[Delta]:
-    """Return a step's deltas with the scores and hidden states that its rows report.
-
-    Requests that have no delta yet get one, unless they were ended from outside.
-    """
-    if not result.scores and not result.states:
-        return deltas
-    scores, states = iter(result.scores), iter(result.states)
-    known = {delta.request: delta for delta in deltas}
-    reported = []
-    for piece in plan.slices:
-        request = piece.request
-        scored = tuple(islice(scores, piece.num_scored))
-        pooled = next(states) if piece.num_pooled else None
-        delta = known.get(request)
-        goes_on = request.finish_reason is None or (
-            pooled is not None and request.finish_reason is FinishReason.LENGTH
-        )
-        if delta is None and goes_on and (scored or pooled is not None):
-            delta = Delta(request, ())
-        if delta is not None:
-            request.num_scored += len(scored)
-            delta.scores, delta.states = scored, pooled
-            reported.append(delta)
-    assert next(scores, None) is None, "more scores than scored rows"
-    assert next(states, None) is None, "more states than pooled slices"
-    return reported
 
 
 def _num_scored(request: Request, count: int) -> int:

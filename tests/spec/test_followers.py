@@ -1,4 +1,4 @@
-"""What heads have guessed: odds by sureness, leaves beside the chain, and when to leave it."""
+"""Guesses of small models: odds by sureness, leaves besides the chain, and when to stop."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import math
 
 import pytest
 
+from twostroke.core.request import Request
+from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import NO_TOKEN, TokenLogprobs
 from twostroke.core.tree import ROOT
 from twostroke.spec.acceptance import AcceptanceRate
-from twostroke.spec.guesses import Guesses
+from twostroke.spec.followers import Follower
 from twostroke.spec.proposal import Outcome
 
 TOKEN_IDS = (10, 20, 30, 40)
 
 
-def guesses_of(*draws: tuple[int, dict[int, float]]) -> Guesses:
+def guesses_of(*draws: tuple[int, dict[int, float]]) -> Follower:
     """Return guesses of which each was drawn with these chances beside it."""
-    found = Guesses(
-        AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request(), 10
-    )
+    rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
+    found = Follower(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
     for drawn, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
@@ -27,11 +28,11 @@ def guesses_of(*draws: tuple[int, dict[int, float]]) -> Guesses:
             tuple(token for token, _ in top),
             tuple(math.log(chance) for _, chance in top),
         )
-        assert found.add(drawn, logprobs, TOKEN_IDS)
+        assert found.take(drawn, logprobs)
     return found
 
 
-def test_guesses_bear_the_targets_ids_and_the_odds_of_their_sureness() -> None:
+def test_guesses_have_the_targets_ids_and_odds_by_sureness() -> None:
     proposal = guesses_of((1, {1: 0.97}), (3, {3: 0.91})).proposal("eagle", 8)
     assert proposal is not None
     assert proposal.tokens == (20, 40)
@@ -40,7 +41,7 @@ def test_guesses_bear_the_targets_ids_and_the_odds_of_their_sureness() -> None:
     assert proposal.source == "eagle"
 
 
-def test_what_was_nearly_drawn_stands_beside_it() -> None:
+def test_likely_tokens_become_leaves() -> None:
     found = guesses_of((0, {0: 0.55, 1: 0.35, 2: 0.02}), (3, {3: 0.85, 0: 0.12}))
     proposal = found.proposal("eagle", 8)
     assert proposal is not None
@@ -60,9 +61,9 @@ def test_no_more_are_proposed_than_are_wanted() -> None:
     assert len(proposal.tokens) == 3
 
 
-def test_nothing_drawn_is_nothing_guessed() -> None:
+def test_an_undrawn_token_is_not_guessed() -> None:
     found = guesses_of()
-    assert not found.add(NO_TOKEN, None, TOKEN_IDS)
+    assert not found.take(NO_TOKEN, None)
     assert found.proposal("eagle", 8) is None
 
 

@@ -12,9 +12,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import TokenLogprobs
 from twostroke.spec import Words
 from twostroke.spec.acceptance import AcceptanceRate
-from twostroke.spec.draft import PRIOR, DraftFollower
-from twostroke.spec.guesses import Guesses
-from twostroke.spec.transcript import Transcript
+from twostroke.spec.draft import PRIOR, DraftFollower, Transcript
 from twostroke.tokenize import Translation
 
 TARGET = byte_tokenizer(more_merges=("Ġw o", "Ġwo r", "Ġwor l", "Ġworl d", "a b", "ab c"))
@@ -72,7 +70,7 @@ def test_a_long_prompt_is_followed_in_pieces(text: str, stride: int) -> None:
     assert transcript.num_prompt == num_prompt
 
 
-def test_what_is_settled_never_changes() -> None:
+def test_settled_tokens_never_change() -> None:
     """Rows of settled tokens are computed once, and shared with others from the prompt's."""
     request, transcript = request_of("hello world abc hello"), transcript_of()
     transcript.follow(request)
@@ -87,36 +85,36 @@ def test_what_is_settled_never_changes() -> None:
 
 
 def follower_of(guesses: list[int], sure: list[float]) -> DraftFollower:
-    found = Guesses(AcceptanceRate(PRIOR).for_request(), 10)
+    rate, ids = AcceptanceRate(PRIOR).for_request(), range(DRAFT.vocab_size)
+    found = DraftFollower(request_of("hello"), rate, 10, ids, transcript=transcript_of())
     for guess, sureness in zip(guesses, sure, strict=False):
-        found.add(guess, TokenLogprobs(math.log(sureness)))
-    request = request_of("hello")
-    return DraftFollower(request, request, found, frozenset(), transcript_of())
+        found.take(guess, TokenLogprobs(math.log(sureness)))
+    return found
 
 
-def test_guesses_are_said_in_the_targets_tokens() -> None:
+def test_guesses_are_translated_into_the_targets_tokens() -> None:
     guesses = DRAFT.encode(" world abc")
     assert len(guesses) > len(TARGET.encode(" world abc"))
-    proposal = follower_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal(24)
+    proposal = follower_of(guesses, [0.9, 0.5, 0.8, 0.95, 0.6, 0.4, 0.9] * 3).proposal("draft", 24)
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc")
     assert [kind // 10 for kind in proposal.kinds] == [0] * (len(proposal.tokens) - 1) + [1]
 
 
 def test_a_token_is_as_sure_as_the_guesses_that_it_is_made_of() -> None:
-    proposal = follower_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal(24)
+    proposal = follower_of(DRAFT.encode(" worldabc"), [0.9] * 9).proposal("draft", 24)
     assert proposal is not None
     num_pieces = len(DRAFT.encode(" world"))
     assert proposal.kinds[0] == min(int(0.9**num_pieces * 10), 9)
 
 
 def test_no_more_is_guessed_than_is_asked_for() -> None:
-    proposal = follower_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal(2)
+    proposal = follower_of(DRAFT.encode(" world abc world"), [0.9] * 20).proposal("draft", 2)
     assert proposal is not None
     assert list(proposal.tokens) == TARGET.encode(" world abc world")[:2]
 
 
-def test_a_draft_that_wants_a_beginning_gets_it() -> None:
+def test_a_draft_with_prefix_tokens_gets_them() -> None:
     wanting = byte_tokenizer(more_merges=("o Ġ",), add_bos_token=True)
     words = Words(Translation(TARGET, wanting), Translation(wanting, TARGET))
     request, transcript = request_of("hello world"), transcript_of(words)
@@ -132,7 +130,7 @@ def test_a_draft_that_wants_a_beginning_gets_it() -> None:
 
 
 @pytest.mark.parametrize("odd", [[0xFF], [0xC3], [0x80, 0x80], [0xF0, 0x9F]])
-def test_bytes_that_are_no_text_hide_nothing_else(odd: list[int]) -> None:
+def test_bytes_that_are_not_text_are_left_out(odd: list[int]) -> None:
     marks = [TARGET.find(byte_characters()[byte]) or 0 for byte in odd]
     ids = [*TARGET.encode("hello world"), *marks, *TARGET.encode(" abc")]
     request, transcript = Request("r", ids, len(ids), SamplingParams(), 0), transcript_of()
@@ -144,7 +142,7 @@ def test_bytes_that_are_no_text_hide_nothing_else(odd: list[int]) -> None:
     assert transcript.num_read > len(TARGET.encode("hello world")) + len(odd)
 
 
-def test_half_a_character_is_no_place_to_guess_at() -> None:
+def test_nothing_is_guessed_after_half_a_character() -> None:
     request, transcript = request_of("hello"), transcript_of()
     request.tokens += [TARGET.find(char) or 0 for char in "ðŁ"]
     transcript.follow(request)

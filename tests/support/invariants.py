@@ -1,0 +1,77 @@
+"""What must hold between any two operations on pages, prefixes and the scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from twostroke.core.request import NO_PAGE
+from twostroke.schedule.holdings import held
+from twostroke.schedule.waiting import rank_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from twostroke.cache import PagePool, PrefixIndex
+    from twostroke.core.request import Request
+    from twostroke.core.step import StepPlan
+    from twostroke.schedule import Scheduler
+
+
+def check_pool(pool: PagePool, holders: Iterable[Sequence[int]] = ()) -> None:
+    """Assert that each page is in one state; `holders` are all lists of pages with references."""
+    expected = Counter(page for pages in holders for page in pages)
+    counted = {page: count for page, count in enumerate(pool._counts) if count}
+    assert counted == dict(expected), f"references {dict(expected)}, counted {counted}"
+    free, cached, referenced = set(pool._free), set(pool._cached), set(counted)
+    assert len(free) == len(pool._free), "a page is free twice"
+    assert len(free | cached | referenced) == pool.num_pages, "a page is lost"
+    assert len(free) + len(cached) + len(referenced) == pool.num_pages, "two states"
+    assert all(pool._kept[page] for page in cached), "a cached page is not kept"
+    assert not any(pool._kept[page] for page in free), "a free page is kept"
+
+
+def check_index(index: PrefixIndex) -> None:
+    """Assert that keys and pages match and that the pool keeps exactly these pages."""
+    indexed = {
+        page: (group, key)
+        for group, known in enumerate(index._pages)
+        for key, page in known.items()
+    }
+    assert indexed == index._keys
+    kept = {page for page, is_kept in enumerate(index._pool._kept) if is_kept}
+    assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
+
+
+def check_scheduler(scheduler: Scheduler, flight: StepPlan | None = None) -> None:
+    """Assert that pages, queues and requests agree; `flight` is the step in flight."""
+    waiting, running = scheduler._waiting, scheduler._running
+    holders = [held(ticket.request.pages) for ticket in running]
+    if flight is not None:
+        holders += [branch.own_pages for part in flight.slices for branch in part.branches]
+    check_pool(scheduler._pool, holders)
+    assert running == sorted(running, key=rank_of), "requests are out of order"
+    assert waiting.ready == sorted(waiting.ready, key=rank_of), "a queue is out of order"
+    assert all(ticket.is_running for ticket in running)
+    assert all(not ticket.is_running and not ticket.request.pages for ticket in waiting)
+    assert waiting.num_tokens == sum(len(ticket.request.tokens) for ticket in waiting)
+    alive = [t.request.id for t in (*waiting, *running) if not t.request.is_finished]
+    assert sorted(alive) == sorted(scheduler._tickets), "a request is lost or in two queues"
+    assert len(running) <= scheduler.config.max_running
+    for ticket in running:
+        check_pages(scheduler._pool, ticket.request)
+    if not running:
+        assert not scheduler._prefixes._claims, "a claim outlived its owner"
+
+
+def check_pages(pool: PagePool, request: Request) -> None:
+    """Assert that a running request holds exactly what its next rows read and write."""
+    num_places = len(request.pages[0])
+    assert all(len(pages) == num_places for pages in request.pages), "unequal lists"
+    firsts = pool.groups.first_seen(request.num_computed)
+    for pages, first in zip(request.pages, firsts, strict=True):
+        assert set(pages[:first]) <= {NO_PAGE}, "a page that no window reaches is held"
+        assert NO_PAGE not in pages[first:], "a page that will be read is missing"
+        for page in pages[request.num_computed // pool.page_size :]:
+            assert pool.num_references(page) == 1, "a page to be written is shared"
+            assert not pool._kept[page], "a page to be written is indexed"
