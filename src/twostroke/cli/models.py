@@ -12,9 +12,8 @@ import click
 
 from twostroke import fetch
 from twostroke.cli import pull
-from twostroke.cli.fetch import watcher
-from twostroke.cli.help import Group
-from twostroke.cli.terminal import Bar, printable
+from twostroke.cli.help import Group, option
+from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.fetch.disk import megabytes
 from twostroke.models import ARCHITECTURES
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from twostroke.fetch import Leftover, ModelRecord
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
-_SIZE = _HEAD.index("SIZE")
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-_yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+_yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
 @click.group("models", cls=Group, invoke_without_command=True)
@@ -42,7 +40,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 @command.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
-    """List the models that are here, and those that have a short name."""
+    """List the models in the cache, and those with a short name that can be fetched."""
     _list(as_json=as_json)
 
 
@@ -50,7 +48,7 @@ def list_command(as_json: bool) -> None:
 @click.argument("model")
 @_as_json
 def show_command(model: str, as_json: bool) -> None:
-    """Show the licence, the origin and the place of MODEL."""
+    """Show the licence, the source and the path of MODEL."""
     facts = _facts(fetch.find(model))
     if as_json:
         _print_json(facts)
@@ -65,7 +63,7 @@ def show_command(model: str, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--all", "everything", is_flag=True, help="Every model that is here.")
+@option("--all", "everything", is_flag=True, help="Verify every model in the cache.")
 @_as_json
 def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Compare the files of MODEL with their checksums."""
@@ -76,7 +74,7 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
     for name in names:
         try:
             with Bar() as bar:
-                fetch.verify(name, watcher(bar, name))
+                fetch.verify(name, pull.watcher(bar, name))
         except TwostrokeError as error:
             if len(names) == 1 and not as_json:
                 raise
@@ -111,12 +109,12 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
 
 @command.command("clean")
-@click.option("--partial", is_flag=True, help="Unfinished downloads [the default].")
-@click.option("--unused", type=float, metavar="DAYS", help="Models not used for DAYS.")
+@option("--partial", is_flag=True, help="Delete unfinished downloads; this is the default.")
+@option("--unused", type=float, metavar="DAYS", help="Delete models not used for DAYS.")
 @_yes
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
-    """Delete unfinished downloads, or models that are not used; asks first."""
+    """Delete unfinished downloads, or unused models; asks first."""
     old = [] if unused is None else fetch.unused(unused)
     left = fetch.leftovers() if partial or unused is None else []
     if left or old:
@@ -160,11 +158,7 @@ def _list(*, as_json: bool) -> None:
         return
     here = [one for one in records if one.is_here]
     rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[_SIZE] = row[_SIZE].rjust(widths[_SIZE])
-        click.echo(printable("  ".join(cells).rstrip()))
+    show_table(rows, right={_HEAD.index("SIZE")})
     total = megabytes(sum(one.num_bytes for one in here))
     click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
     click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")

@@ -78,10 +78,9 @@ def choose_level(requested: str | None) -> LevelChoice:
             raise BackendError("No native library runs here; reinstall twostroke.")
         better = [f"{name}: {_obstacle(name)}" for name in _LEVELS if _bit(name) > _bit(level)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
-    known = _LEVELS | _EMULATED
-    usable = ", ".join(name for name in known if _obstacle(name) is None)
-    if wanted not in known:
-        hint = nearest(wanted, known)
+    usable = ", ".join(name for name in _LEVELS if _obstacle(name) is None)
+    if wanted not in _LEVELS | _EMULATED:
+        hint = nearest(wanted, _LEVELS)
         message = (
             f"There is no instruction-set level '{wanted}' ({knob}). Usable here: {usable}.{hint}"
         )
