@@ -340,7 +340,8 @@ def _as_params(
     if isinstance(params, (str, bytes, Mapping)) or not hasattr(params, "__getitem__"):
         raise _no_params(params)
     if len(params) != count:
-        raise UsageError(f"There are {count} prompts but {len(params)} sampling parameters.")
+        reason = f"must have one entry for each prompt: {count}, got {len(params)}."
+        raise UsageError(reason, field="params")
     return [_as_one(one) for one in params]
 
 
