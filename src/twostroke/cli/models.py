@@ -34,14 +34,23 @@ _yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
 def command(ctx: click.Context, as_json: bool) -> None:
     """List, show, verify and remove models."""
     if ctx.invoked_subcommand is None:
-        _list(as_json=as_json)
+        ctx.invoke(list_command, as_json=as_json)
 
 
 @command.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
     """List the models in the cache, and those with a short name that can be fetched."""
-    _list(as_json=as_json)
+    records = fetch.list_models()
+    if as_json:
+        _print_json([_facts(one) for one in records])
+        return
+    here = [one for one in records if one.is_here]
+    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
+    show_table(rows, right={_HEAD.index("SIZE")})
+    total = megabytes(sum(one.num_bytes for one in here))
+    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
+    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
 
 
 @command.command("show")
@@ -145,23 +154,11 @@ def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool)
     for size, text in rows:
         click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
     total = megabytes(sum(size for size, _ in rows))
-    if not yes and not sys.stdin.isatty():
-        raise UsageError(f"This would delete {total}: confirm it with --yes.")
-    if not yes:
-        click.confirm(f"Delete these {total}?", abort=True, err=True)
-
-
-def _list(*, as_json: bool) -> None:
-    records = fetch.list_models()
-    if as_json:
-        _print_json([_facts(one) for one in records])
+    if yes:
         return
-    here = [one for one in records if one.is_here]
-    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
-    show_table(rows, right={_HEAD.index("SIZE")})
-    total = megabytes(sum(one.num_bytes for one in here))
-    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
-    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
+    if not sys.stdin.isatty():
+        raise UsageError(f"This would delete {total}: confirm it with --yes.")
+    click.confirm(f"Delete these {total}?", abort=True, err=True)
 
 
 def _facts(one: ModelRecord) -> dict[str, Any]:

@@ -80,7 +80,7 @@ MACHINE: Final = {
             ["--activation-bits"],
             type=int,
             default=DEFAULT_ACTIVATION_BITS,
-            help="Precision of activations for quantized weights: 15, 9 or 8. Fewer is faster.",
+            help="Bits of activations for quantized weights: 15, 9 or 8; fewer are faster.",
         ),
         _machine(
             ["--context-length"],
