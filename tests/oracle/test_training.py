@@ -86,7 +86,7 @@ def test_training_goes_on_where_it_was_stopped(
     assert load_heads(tmp_path).facts.token_ids == first.facts.token_ids
     again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
     assert again == kept
-    assert len(list(tmp_path.glob("checkpoint*"))) == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 def test_a_folder_of_other_heads_is_refused(model: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_folder_of_other_heads_is_refused(model: Path, tmp_path: Path) -> None
     other = write_tiny_gguf(tmp_path / "other.gguf", Tiny(seed=5))
     with pytest.raises(UsageError, match=r"another model or with other options"):
         train_heads(str(other), tmp_path / "heads", options, lambda _: None)
-    (tmp_path / "heads" / "checkpoint.pt").write_text("{")
+    (tmp_path / "heads" / "checkpoint.json").write_text("{")
     with pytest.raises(UsageError, match=r"Delete it to start again"):
         train_heads(str(model), tmp_path / "heads", options, lambda _: None)
 

@@ -1,41 +1,66 @@
-"""Saves and loads the state of training, so that another run can continue it."""
+"""Saves and loads the state of training: weights and the optimizer's state."""
 
 from __future__ import annotations
 
-from pickle import UnpicklingError
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
+from twostroke.core.files import read_json, write_json
+from twostroke.quant import FORMATS, QuantTensor
+from twostroke.weights.safetensors import read_safetensors, write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_NAME = "checkpoint.pt"
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray[np.float32]]
+
+_NAME = "checkpoint.json"
 
 
-def save_checkpoint(folder: Path, about: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of training; `about` identifies the target model and the options."""
+
+    about: Mapping[str, Any]
+    token_ids: tuple[int, ...]
+    seconds: float
+    num_steps: int
+    arrays: Arrays
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint; an earlier one stays until this one is whole.
-
-    `about` identifies the target model and the options.
 
     Raises:
         TwostrokeError: the disk is full, or the folder cannot be written.
     """
-    path = folder / _NAME
-    part = path.with_suffix(".part")
+    path = folder / f"checkpoint-{checkpoint.num_steps}.safetensors"
+    arrays = checkpoint.arrays
     try:
-        torch.save({"about": dict(about), **state}, part)
-        part.replace(path)
-    except (OSError, RuntimeError) as error:
-        message = f"The checkpoint cannot be written to {str(folder)!r}: {error}."
+        tensors = {n: QuantTensor.from_floats(a, FORMATS["F32"]) for n, a in arrays.items()}
+        write_safetensors(path, tensors)
+        facts = {
+            "about": dict(checkpoint.about),
+            "seconds": checkpoint.seconds,
+            "num_steps": checkpoint.num_steps,
+            "token_ids": list(checkpoint.token_ids),
+        }
+        write_json(folder / _NAME, facts)
+        for other in folder.glob("checkpoint-*.safetensors"):
+            if other != path:
+                other.unlink()
+    except OSError as error:
+        message = f"The checkpoint cannot be written to {str(folder)!r}: {error.strerror}."
         raise TwostrokeError(message) from None
 
 
-def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state in a folder; None if there is none.
+def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint in a folder, None if there is none.
 
     Raises:
         UsageError: it is damaged, or of another model or other options.
@@ -44,13 +69,24 @@ def load_checkpoint(folder: Path, about: Mapping[str, Any]) -> dict[str, Any] | 
     if not path.is_file():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        found = state.pop("about")
-    except (OSError, EOFError, RuntimeError, UnpicklingError, KeyError):
-        raise UsageError(f"{path} is damaged. Delete it to start again.") from None
-    if found != dict(about):
+        facts = read_json(path)
+        steps = int(facts["num_steps"])
+        files = read_safetensors(folder / f"checkpoint-{steps}.safetensors")
+        found = Checkpoint(
+            facts["about"],
+            tuple(facts["token_ids"]),
+            float(facts["seconds"]),
+            steps,
+            {name: tensor.dequantize() for name, tensor in files.tensors.items()},
+        )
+    except (KeyError, TypeError, ValueError, TwostrokeError) as error:
+        reason = (
+            str(error) if isinstance(error, ModelFormatError) else "a field is missing or damaged."
+        )
+        raise UsageError(f"{path} cannot be used: {reason} Delete it to start again.") from None
+    if found.about != dict(about):
         raise UsageError(
             f"{folder} holds heads that were trained for another model or with other options: "
             "use the same options, or another --output."
         )
-    return state
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from twostroke.train.unroll import unroll
 from twostroke.weights.heads import SURENESS_KINDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from twostroke.models.heads import HeadsSpec
@@ -27,7 +28,7 @@ _PIECES = 4  # in a batch
 _TEST_PIECES = 16
 _WARM_STEPS = 50
 _LOGITS_RATE = 0.3  # of the learning rate: these weights start as the target's
-_LATER = 0.8  # weight of a depth's loss relative to the previous depth's
+_LATER = 0.8  # weight of a depth's loss, relative to the depth before it
 _SHALLOW = 0.5  # share of the time in which only the first guess is trained
 _LEAST_RATE = 0.02
 _PRIOR = 10.0  # guesses that the assumed share counts as
@@ -52,7 +53,7 @@ class Score:
 
 @dataclass(slots=True)
 class Learner:
-    """Heads in training: `seconds` of the `budget_s` are used."""
+    """Heads in training, which has taken `seconds` of the `budget_s` that it may take."""
 
     spec: HeadsSpec
     program: Program
@@ -74,34 +75,34 @@ class Learner:
         groups = [{"params": others}, {"params": [logits]}]
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.01)
 
-    def steps(self) -> Iterator[None]:
-        """Train until the time is over; yields after each step but the last."""
-        if self.seconds >= self.budget_s:
-            return
+    def learn(self, after_step: Callable[[], None]) -> None:
+        """Train until the time is over; calls `after_step` after each step but the last."""
         for rows in self._batches():
             began_s = time.monotonic()
             self._step(rows)
             self.seconds += time.monotonic() - began_s
             if self.seconds >= self.budget_s:
                 return
-            yield
+            after_step()
 
-    def state(self) -> dict[str, Any]:
-        """Return the weights, the optimizer's state and the progress, for `restore`."""
-        return {
-            "weights": {name: weight.detach() for name, weight in self._own.items()},
-            "optimizer": self._optimizer.state_dict(),
-            "seconds": self.seconds,
-            "num_steps": self.num_steps,
-        }
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Return the trained weights, and the optimizer's state of each."""
+        found: dict[str, NDArray[np.float32]] = {}
+        for name, weight in self._own.items():
+            found[name] = weight.detach().numpy()
+            for part, value in self._optimizer.state[weight].items():
+                found[f"{name}:{part}"] = value.float().reshape(value.shape or (1,)).numpy()
+        return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned in an earlier run."""
-        with torch.no_grad():
-            for name, weight in self._own.items():
-                weight.copy_(state["weights"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.seconds, self.num_steps = state["seconds"], state["num_steps"]
+    def restore(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Set weights and optimizer to what `arrays` returned in an earlier run."""
+        for name, weight in self._own.items():
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(arrays[name]))
+            state = self._optimizer.state[weight]
+            for part in ("exp_avg", "exp_avg_sq"):
+                state[part] = torch.from_numpy(arrays[f"{name}:{part}"].copy())
+            state["step"] = torch.tensor(float(arrays[f"{name}:step"][0]))
 
     def test(self) -> Score:
         """Return how often the heads are right on the held-out answers."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -70,7 +70,10 @@ class Recorder:
 
 @dataclass(slots=True)
 class Store:
-    """Writes answers in parts of NumPy's npz format, named by the number of answers before them."""
+    """Writes answers in parts; a part's name is the number of answers before it.
+
+    A part is a file of float16 states, and a JSON file with the tokens of each answer.
+    """
 
     folder: Path
     num_answers: int
@@ -97,17 +100,13 @@ class Store:
         """
         if not self._waiting:
             return
-        path = self.folder / f"{self.num_answers:07d}.npz"
+        path = self.folder / f"{self.num_answers:07d}.json"
         part = path.with_suffix(".part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                np.savez(
-                    file,
-                    counts=[len(answer) for answer in self._waiting],
-                    tokens=np.concatenate([answer.tokens for answer in self._waiting]),
-                    hidden=np.concatenate([answer.hidden for answer in self._waiting]),
-                )
+            hidden = np.concatenate([answer.hidden for answer in self._waiting])
+            path.with_suffix(".f16").write_bytes(hidden.tobytes())
+            part.write_text(json.dumps([answer.tokens.tolist() for answer in self._waiting]))
             part.replace(path)
         except OSError as error:
             message = f"Answers cannot be written to {str(self.folder)!r}: {error.strerror}."
@@ -123,15 +122,18 @@ def kept_answers(folder: Path, width: int) -> list[Answer]:
         UsageError: they are damaged, or of another model.
     """
     answers: list[Answer] = []
-    for path in sorted(folder.glob("*.npz")):
+    for path in sorted(folder.glob("*.json")):
         try:
-            with np.load(path) as part:
-                counts, tokens = part["counts"], part["tokens"]
-                hidden = part["hidden"].reshape(sum(counts), width)
-        except (OSError, ValueError, KeyError, BadZipFile):
+            tokens = [np.array(own, np.int32) for own in json.loads(path.read_text())]
+            hidden = np.fromfile(path.with_suffix(".f16"), np.float16)
+            counts = [len(own) - 1 for own in tokens]
+            rows = hidden.reshape(sum(counts), width)
+        except (OSError, ValueError, TypeError, OverflowError):
             message = f"{path} is damaged, or of another model: delete {folder} to start again."
             raise UsageError(message) from None
-        # There is one token more than there are states.
-        each = np.split(tokens, np.cumsum(counts + 1)[:-1])
-        answers += map(Answer, each, np.split(hidden, np.cumsum(counts)[:-1]))
+        ends = np.cumsum(counts)
+        answers += [
+            Answer(own, rows[end - count : end])
+            for own, end, count in zip(tokens, ends, counts, strict=True)
+        ]
     return answers

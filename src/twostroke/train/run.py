@@ -11,7 +11,7 @@ from twostroke.engine.loading import load
 from twostroke.models.heads import build_heads, heads_for
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.train.answers import collect
-from twostroke.train.checkpoint import load_checkpoint, save_checkpoint
+from twostroke.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from twostroke.train.learn import Learner
 from twostroke.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.train.start import first_weights
@@ -53,14 +53,15 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     lesson = Lesson(answers, options.window)
     if not lesson.pieces or not lesson.held_out:
         raise UsageError("There are too few answers to learn from: raise --tokens.")
-    learned = lesson.learned() if saved is None else []
+    learned = lesson.learned()
     if saved is None:
         token_ids = frequent_tokens(learned, loaded.spec.vocab_size, options.vocab_size)
+        learner = _learner(loaded, options, lesson, token_ids, learned)
     else:
-        token_ids = tuple(saved["token_ids"])
-    learner = _learner(loaded, options, lesson, token_ids, learned)
-    if saved is not None:
-        learner.restore(saved)
+        token_ids = saved.token_ids
+        learner = _learner(loaded, options, lesson, token_ids, [])
+        learner.restore(saved.arrays)
+        learner.seconds, learner.num_steps = saved.seconds, saved.num_steps
     score = _train(_Run(output, loaded.name, about, token_ids, learner, report))
     report(_scored(score))
     return score
@@ -94,8 +95,10 @@ class _Run:
             values = learner.weights[name].detach().numpy()
             tensors[name] = QuantTensor.from_floats(values, _VECTOR if len(shape) == 1 else _MATRIX)
         save_heads(self.folder, facts, tensors)
-        state = {"token_ids": self.token_ids, **learner.state()}
-        save_checkpoint(self.folder, self.about, state)
+        checkpoint = Checkpoint(
+            self.about, self.token_ids, learner.seconds, learner.num_steps, learner.arrays()
+        )
+        save_checkpoint(self.folder, checkpoint)
         return score
 
 
@@ -103,18 +106,23 @@ def _train(run: _Run) -> Score:
     """Train to the end; save the heads now and then, at the end, and after Ctrl-C."""
     saved_s = shown_s = time.monotonic()
     learner = run.learner
+
+    def after_step() -> None:
+        nonlocal saved_s, shown_s
+        now_s = time.monotonic()
+        if now_s - shown_s >= _REPORT_EVERY_S:
+            shown_s = now_s
+            run.report(
+                f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
+                f"loss {learner.loss:.3f}"
+            )
+        if now_s - saved_s >= _SAVE_EVERY_S:
+            saved_s = now_s
+            run.report(_scored(run.save()))
+
     try:
-        for _ in learner.steps():
-            now_s = time.monotonic()
-            if now_s - shown_s >= _REPORT_EVERY_S:
-                shown_s = now_s
-                run.report(
-                    f"training: {learner.seconds / 60:.1f} of {learner.budget_s / 60:g} minutes, "
-                    f"loss {learner.loss:.3f}"
-                )
-            if now_s - saved_s >= _SAVE_EVERY_S:
-                saved_s = now_s
-                run.report(_scored(run.save()))
+        if learner.seconds < learner.budget_s:
+            learner.learn(after_step)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"Stopped; the heads so far are in {run.folder} ({_scored(run.save())}). "
