@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from statistics import median
 from typing import TYPE_CHECKING
 
 from goals import GOALS
 from guessing import all_guessing
 from quality import Quality
 from records import OURS, Record, all_records, ours_with
-from report import ROOT, Spread, caption, table
+from report import ROOT, caption, table
 from workload import WORKS
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def summary(goal: Goal, record: Record | None) -> str:
     if peer is None or best is None:
         return own
     bare = record.others.get("bare_tokens_per_s") if goal.bare else None
-    share = f", {ours.median / Spread.of(bare).median:.0%} of the bare engine" if bare else ""
+    share = f", {ours.median / median(bare):.0%} of the bare engine" if bare else ""
     theirs = _figure(best.median, record.unit).partition(" ")[0]
     eight = record.ratio(peer, ours_with(8))
     with_8_bits = f" ({eight:.2f})" if eight is not None else ""

@@ -1,4 +1,4 @@
-"""`make bench-crowd`: what a thousand clients that hardly read cost those who do.
+"""`make bench-crowd`: what a thousand clients that hardly read cost a client that reads.
 
 One client streams answers from our server, round by round: alone, among idle connections, and among
 as many streams whose readers take 64 bytes a second. The engine has finished the crowd's answers
@@ -15,12 +15,14 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from footprint import memory
 from goals import SMOLLM2
 from pipe import Worker, WorkerError
 from quiet import MAX_SHARE, Watch
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
 from twostroke.engine.loading import load
@@ -57,17 +59,16 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=SMOLLM2, help="a GGUF file or a catalogue name")
-    parser.add_argument("--crowd", type=int, default=1000, help="clients that hardly read")
-    parser.add_argument("--crowd-tokens", type=int, default=32, help="of a slow client's answer")
-    parser.add_argument("--requests", type=int, default=4, help="of the fast client that count")
-    parser.add_argument("--tokens", type=int, default=128, help="of each of its answers")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    given = parser.parse_args()
-    for name in ("crowd", "crowd_tokens", "requests", "tokens", "rounds", "threads"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    return given
+    for name, default, about in (
+        ("crowd", 1000, "clients that hardly read"),
+        ("crowd-tokens", 32, "of a slow client's answer"),
+        ("requests", 4, "of the fast client that count"),
+        ("tokens", 128, "of each of its answers"),
+        ("rounds", 3, ""),
+        ("threads", 2, ""),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=about)
+    return parser.parse_args()
 
 
 class _Bench:
@@ -93,7 +94,7 @@ class _Bench:
         """
         given, port = self._given, self._server.port
         if self._memory_before is None and name != _ALONE:
-            self._memory_before = _memory_bytes(self._server.pid)
+            self._memory_before = memory(self._server.pid)["VmRSS"]
         try:
             if name == _IDLE:
                 self._crowd.ask("idle", port=port, count=given.crowd)
@@ -101,7 +102,7 @@ class _Bench:
                 fields = {"model": MODEL_NAME, "num_tokens": given.crowd_tokens}
                 self._crowd.ask("slow", port=port, count=given.crowd, **fields)
                 self._wait_until_done()
-            memory_bytes = _memory_bytes(self._server.pid)
+            memory_bytes = memory(self._server.pid)["VmRSS"]
             grown = memory_bytes - (self._memory_before or memory_bytes)
             watch = Watch(self._server.pid, self._client.pid, self._crowd.pid)
             answer = self._client.ask(
@@ -134,30 +135,22 @@ def _engine_counts(port: int) -> tuple[float, float]:
     return float(running[1]), float(waiting[1])
 
 
-def _memory_bytes(pid: int) -> int:
-    """Return a process's resident memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
 def _text(given: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> str:
     header = (
         f"one client, {given.tokens} tokens an answer, among {given.crowd:,}", "tokens/s",
-        "beside alone", "ITL p95", "server's memory grew by", "cut off", "disturbed runs",
+        "share of alone", "ITL p95", "server's memory grew by", "cut off", "disturbed runs",
     )  # fmt: skip
-    alone = Spread.of(run["tokens_per_s"] for run in runs[_ALONE]).median
+    alone = median(run["tokens_per_s"] for run in runs[_ALONE])
     lines = []
     for name, mine in runs.items():
-        rate = Spread.of(run["tokens_per_s"] for run in mine)
+        rates = [run["tokens_per_s"] for run in mine]
         disturbed = sum(run["others_share"] > MAX_SHARE for run in mine)
         lines.append(
             (
                 name,
-                rate.text(),
-                f"{rate.median / alone:.1%}",
-                f"{1000 * Spread.of(run['itl_p95_s'] for run in mine).median:.1f} ms",
+                spread(rates),
+                f"{median(rates) / alone:.1%}",
+                f"{1000 * median(run['itl_p95_s'] for run in mine):.1f} ms",
                 f"{max(run['grown_bytes'] for run in mine) / _MB:,.0f} MB",
                 str(max(run["closed_by_server"] for run in mine)),
                 f"{disturbed} of {len(mine)}",

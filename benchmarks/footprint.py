@@ -7,52 +7,77 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from report import ROOT, Spread
+from quiet import Watch
+from report import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+SPARSELY_S, OFTEN_S = 0.05, 0.005  # between looks at a process, which take processor time
 
 _BIN = Path(sys.executable).parent
-_PROMPT = "Why is the sky blue?"
+_LIMIT_S = 300.0
 _INSTALLERS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence")
 
 
-def first_token_s(model: str, runs: int) -> Spread:
-    """Return the seconds from starting `twostroke generate` to the first byte of its answer."""
-    command = generate_command(model, "-p", _PROMPT, "--max-tokens", "2")
-    times = []
-    for _ in range(runs):
-        began = time.monotonic()
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            times.append(time.monotonic() - began)
-            process.stdout.read()
-        _check(process)
-    return Spread.of(times)
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One process: when its first byte of output came, and its highest memory in bytes.
 
-
-def peak_memory(model: str, context_length: int, kv_bytes: int) -> int:
-    """Return the most bytes that `twostroke generate` held in memory at once.
-
-    Its answer fills a key-value pool of `context_length` tokens, `kv_bytes` in size.
+    `resident` includes the pages of the model's file that it has mapped, `anonymous` does not.
+    `others_share` is the share of all cores that other processes took meanwhile.
     """
-    sizes = ("--context-length", str(context_length), "--kv-memory", str(kv_bytes))
-    prompt = ("--raw", "-p", " ".join([_PROMPT] * (context_length // 10)))
-    command = generate_command(model, "--ignore-eos", *sizes, *prompt)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, _high_water(process.pid))
-            time.sleep(0.002)
-    _check(process)
-    return peak
+
+    first_s: float
+    resident: int
+    anonymous: int
+    others_share: float
+
+
+def live(command: Sequence[str], every_s: float = SPARSELY_S) -> Life:
+    """Run a process to its end, and look at it every `every_s` seconds.
+
+    Raises:
+        SystemExit: it failed, wrote nothing, or took too long.
+    """
+    resident = anonymous = 0
+    share = 0.0
+    firsts: list[float] = []
+    # Without this variable, bytecode is kept, as in an installed package.
+    env = {key: os.environ[key] for key in os.environ if key != "PYTHONDONTWRITEBYTECODE"}
+    with tempfile.TemporaryFile() as log:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env
+        )
+        limit = threading.Timer(_LIMIT_S, process.kill)
+        limit.start()
+        watch = Watch(process.pid)
+        reader = threading.Thread(target=_drain, args=(process, began, firsts))
+        reader.start()
+        try:
+            while process.poll() is None:
+                now = memory(process.pid)
+                resident = max(resident, now["VmHWM"])
+                anonymous = max(anonymous, now["RssAnon"])
+                share = watch.others_share() if now["VmRSS"] else share
+                time.sleep(every_s)
+        finally:
+            limit.cancel()
+            reader.join()
+        if process.returncode or not firsts:
+            log.seek(0)
+            said = log.read()[-600:].decode(errors="replace")
+            raise SystemExit(f"{command[0]} ended with code {process.returncode}: {said}")
+    return Life(firsts[0], resident, anonymous, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +131,28 @@ def generate_command(model: str, *more: str) -> list[str]:
     return [*start, "generate", model, "--temperature", "0", "--quiet", *more]
 
 
-def _check(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode:
-        raise SystemExit(f"twostroke generate ended with code {process.returncode}.")
+def _drain(process: subprocess.Popen[bytes], began: float, firsts: list[float]) -> None:
+    """Note when the first byte comes, and take the rest."""
+    assert process.stdout is not None
+    if process.stdout.read(1):
+        firsts.append(time.monotonic() - began)
+    process.stdout.read()
 
 
-def _high_water(pid: int) -> int:
-    """Return a process's VmHWM in bytes; 0 once it is gone."""
+def memory(pid: int) -> Counter[str]:
+    """Return a process's memory in bytes by the kernel's names, such as VmRSS; 0 once gone."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return 0
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return Counter()
+    fields = (line.split() for line in lines if line.endswith("kB"))
+    return Counter({name.rstrip(":"): int(count) * 1024 for name, count, _ in fields})
 
 
 def _is_installer(path: Path, packages: Path) -> bool:
     """Whether a file belongs to what every new environment brings along."""
     if path.is_relative_to(packages):
-        return path.relative_to(packages).parts[:1] != () and path.relative_to(packages).parts[
-            0
-        ].startswith(_INSTALLERS)
+        return str(path.relative_to(packages)).startswith(_INSTALLERS)
     return path.parent.name == "bin" and path.name.startswith("pip")
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from records import ROWS, machine_slug
-from report import Spread, caption, machine_facts, table, write
+from report import caption, machine_facts, read, spread, table, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,9 +44,9 @@ class Line:
         return (
             self.task,
             str(self.streams),
-            Spread.of(self.plain).text(),
-            Spread.of(self.guessed).text(),
-            Spread.of(self.ratios).text(2, " x"),
+            spread(self.plain),
+            spread(self.guessed),
+            spread(self.ratios, 2, " x"),
             f"{self.steady:.2f} x",
             f"{self.per_pass:.2f}",
             f"{self.accepted:.0%}",
@@ -86,7 +86,6 @@ class Guessing:
         self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
         self.chosen = self.chosen or before.chosen
         path = _path(self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def parts(self) -> Iterator[str]:
@@ -121,15 +120,15 @@ def kept(name: str) -> Guessing:
     """Return what was measured before on a machine like this.
 
     Raises:
-        SystemExit: its file cannot be read; better said before measuring than behind.
+        SystemExit: its file cannot be read.
     """
     path = _path(name)
-    return _read(path) if path.exists() else Guessing(name, [])
+    return read(path, Guessing) if path.exists() else Guessing(name, [])
 
 
 def all_guessing(machine: str) -> list[Guessing]:
     """Return what was kept on a machine."""
-    return [_read(path) for path in sorted((ROWS / machine / "guessing").glob("*.json"))]
+    return [read(path, Guessing) for path in sorted((ROWS / machine / "guessing").glob("*.json"))]
 
 
 def least(lines: Sequence[Line]) -> str:
@@ -154,15 +153,6 @@ def _chosen_cells(one: Chosen) -> tuple[str, ...]:
         f"{one.share:.0%}",
         f"{one.accepted:.0%}",
         f"{one.per_pass:.1f}",
-        Spread.of(one.ratios).text(2, " x"),
+        spread(one.ratios, 2, " x"),
         f"{one.predicted:.2f} x",
     )
-
-
-def _read(path: Path) -> Guessing:
-    try:
-        fields = json.loads(path.read_text())
-        lines = [Line(**line) for line in fields["lines"]]
-        return Guessing(fields["name"], lines, [Chosen(**one) for one in fields["chosen"]])
-    except (ValueError, TypeError, KeyError) as error:
-        raise SystemExit(f"{path} is damaged ({error}): delete it, and measure again.") from None

@@ -17,9 +17,10 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="a GGUF file or a catalogue name")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--only", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM")
     given = parser.parse_args()
     names = ["plain requests", *given.only]
@@ -158,14 +159,14 @@ def _post(port: int, body: dict[str, object]) -> Any:
 def _text(
     given: argparse.Namespace, runs: dict[str, list[tuple[float, str]]], facts: dict[str, Any]
 ) -> str:
-    plain, *_ = (Spread.of(gap for gap, _ in mine).median for mine in runs.values())
-    header = ("a neighbour that asks for", "longest gap", "beside plain", "its own answer")
+    plain, *_ = (median(gap for gap, _ in mine) for mine in runs.values())
+    header = ("a neighbour that asks for", "longest gap", "more than plain", "its own answer")
     lines, worst = [], 0.0
     for name, mine in runs.items():
-        spread = Spread.of(1e3 * gap for gap, _ in mine)
-        more = spread.median / 1e3 - plain
+        gaps_ms = [1e3 * gap for gap, _ in mine]
+        more = median(gaps_ms) / 1e3 - plain
         worst = max(worst, more)
-        lines.append((name, spread.text(0, " ms"), f"{1e3 * more:+.0f} ms", mine[-1][1][:90]))
+        lines.append((name, spread(gaps_ms, 0, " ms"), f"{1e3 * more:+.0f} ms", mine[-1][1][:90]))
     about = f"At most {1e3 * worst:.0f} ms more than a plain neighbour; the goal is under 100."
     rounds = caption(facts, given.model, f"{given.rounds} rounds")
     return "\n".join(["## Hostile forms", "", table(header, lines), "", about, "", rounds])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quiet import MAX_SHARE
 from records import OURS, Entry, is_ours
-from report import Spread, note
+from report import note
 from workload import Timing, Work
 
 if TYPE_CHECKING:
@@ -45,16 +46,14 @@ class Row:
     def best(self, engine: str) -> tuple[str, list[float]]:
         """Return an engine's best way and its runs; none if it failed."""
         ways = {way: rates for (name, way), rates in self.rates.items() if name == engine}
-        best = max(ways.items(), key=lambda item: Spread.of(item[1]).median, default=("", []))
+        best = max(ways.items(), key=lambda item: median(item[1]), default=("", []))
         return best[0], best[1]
 
     def is_behind(self, engine: str, way: str) -> bool:
         """Whether another way of the engine has proved to be clearly faster."""
         rates = self.rates.get((engine, way), [])
         best = self.best(engine)[1]
-        return len(rates) >= _TRIALS and (
-            Spread.of(rates).median <= _BEHIND * Spread.of(best).median
-        )
+        return len(rates) >= _TRIALS and (median(rates) <= _BEHIND * median(best))
 
     def entries(self) -> list[Entry]:
         """Return the runs as a record keeps them."""
@@ -67,7 +66,7 @@ class Row:
             return None
         seconds = "prefill_s" if self.work.is_prefill else "decode_s"
         rates = (getattr(timing, counted) / getattr(timing, seconds) for timing in timings)
-        return Spread.of(rates).median / limit
+        return float(median(rates)) / limit
 
     @property
     def same_first_tokens(self) -> float:
@@ -116,7 +115,7 @@ def measure(work: Work, sides: list[Side], prompts: FreshPrompts, rounds: int) -
         else:
             side.ask("forget")
     medians = ((name, row.best(name)[1]) for name in dict.fromkeys(name for name, _ in row.rates))
-    shown = (f"{name} {Spread.of(rates).median:,.0f}" for name, rates in medians)
+    shown = (f"{name} {median(rates):,.0f}" for name, rates in medians)
     note(f"{work.name}: {', '.join(shown)} tokens/s")
     return row
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from twostroke.engine.client import Client
-
-    Stamps = list[tuple[float, int]]  # when tokens came, and how many
+    from workload import Stamps
 
 
 def run_job(client: Client, prompts: Sequence[list[int]], num_tokens: int) -> Timing:
@@ -45,15 +44,4 @@ async def _run(client: Client, prompts: Sequence[list[int]], params: SamplingPar
         if not stamps[output.index]:
             first_tokens[output.index] = output.token_ids[0]
         stamps[output.index].append((time.monotonic(), len(output.token_ids)))
-    all_began = max(stream[0][0] for stream in stamps)
-    first_ended = min(stream[-1][0] for stream in stamps)
-    return Timing(
-        prompt_tokens=sum(map(len, prompts)),
-        prefill_s=all_began - began,
-        decode_tokens=sum(
-            count for stream in stamps for at, count in stream if all_began < at <= first_ended
-        ),
-        decode_s=first_ended - all_began,
-        wall_s=max(stream[-1][0] for stream in stamps) - began,
-        first_tokens=first_tokens,
-    )
+    return Timing.of_stamps([*prompts], began, stamps, first_tokens)

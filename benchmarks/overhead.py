@@ -13,11 +13,12 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ours import run_job
 from records import Entry, Record, keep
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from twostroke.backends.cpu.steps import StepArrays
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.core.config import BatchOptions, SpeculationOptions
@@ -113,7 +114,7 @@ def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
 def _rows(runs: dict[int, list[Run]]) -> Iterator[tuple[str, ...]]:
     for num_streams, row in runs.items():
         figures = [[run.engine_s for run in row], [run.client_s for run in row]]
-        yield (f"{num_streams} streams", *(Spread.of(1e3 * s for s in f).text(3) for f in figures))
+        yield (f"{num_streams} streams", *(spread((1e3 * s for s in f), 3) for f in figures))
 
 
 def _record(model: str, num_streams: int, row: list[Run]) -> Record:
@@ -126,7 +127,7 @@ def _record(model: str, num_streams: int, row: list[Run]) -> Record:
         command=f'make bench-overhead BENCH_ARGS="--model {model} --streams {num_streams}"',
         lower_is_better=True,
         num_runs=len(row),
-        others={"client_ms": Spread.of(1e3 * run.client_s for run in row).median},
+        others={"client_ms": median(1e3 * run.client_s for run in row)},
     )
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="whose tokenizer and sizes to use")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     given = parser.parse_args()
     with build(given.model) as engine:
         card, facts = engine.card, engine.facts
@@ -150,7 +151,7 @@ def main() -> None:
     header = ("milliseconds of a step: median (lowest to highest)", "engine", "client")
     result: dict[str, Any] = {**machine_facts(), "model": given.model, "limit_s": _LIMIT_S}
     result["seconds_a_step"] = {
-        count: Spread.of(run.engine_s for run in row).median for count, row in runs.items()
+        count: median(run.engine_s for run in row) for count, row in runs.items()
     }
     text = ["## A step without its kernels", "", table(header, _rows(runs)), ""]
     for count, row in runs.items():

@@ -11,6 +11,7 @@ import argparse
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from quality import (
     reference_logits,
 )
 from records import OTHER_BITS, OURS, Record, is_ours, keep, ours_with
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
 from twostroke.core.config import ComputeOptions
@@ -57,17 +58,14 @@ def _arguments() -> argparse.Namespace:
         "--models", nargs="+", default=[SMOLLM2], metavar="MODEL",
         help="GGUF files or catalogue names",
     )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--no-quality", action="store_true", help="measure speed only")
     parser.add_argument(
         "--only", nargs="+", choices=list(WORKS), metavar="ROW",
         help=f"rows of the table, in place of those that a model has goals for: {', '.join(WORKS)}",
     )  # fmt: skip
     add_arguments(parser)
-    given = parser.parse_args()
-    if given.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return given
+    return parser.parse_args()
 
 
 def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any], str]:
@@ -219,11 +217,11 @@ def _text(
         cells, shares = [], []
         for name in peers:
             way, rates = row.best(name)
-            cells.append(f"{Spread.of(rates).text()}, {way}".rstrip(", ") if rates else "–")
-            ratio = Spread.of(ours).median / Spread.of(rates).median if rates else None
+            cells.append(f"{spread(rates)}, {way}".rstrip(", ") if rates else "–")
+            ratio = median(ours) / median(rates) if rates else None
             shares.append(f"{ratio:.2f}" if ratio else "–")
         disturbed = f"{row.disturbed} of {row.runs}"
-        lines.append((row.work.name, Spread.of(ours).text(), *cells, *shares, disturbed))
+        lines.append((row.work.name, spread(ours), *cells, *shares, disturbed))
     parts = [f"## {model} beside {', '.join(peers) or 'nobody'}", "", table(header, lines), ""]
     if quality:
         parts += [table(Quality.header(), [line.cells() for line in quality]), ""]

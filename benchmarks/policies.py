@@ -38,7 +38,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PolicyResult:
     """How a policy served a trace.
 
     Times to first token count from the scheduled arrival; `tokens_per_s` are those written from
@@ -70,7 +70,7 @@ def poisson_trace(
 
 def compare_policies(
     model: str, compute: ComputeOptions, trace: list[Arrival], batch_size: int
-) -> list[Served]:
+) -> list[PolicyResult]:
     """Replay a trace under each policy, on engines that differ in nothing else."""
     results = []
     for policy in POLICIES:
@@ -82,7 +82,7 @@ def compare_policies(
     return results
 
 
-def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> Served:
+def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> PolicyResult:
     warm_up = client.generate(trace[0].prompt[::-1], SamplingParams(max_tokens=8))
     client.loop.flush()
     warm_up.wait()
@@ -100,7 +100,7 @@ def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> Served:
         for answer, arrival in zip(answers, trace, strict=True)
     )
     ended = max(answer.timings.last_token_s for answer in answers)
-    return Served(
+    return PolicyResult(
         policy=policy,
         ttft_p50_s=statistics.median(ttfts),
         ttft_p95_s=statistics.quantiles(ttfts, n=20, method="inclusive")[-1],

@@ -9,7 +9,7 @@ from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import make_backend
 from twostroke.engine.sizing import size_cache
-from twostroke.measure.divergence import compare
+from twostroke.measure.divergence import Comparison, compare
 from twostroke.models import build_program
 
 if TYPE_CHECKING:
@@ -35,29 +35,15 @@ class Quality:
     @staticmethod
     def header() -> tuple[str, ...]:
         """Return the table's first line."""
-        return (
-            "against the float32 reference",
-            "mean KL, nats",
-            "max KL",
-            "same likeliest token",
-            "perplexity",
-            "change",
-        )
+        figures = ("mean KL, nats", "max KL", "same likeliest token", "perplexity", "change")
+        return ("against the float32 reference", *figures)
 
     def cells(self) -> tuple[str, ...]:
         """Return the table's line."""
         it = self.comparison
         if "mean_kl" not in it:
             return (self.name, "–", "–", f"{it['top1_agreement']:.2%}", "–", "–")
-        change = it["perplexity"] / it["right_perplexity"] - 1
-        return (
-            self.name,
-            f"{it['mean_kl']:.1e}",
-            f"{it['max_kl']:.1e}",
-            f"{it['top1_agreement']:.2%}",
-            f"{it['perplexity']:.3f}",
-            f"{change:+.3%}",
-        )
+        return (self.name, *Comparison(**it).cells())
 
 
 def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:
@@ -80,7 +66,7 @@ def engine_quality(
     lines = []
     for line, generated in rows.items():
         scores = (backend.score(part, generated=generated) for part in parts)
-        lines.append(Quality(line, asdict(compare(list(zip(right, scores, parts, strict=True))))))
+        lines.append(Quality(line, asdict(compare(zip(right, scores, parts, strict=True)))))
     backend.close()
     return lines
 

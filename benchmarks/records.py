@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from report import RESULTS, Spread, machine_facts, write
+from report import RESULTS, machine_facts, read, write
 from twostroke.backends.cpu.library import choose_level
 from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ROWS = RESULTS / "rows"
 OURS = "Twostroke"
@@ -45,7 +45,7 @@ class Entry:
     @property
     def median(self) -> float:
         """The figure to quote."""
-        return Spread.of(self.runs).median
+        return median(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +96,15 @@ class Record:
 
 def keep(record: Record) -> None:
     """Write a row over what was measured of it before on a machine like this."""
-    folder = ROWS / machine_slug(record.facts)
-    folder.mkdir(parents=True, exist_ok=True)
     parts = filter(None, (record.model, record.row, record.setting))
-    path = folder / f"{'.'.join(map(_slug, parts))}.json"
+    path = ROWS / machine_slug(record.facts) / f"{'.'.join(map(_slug, parts))}.json"
     write(path, json.dumps(asdict(record), indent=1) + "\n")
 
 
 def all_records() -> Iterator[tuple[str, list[Record]]]:
     """Yield each machine's folder name with its rows."""
     for folder in sorted(path for path in ROWS.glob("*") if path.is_dir()):
-        yield folder.name, [_read(path) for path in sorted(folder.glob("*.json"))]
+        yield folder.name, [read(path, Record) for path in sorted(folder.glob("*.json"))]
 
 
 def machine_slug(facts: dict[str, Any]) -> str:
@@ -115,15 +113,6 @@ def machine_slug(facts: dict[str, Any]) -> str:
     The level is a part of it since processors that lack one may go by the same name.
     """
     return _slug(f"{facts['processor']} {facts['cores']} cores {choose_level(None).level}")
-
-
-def _read(path: Path) -> Record:
-    try:
-        fields = json.loads(path.read_text())
-        fields["entries"] = [Entry(**entry) for entry in fields["entries"]]
-        return Record(**fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SystemExit(f"{path} is damaged ({error}): measure its row again.") from None
 
 
 def _slug(text: str) -> str:

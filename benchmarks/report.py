@@ -1,44 +1,45 @@
-"""What the scripts print and keep: medians with their spread, Markdown tables, JSON, the date."""
+"""What the scripts print and store: medians with their spread, Markdown tables, JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from twostroke.core.files import write_text
 from twostroke.core.hardware import memory_total, num_cores, processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+T = TypeVar("T")
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median between the lowest and the highest of several runs."""
+def spread(values: Iterable[float], digits: int = 0, unit: str = "") -> str:
+    """Return `median (lowest to highest)` of several runs."""
+    every = list(values)
+    middle, low, high = (
+        f"{value:,.{digits}f}" for value in (statistics.median(every), min(every), max(every))
+    )
+    return f"{middle}{unit} ({low} to {high})"
 
-    median: float
-    low: float
-    high: float
 
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Self:
-        """Sum up runs."""
-        every = list(values)
-        return cls(statistics.median(every), min(every), max(every))
-
-    def text(self, digits: int = 0, unit: str = "") -> str:
-        """Return `median (low to high)`."""
-        shown = (f"{value:,.{digits}f}" for value in (self.median, self.low, self.high))
-        median, low, high = shown
-        return f"{median}{unit} ({low} to {high})"
+def positive(text: str) -> int:
+    """Return the number in an argument, for argparse; it must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -60,32 +61,37 @@ def machine_facts() -> dict[str, Any]:
 
 
 def caption(facts: dict[str, Any], *more: str) -> str:
-    """Return the facts as the line that stands under a table."""
+    """Return the facts as the line under a table."""
     parts = [facts["date"], f"{facts['processor']}, {facts['cores']} cores"]
     return " · ".join([*parts, *more, f"commit {facts['commit']}"])
 
 
 def save(name: str, result: dict[str, Any], text: str) -> None:
     """Print a report, and keep it as Markdown and its figures as JSON under `results/`."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
     print(text)
     write(RESULTS / f"{name}.json", json.dumps(result, indent=1) + "\n")
     write(RESULTS / f"{name}.md", text + "\n")
 
 
 def write(path: Path, text: str) -> None:
-    """Put a text into a file, which keeps what it had if this fails half-way."""
-    half = path.with_name(path.name + ".part")
+    """Replace a file in one step, so that a failure leaves the old text."""
     try:
-        half.write_text(text)
-        half.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
     except OSError as error:
-        half.unlink(missing_ok=True)
         raise SystemExit(f"{path} cannot be written: {error.strerror}.") from None
 
 
+def read(path: Path, kind: type[T]) -> T:
+    """Return what `write` stored as JSON, as a dataclass."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SystemExit(f"{path} is damaged ({error}): delete it, and measure again.") from None
+
+
 def note(message: str) -> None:
-    """Say what goes on, beside the report."""
+    """Print progress to standard error, apart from the report."""
     print(message, file=sys.stderr, flush=True)
 
 

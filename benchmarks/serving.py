@@ -13,6 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import environments
@@ -20,7 +21,7 @@ from goals import SMOLLM2
 from pipe import Worker, WorkerError
 from quiet import MAX_SHARE, Watch, process_s
 from records import Entry, Record, keep
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from servers import MODEL_NAME, Server, our_command
 from texts import FreshPrompts, heldout_tokens
 from twostroke.engine.loading import load
@@ -59,19 +60,18 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=SMOLLM2, help="a GGUF file or a catalogue name")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=4, help="of each client that count")
-    parser.add_argument("--prompt-tokens", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    for name, default, about in (
+        ("clients", 16, ""),
+        ("requests", 4, "of each client that count"),
+        ("prompt-tokens", 100, ""),
+        ("tokens", 64, "of each answer"),
+        ("rounds", 5, ""),
+        ("threads", 2, ""),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=about)
     parser.add_argument("--without-llama", action="store_true", help="our own server only")
     parser.add_argument("--llama-programs", type=Path, help="a folder with llama-server")
-    given = parser.parse_args()
-    for name in ("clients", "requests", "prompt_tokens", "tokens", "rounds", "threads"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    return given
+    return parser.parse_args()
 
 
 @dataclass
@@ -117,8 +117,8 @@ def _is_behind(target: Target, targets: list[Target]) -> bool:
     """Whether another way of the same server has proved to be clearly faster in two rounds."""
     if len(target.runs) < _TRIALS:
         return False
-    rates = [Spread.of(t.values("tokens_per_s")).median for t in targets if t.name == target.name]
-    return Spread.of(target.values("tokens_per_s")).median <= _BEHIND * max(rates)
+    rates = [median(t.values("tokens_per_s")) for t in targets if t.name == target.name]
+    return median(target.values("tokens_per_s")) <= _BEHIND * max(rates)
 
 
 def _start(
@@ -171,9 +171,7 @@ def _record(given: argparse.Namespace, targets: list[Target]) -> Record:
         num_runs=len(runs),
         others={
             "bare_tokens_per_s": targets[0].values("tokens_per_s"),
-            "latency": {
-                t.key: {f: Spread.of(t.values(f)).median for f in figures} for t in targets
-            },
+            "latency": {t.key: {f: median(t.values(f)) for f in figures} for t in targets},
         },
     )
 
@@ -186,15 +184,15 @@ def _text(given: argparse.Namespace, targets: list[Target]) -> str:
     lines = []
     for target in targets:
         times = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
-        cells = (f"{1000 * Spread.of(target.values(name)).median:,.1f} ms" for name in times)
-        share = Spread.of(
+        cells = (f"{1000 * median(target.values(name)):,.1f} ms" for name in times)
+        share = median(
             run["client_s"] / run["wall_s"] for run in target.runs
-        ).median  # fmt: skip
+        )  # fmt: skip
         disturbed = sum(value > MAX_SHARE for value in target.values("others_share"))
         used = f"{share:.0%} of a core" if target.port is not None else "(with the engine's)"
-        rate = Spread.of(target.values("tokens_per_s")).text()
+        rate = spread(target.values("tokens_per_s"))
         lines.append((target.key, rate, *cells, used, f"{disturbed} of {len(target.runs)}"))
-    rates = {t.key: Spread.of(t.values("tokens_per_s")).median for t in targets}
+    rates = {t.key: median(t.values("tokens_per_s")) for t in targets}
     about = [f"The server gives {rates[_OURS] / rates[_BARE]:.1%} of the bare engine's tokens."]
     if best := max((rate for key, rate in rates.items() if key.startswith(_LLAMA)), default=0):
         about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")

@@ -121,22 +121,22 @@ def _sides(
             name = ours_with(bits)
             yield Side(name, worker(name, *own, "--activation-bits", str(bits)))
     if LLAMA in given.peers:
-        python = environments.llama_python(given.llama_level, given.llama_env)
+        python = environments.python_of(LLAMA, given.llama_env, given.llama_level)
         flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}
         ways = {way: {"flash_attention": on} for way, on in flash.items()}
         llama = worker(LLAMA, str(python), _script("llama"), path)
         yield Side(LLAMA, llama, ways, scores=True)
     if "openvino" in given.peers:
-        python = environments.openvino_python(given.openvino_env)
+        python = environments.python_of("openvino", given.openvino_env)
         openvino = worker("OpenVINO GenAI", str(python), _script("openvino"), path)
         yield Side("OpenVINO GenAI", openvino, keeps=False)
     if "vllm" in given.peers:
-        python = environments.vllm_python(given.vllm_env)
+        python = environments.python_of("vllm", given.vllm_env)
         weights = environments.bf16_weights(path, python)
         vllm = worker("vLLM", str(python), _script("vllm"), str(weights))
         yield Side("vLLM", vllm, {"bf16": {}})
     if "transformers" in given.peers:
-        python = environments.transformers_python(given.transformers_env)
+        python = environments.python_of("transformers", given.transformers_env)
         weights = environments.bf16_weights(path, python)
         plain = worker("transformers", str(python), _script("transformers"), str(weights))
         yield Side("transformers", plain, {"bf16": {}}, keeps=False, scores=True)

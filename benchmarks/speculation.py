@@ -23,7 +23,7 @@ import numpy as np
 
 from guessing import Chosen, Guessing, Line, kept, least
 from quiet import MAX_SHARE, Watch
-from report import Spread, note
+from report import note, positive
 from tasks import TASKS, Task
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.request import Hints
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, help="so many always, instead of as many as pay")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--streams", nargs="*", type=int, default=list(_STREAMS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--activation-bits", type=int, default=ComputeOptions().activation_bits)
@@ -209,12 +209,11 @@ def measure(engine: Engine, task: Task, streams: int, given: argparse.Namespace)
         if found["off"].answers != found[given.speculate].answers:
             raise SystemExit(f"{task.name}: guesses changed an answer")
     plain, guessed = (
-        Spread.of(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
+        median(run.tokens_per_s for run in runs) for runs in (pair.plain, pair.guessed)
     )
     note(
-        f"{task.name}, {streams} streams: {plain.median:,.0f} to {guessed.median:,.0f} tokens/s, "
-        f"{Spread.of(pair.ratios).median:.2f} x, "
-        f"{pair.accepted:.0%} of guesses right"
+        f"{task.name}, {streams} streams: {plain:,.0f} to {guessed:,.0f} tokens/s, "
+        f"{median(pair.ratios):.2f} x, {pair.accepted:.0%} of guesses right"
     )
     return pair
 
@@ -298,7 +297,7 @@ def measure_acceptance(engine: Engine, given: argparse.Namespace) -> list[Chosen
             ratios.append(guessed.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0
         found.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
-        note(f"{share:.0%} of the prediction right: {Spread.of(ratios).median:.2f} x")
+        note(f"{share:.0%} of the prediction right: {median(ratios):.2f} x")
     return found
 
 

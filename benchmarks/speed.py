@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from footprint import build_s, first_token_s, installed_size, peak_memory
+from footprint import OFTEN_S, build_s, generate_command, installed_size, live
 from ours import run_job
-from policies import Served, compare_policies, poisson_trace
+from policies import PolicyResult, compare_policies, poisson_trace
 from quiet import MAX_SHARE, Watch
-from report import Spread, caption, machine_facts, note, save, table
+from report import caption, machine_facts, note, positive, save, spread, table
 from texts import FreshPrompts, heldout_tokens
 from twostroke.core.config import ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.engine.build import build
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("speed", "policies", "start", "memory", "size", "build")
 _ROWS = [name for name, work in WORKS.items() if not work.kept_length]  # those of seconds
+_PROMPT = "Why is the sky blue?"
 _MEMORY_CONTEXT = 2048  # tokens in the key-value pool when memory is measured
 _MEMORY_FACTOR = 1.6  # of the model's file, beside the pool
 _POLICY_BATCH = 8
@@ -52,7 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--level", help="instruction-set level")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
         "--parts", nargs="+", choices=_PARTS, default=_PARTS, metavar="PART",
         help=f"what to measure: {', '.join(_PARTS)}",
@@ -98,9 +100,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """Return the table's line."""
-        shares = (f"{Spread.of(v).median:.0%}" for v in (self.mbu, self.mfu))
-        overheads = (f"{Spread.of(v).median:.1%}" for v in (self.outside, self.engine))
-        rate = Spread.of(self.tokens_per_s).text()
+        shares = (f"{median(v):.0%}" for v in (self.mbu, self.mfu))
+        overheads = (f"{median(v):.1%}" for v in (self.outside, self.engine))
+        rate = spread(self.tokens_per_s)
         return (self.work.name, rate, *shares, *overheads, f"{self.disturbed} of {len(self.mbu)}")
 
 
@@ -168,7 +170,7 @@ def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts)
 
 
 def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
-    medians = {row.work: Spread.of(row.tokens_per_s).median for row in rows}
+    medians = {row.work: median(row.tokens_per_s) for row in rows}
     one, sixteen = medians.get(WORKS["decode-1"]), medians.get(WORKS["decode-16"])
     text = [table(_HEADER, [row.cells() for row in rows]), ""]
     if one and sixteen:
@@ -181,7 +183,7 @@ def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
     return [*text, about, ""]
 
 
-def _policies_text(served: list[Served], tokens_per_s: float) -> list[str]:
+def _policies_text(served: list[PolicyResult], tokens_per_s: float) -> list[str]:
     header = ("policy", "TTFT p50", "TTFT p95", "TTFT max", "tokens/s", "latest client")
     lines = [
         (
@@ -205,9 +207,9 @@ def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> lis
     lines: list[tuple[str, str]] = []
     if "start" in given.parts:
         note("Starting cold processes")
-        start = first_token_s(given.model, 2 * given.rounds)
-        result["first_token_s"] = asdict(start)
-        lines.append(("start of the process to first token", start.text(2, " s")))
+        command = generate_command(given.model, "-p", _PROMPT, "--max-tokens", "2")
+        times = result["first_token_s"] = [live(command).first_s for _ in range(2 * given.rounds)]
+        lines.append(("start of the process to first token", spread(times, 2, " s")))
     if "memory" in given.parts:
         lines += _measure_memory(given.model, result)
     if "size" in given.parts:
@@ -233,7 +235,9 @@ def _measure_memory(model: str, result: dict[str, Any]) -> list[tuple[str, str]]
     layers = build_program(loaded.spec).cache_layers
     token_bytes = sum(layer.bytes_per_token(FLOAT16) for layer in layers)
     kv_bytes = _MEMORY_CONTEXT * token_bytes
-    peak = peak_memory(model, _MEMORY_CONTEXT, kv_bytes)
+    sizes = ("--context-length", str(_MEMORY_CONTEXT), "--kv-memory", str(kv_bytes))
+    prompt = ("--raw", "-p", " ".join([_PROMPT] * (_MEMORY_CONTEXT // 10)))
+    peak = live(generate_command(model, "--ignore-eos", *sizes, *prompt), OFTEN_S).resident
     limit = _MEMORY_FACTOR * loaded.file_bytes + kv_bytes
     result["memory"] = {
         "peak": peak, "model_file": loaded.file_bytes, "kv_pool": kv_bytes, "limit": limit

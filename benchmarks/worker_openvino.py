@@ -16,7 +16,7 @@ import openvino
 import openvino_genai
 
 from pipe import claim_output, serve
-from workload import Timing
+from workload import Stamps, Timing
 
 _CACHE_GB = 4
 _MAX_STREAMS = 64
@@ -59,7 +59,7 @@ def _run(
         pipeline.add_request(next(ids), openvino.Tensor(np.array([prompt], np.int64)), config)
         for prompt in prompts
     ]
-    stamps: list[list[float]] = [[] for _ in prompts]
+    stamps: list[Stamps] = [[] for _ in prompts]
     firsts = [0] * len(prompts)
     while pipeline.has_non_finished_requests():
         pipeline.step()
@@ -69,17 +69,8 @@ def _run(
                 for output in handle.read().values():
                     if not stamps[i]:
                         firsts[i] = int(output.generated_ids[0])
-                    stamps[i] += [now] * len(output.generated_ids)
-    all_began = max(stream[0] for stream in stamps)
-    first_ended = min(stream[-1] for stream in stamps)
-    return Timing(
-        prompt_tokens=sum(map(len, prompts)),
-        prefill_s=all_began - began,
-        decode_tokens=sum(all_began < at <= first_ended for stream in stamps for at in stream),
-        decode_s=first_ended - all_began,
-        wall_s=max(stream[-1] for stream in stamps) - began,
-        first_tokens=firsts,
-    )
+                    stamps[i].append((now, len(output.generated_ids)))
+    return Timing.of_stamps(prompts, began, stamps, firsts)
 
 
 if __name__ == "__main__":

@@ -69,17 +69,8 @@ def _run(
                 first.setdefault(output.request_id, int(written[0]))
                 now = time.monotonic()
                 stamps[output.request_id].append((now, len(written) - before))
-    all_began = max(stream[0][0] for stream in stamps.values())
-    first_ended = min(stream[-1][0] for stream in stamps.values())
-    every = [stamp for stream in stamps.values() for stamp in stream]
-    return Timing(
-        prompt_tokens=sum(map(len, prompts)),
-        prefill_s=all_began - began,
-        decode_tokens=sum(count for at, count in every if all_began < at <= first_ended),
-        decode_s=first_ended - all_began,
-        wall_s=max(at for at, _ in every) - began,
-        first_tokens=[first[name] for name in streams],
-    )
+    firsts = [first[name] for name in streams]
+    return Timing.of_stamps(prompts, began, list(stamps.values()), firsts)
 
 
 if __name__ == "__main__":

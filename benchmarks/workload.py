@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+Stamps = list[tuple[float, int]]  # when tokens of a stream came, and how many
+
 
 @dataclass(frozen=True)
 class Work:
@@ -48,6 +50,24 @@ class Timing:
     first_tokens: list[int]
     bytes: int = 0
     flops: int = 0
+
+    @classmethod
+    def of_stamps(
+        cls, prompts: list[list[int]], began: float, stamps: list[Stamps], first_tokens: list[int]
+    ) -> Timing:
+        """Derive the times of a job from its start and from when each stream's tokens came."""
+        all_began = max(stream[0][0] for stream in stamps)
+        first_ended = min(stream[-1][0] for stream in stamps)
+        return cls(
+            prompt_tokens=sum(map(len, prompts)),
+            prefill_s=all_began - began,
+            decode_tokens=sum(
+                count for stream in stamps for at, count in stream if all_began < at <= first_ended
+            ),
+            decode_s=first_ended - all_began,
+            wall_s=max(stream[-1][0] for stream in stamps) - began,
+            first_tokens=first_tokens,
+        )
 
     def tokens_per_s(self, work: Work) -> float:
         """Return the rate that the row is about."""

@@ -73,19 +73,10 @@ def test_kept_tokens_stay_and_the_rest_is_fresh():
     assert {len(prompt) for prompt in first} == {40}
 
 
-def test_a_row_that_cannot_be_kept_leaves_the_old_one_and_a_damaged_one_is_named(
-    tmp_path, monkeypatch
-):
+def test_a_damaged_row_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "ROWS", tmp_path)
     records.keep(_record([1], [[1]]))
     (path,) = tmp_path.glob("*/*.json")
-    old = path.read_text()
-    blocked = path.with_name(path.name + ".part")
-    blocked.symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match="cannot be written: No space left"):
-        records.keep(_record([2], [[1]]))
-    assert path.read_text() == old
-    assert not blocked.is_symlink()
-    path.write_text(old[:200])
+    path.write_text(path.read_text()[:200])
     with pytest.raises(SystemExit, match="is damaged"):
         list(records.all_records())

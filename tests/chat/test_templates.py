@@ -224,7 +224,7 @@ def test_a_model_without_template_says_what_to_do_instead() -> None:
         ("hi", "must be a list"),
         (["hi"], r"messages\[0\] must be an object"),
         ([{"role": "user"}], r"is missing"),
-        ([{"content": "x"}], r"messages\[0\].role must be one of"),
+        ([{"content": "x"}], r"messages\[0\].role is missing."),
         ([{"role": "usr", "content": "x"}], "Did you mean 'user'"),
         ([{"role": ["user"], "content": "x"}], "role must be one of"),
         ([{"role": "user", "content": 5}], "must be a string or a list of parts"),

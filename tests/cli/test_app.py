@@ -85,8 +85,8 @@ def test_version_is_printed(cli: Cli) -> None:
         (["compare", "x", "--right", "refrence"], "Did you mean 'reference'? See: twostroke"),
         (["serve", "--model", "x"], "The model has no option: twostroke serve MODEL. See: two"),
         (["generate", "x", "-p"], "requires an argument"),
-        (["generate", "x", "Why", "is", "it"], "words stands in quotes: Got unexpected extra arg"),
-        (["generate", "x", "-p", "Why", "is", "it"], "words stands in quotes: Got unexpected ext"),
+        (["generate", "x", "Why", "is", "it"], "words in quotes: Got unexpected extra arg"),
+        (["generate", "x", "-p", "Why", "is", "it"], "words in quotes: Got unexpected ext"),
     ],
 )
 def test_a_wrong_line_is_one_sentence(cli: Cli, arguments: list[str], said: str) -> None:

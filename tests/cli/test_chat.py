@@ -109,7 +109,7 @@ def test_a_system_message_begins_anew_and_stays(engine: Engine) -> None:
 
 def test_again_answers_the_last_message_once_more(engine: Engine) -> None:
     talk = Talk(engine)
-    assert "Nothing was said yet." in talk.say("/again")
+    assert "There is no message yet." in talk.say("/again")
     talk.say("hello")
     before = list(talk.conversation.messages)
     assert "TTFT" in talk.say("/again")
@@ -141,7 +141,7 @@ def test_a_conversation_that_outgrows_the_context_goes_on_anew(engine: Engine) -
     talk = Talk(engine)
     talk.say("hello")
     shown = talk.say("word " * 600)
-    assert "The conversation has outgrown 512 tokens: /new begins anew." in shown
+    assert "The conversation exceeds 512 tokens: start anew with /new." in shown
     assert talk.roles == ["user", "assistant"]
     assert "TTFT" in talk.say("/new", "hello")
 
@@ -150,7 +150,7 @@ def test_an_answer_gets_what_room_there_is(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, min_tokens=490, ignore_eos=True)
     talk = Talk(engine, params)
     shown = talk.say("hello" * 4)
-    assert "the context is full: /new begins anew" in shown
+    assert "the context is full: start anew with /new" in shown
 
 
 def test_a_message_that_breaks_the_engine_is_as_if_not_said(

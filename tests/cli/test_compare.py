@@ -34,7 +34,7 @@ def test_formats_of_keys_and_values_are_shown_side_by_side(cli: Cli, tiny: str) 
     assert ran.code == 0
     named = [text for text in ran.out.splitlines() if text.startswith("cpu, ")]
     assert ["int8 keys and values" in text for text in named] == [False, True]
-    assert "no format of keys and values 'int4'" in cli(*line, "int4").err
+    assert "'int4' is not one of f16, bf16, int8." in cli(*line, "int4").err
 
 
 def test_the_cpu_reader_is_shown_against_the_reference(cli: Cli, tiny: str) -> None:
@@ -44,7 +44,7 @@ def test_the_cpu_reader_is_shown_against_the_reference(cli: Cli, tiny: str) -> N
     assert first.endswith("tiny.gguf against reference, 200 tokens")
     assert head.split()[:3] == ["READER", "MEAN", "KL"]
     assert line.startswith("cpu, ")
-    assert rest[1].startswith("DRIFT BEHIND LAYER")
+    assert rest[1].startswith("DRIFT AFTER LAYER")
     assert [row.split()[0] for row in rest[2:]] == ["1", "2"]
 
 
@@ -89,24 +89,24 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
     text.write_text("hello the world is here to be read " * 5, encoding="utf-8")
     assert "against reference" in cli("compare", tiny, "--text", str(text)).out
     text.write_bytes(b"\xff\xfe\xff")
-    assert "is not text in UTF-8" in cli("compare", tiny, "--text", str(text)).err
+    assert "is not UTF-8 text" in cli("compare", tiny, "--text", str(text)).err
     assert "cannot be read" in cli("compare", tiny, "--text", str(tmp_path)).err
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("--readers", "cpu,refrence"), "There is no reader 'refrence'"),
-        (("--readers", ""), "There is no reader ''"),
-        (("--levels", ""), "There is no instruction-set level ''"),
-        (("--kv-formats", ""), "There is no format of keys and values ''"),
+        (("--readers", "cpu,refrence"), "'refrence' is not one of cpu, reference, torch."),
+        (("--readers", ""), "'' is not one of cpu, reference, torch."),
+        (("--levels", ""), "Invalid value for '--levels': '' is not one of"),
+        (("--kv-formats", ""), "'' is not one of f16, bf16, int8."),
         (("--against", ""), "There is no model ''"),
-        (("--levels", "avx9"), "There is no instruction-set level 'avx9'"),
+        (("--levels", "avx9"), "Invalid value for '--levels': 'avx9' is not one of"),
         (("--length", "100000"), "lower --length"),
-        (("--device", "cuda"), "--device is the torch reader's: add it to --readers."),
-        (("--levels", "all", "--readers", "reference"), "--levels is the cpu reader's"),
-        (("--activation-bits", "7"), "There is no number of bits '7'; there are: 15, 9, 8."),
-        (("--kv-formats", "f16,int4"), "There is no format of keys and values 'int4'"),
+        (("--device", "cuda"), "--device needs the torch backend: add it to --readers."),
+        (("--levels", "all", "--readers", "reference"), "--levels needs the cpu backend"),
+        (("--activation-bits", "7"), "'7' is not one of 15, 9, 8."),
+        (("--kv-formats", "f16,int4"), "'int4' is not one of f16, bf16, int8."),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(

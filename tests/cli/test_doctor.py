@@ -9,7 +9,7 @@ import pytest
 
 from twostroke.backends.cpu.library import level_reports
 from twostroke.cli import doctor
-from twostroke.cli.doctor import Measured
+from twostroke.cli.doctor import limit_lines, measure
 from twostroke.core.hardware import MemoryNode
 from twostroke.engine import limits
 
@@ -89,9 +89,9 @@ def test_impossible_threads_are_refused(cli: Cli, count: str) -> None:
 
 def test_little_memory_skips_the_large_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "memory_available", lambda: 10**6)
-    measured = Measured.now("portable", 1)
-    assert measured.large_bytes_per_s is None
-    assert "over 1 GB" not in measured.lines()["bandwidth"]
+    measured = measure("portable", 1)
+    assert measured["large_bytes_per_s"] is None
+    assert "over 1 GB" not in limit_lines(measured)["bandwidth"]
 
 
 def test_missing_libraries_are_one_sentence(cli: Cli, no_libraries: Path) -> None:

@@ -52,7 +52,7 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "said"),
     [
-        (("a", "-f", "b"), b"", 2, "not both"),
+        (("a", "-f", "/dev/null"), b"", 2, "not both"),
         ((), None, 2, "There is no text"),
         ((), b"", 2, "There is no text"),
         (("a", " "), b"", 2, "Text 2 is empty"),

@@ -41,7 +41,8 @@ def test_an_answer_stopped_before_its_first_token_has_no_figures() -> None:
     [(0.0123, "12 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (12.345, "12.35 s")],
 )
 def test_time_to_first_token_is_short(ttft_s: float, shown: str) -> None:
-    assert Figures(ttft_s, None, None, None, None).parts() == [f"TTFT {shown}"]
+    figures = Figures(ttft_s, None, None, None, None)
+    assert describe(figures, Usage(4, 0, 1)) == f"TTFT {shown}"
 
 
 def test_the_line_is_short_enough_for_a_terminal() -> None:

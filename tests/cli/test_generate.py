@@ -159,7 +159,7 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
     ("arguments", "stdin", "code", "said"),
     [
         (("-p", "a", "b"), b"", 2, "Give the prompt once"),
-        (("-p", "a", "-f", "b"), b"", 2, "Give the prompt once"),
+        (("-p", "a", "-f", "/dev/null"), b"", 2, "Give the prompt once"),
         ((), None, 2, "There is no prompt"),
         ((), b"", 2, "prompt is empty"),
         (("-p", "  "), b"", 2, "prompt is empty"),

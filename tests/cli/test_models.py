@@ -14,7 +14,7 @@ import click
 import pytest
 
 from twostroke import fetch
-from twostroke.cli.fetch import open_engine, watcher
+from twostroke.cli.pull import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.engine import loading
@@ -373,6 +373,6 @@ def test_a_bar_may_be_silent(monkeypatch: pytest.MonkeyPatch, bar: dict[str, flo
 
 def test_loading_shows_a_bar_once_it_takes_long(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(monkeypatch)
-    monkeypatch.setattr("twostroke.cli.fetch._PATIENCE_S", 0.0)
+    monkeypatch.setattr("twostroke.cli.pull._PATIENCE_S", 0.0)
     open_engine(tiny, EngineOptions(cache=CacheOptions(memory_bytes=2_000_000))).close()
     assert "Loading tiny.gguf" in screen.text

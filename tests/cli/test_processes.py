@@ -212,7 +212,7 @@ def test_a_server_for_others_asks_for_keys_or_says_that_it_does_not(
     monkeypatch.delenv("TWOSTROKE_API_KEY")
     with started("serve", tiny, *arguments[:4]) as process:
         assert process.stderr is not None
-        assert b"--api-keys asks them for keys" in process.stderr.readline()
+        assert b"demand keys with --api-keys" in process.stderr.readline()
 
 
 def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -> None:

@@ -23,7 +23,7 @@ def test_without_pytorch_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "torch", None)
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     ran = cli("train-heads", str(path), "-o", str(tmp_path / "heads"))
-    assert ran.code == 2
+    assert ran.code == 8
     assert "train-heads needs PyTorch: pip install 'twostroke[train]'." in ran.err
     assert not (tmp_path / "heads").exists()
 

@@ -89,7 +89,7 @@ def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=count, n=2, ignore_eos=True) for count in (1, 3)]
     found = llm.generate(["a", "a"], each)
     assert [[len(one.token_ids) for one in answers] for answers in found] == [[1, 1], [3, 3]]
-    with pytest.raises(UsageError, match="2 prompts but 1 sampling"):
+    with pytest.raises(UsageError, match="one entry for each prompt: 2, got 1"):
         llm.generate(["a", "a"], each[:1])
 
 

@@ -44,7 +44,7 @@ def test_a_full_disk_is_said_with_what_is_needed(
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     pieces = pieces_of(held_out_text(), [tiny], 100, 100)
-    with pytest.raises(TwostrokeError, match=r"needs? \d+ MB in .* set TMPDIR"):
+    with pytest.raises(TwostrokeError, match=r"need \d+ MB in .* Set TMPDIR"):
         list(compare_subjects(subject(tiny), [subject(tiny)], pieces, silent))
 
 

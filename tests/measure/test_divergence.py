@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twostroke.measure import divergence as module
-from twostroke.measure.divergence import Divergence, compare
+from twostroke.measure.divergence import compare
 
 
 def random_pieces(seed: int) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
@@ -53,10 +53,7 @@ def test_few_rows_at_a_time_count_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     whole = compare(pieces)
     for rows in (1, 4, 29, 30):
         monkeypatch.setattr(module, "_CHUNK_VALUES", 17 * rows)
-        divergence = Divergence()
-        for piece in pieces:
-            divergence.add(*piece)
-        parts = divergence.result()
+        parts = compare(pieces)
         assert parts.num_rows == whole.num_rows
         assert parts.mean_kl == pytest.approx(whole.mean_kl)
         assert parts.perplexity == pytest.approx(whole.perplexity)

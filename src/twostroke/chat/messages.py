@@ -69,9 +69,11 @@ def _message(message: Mapping[str, object], where: str) -> dict[str, Any]:
     checked: dict[str, Any] = plain(dict(message), where)
     role = checked.get("role")
     if not isinstance(role, str) or role not in ROLES:
+        if role is None:
+            raise RequestError("is missing.", field=f"{where}.role")
         hint = nearest(role, ROLES) if isinstance(role, str) else ""
-        reason = f"must be one of {', '.join(ROLES)}.{hint}"
-        raise RequestError(reason, field=f"{where}.role")
+        reason = f"must be one of {', '.join(ROLES)}, got {{value!r}}.{hint}"
+        raise RequestError(reason, field=f"{where}.role", value=role)
     if "content" not in checked and "tool_calls" not in checked:
         raise RequestError("is missing.", field=f"{where}.content")
     checked["content"] = _content(checked.get("content"), f"{where}.content")

@@ -135,7 +135,8 @@ def _switched(
 ) -> dict[str, object]:
     is_on, effort = thinking.is_on, thinking.effort
     if effort is not None and effort not in EFFORTS:
-        raise RequestError(f"must be one of {', '.join(EFFORTS)}.", field=thinking.param)
+        reason = f"must be one of {', '.join(EFFORTS)}, got {{value!r}}."
+        raise RequestError(reason, field=thinking.param, value=effort[:40])
     if effort is not None:
         is_on = effort != "none"
     if is_on is None:

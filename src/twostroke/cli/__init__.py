@@ -13,13 +13,13 @@ def main() -> None:
         from twostroke.cli.app import main as run
 
         code = run()
-    except KeyboardInterrupt:  # before anything was begun, or while another one was answered
+    except KeyboardInterrupt:  # before the command began, or while an earlier Ctrl-C was handled
         code = 130
     import signal
     from collections import namedtuple
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # `python -m` ends by the signal, whatever the code, if a Ctrl-C came while source text was run,
-    # as it is where such types are made. Python forgets that when it runs some again.
+    # If a Ctrl-C came while Python ran source text, as `namedtuple` does, `python -m` ends by the
+    # signal and ignores the code. Python forgets that Ctrl-C when it runs source text again.
     namedtuple("_", ())  # noqa: PYI024
     sys.exit(code)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
+from rich.text import Text
+
 from twostroke.chat.call_reader import ReasoningPiece, TextPiece
 from twostroke.chat.reader import AnswerReader, Reading
 from twostroke.cli.markdown import MarkdownStream
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AnswerStream:
-    """Prints an answer as it comes, and keeps what was said."""
+    """Prints an answer as it comes, and keeps it as a message."""
 
     def __init__(self, console: Console, preface: Preface | None, tokenizer: Tokenizer) -> None:
         """Write to `console`; `preface` is the reasoning that may come first."""
@@ -30,11 +32,11 @@ class AnswerStream:
 
     @property
     def message(self) -> dict[str, str] | None:
-        """What was said, as a message; None if nothing was."""
+        """The answer as a message; None if it is empty."""
         if not self._text and not self._reasoning:
             return None
-        said = {"role": "assistant", "content": self._text}
-        return said | {"reasoning_content": self._reasoning} if self._reasoning else said
+        message = {"role": "assistant", "content": self._text}
+        return message | {"reasoning_content": self._reasoning} if self._reasoning else message
 
     def __enter__(self) -> Self:
         """Show that something is to come."""
@@ -54,20 +56,12 @@ class AnswerStream:
         for piece in self._reader.take(output):
             if isinstance(piece, ReasoningPiece):
                 self._reasoning += piece.text
-                self._print_dim(printable(piece.text))
+                text = Text(printable(piece.text), "dim")
+                self._console.print(text, end="", soft_wrap=True)
             elif isinstance(piece, TextPiece):
                 self._text += piece.text
-                self._as_text().feed(piece.text)
-
-    def _print_dim(self, text: str) -> None:
-        self._console.print(
-            text, style="dim", end="", markup=False, highlight=False, soft_wrap=True
-        )
-
-    def _as_text(self) -> MarkdownStream:
-        """Return where text goes, which begins below the reasoning."""
-        if self._markdown is None:
-            if self._reasoning:
-                self._console.print("\n")
-            self._markdown = MarkdownStream(self._console).__enter__()
-        return self._markdown
+                if self._markdown is None:  # below the reasoning
+                    if self._reasoning:
+                        self._console.print("\n")
+                    self._markdown = MarkdownStream(self._console).__enter__()
+                self._markdown.feed(piece.text)

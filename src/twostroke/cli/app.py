@@ -28,9 +28,9 @@ COMMANDS: Final = {
     "chat": "Talk with a model in the terminal.",
     "serve": "Serve a model over an OpenAI-compatible API.",
     "embed": "Turn texts into vectors.",
-    "compare": "Measure how far readers, formats or models lie apart.",
-    "profile": "Show where a step's time goes, and the least that it could take.",
-    "train-heads": "Teach small layers to guess what a model will say next.",
+    "compare": "Measure how much backends, formats or models differ.",
+    "profile": "Show where the time of a step goes.",
+    "train-heads": "Train heads, which guess tokens ahead (speculation).",
     "models": "List, verify and remove models.",
     "doctor": "Show what this machine can do and what 'auto' means here.",
 }
@@ -39,16 +39,16 @@ _PIPE_CLOSED: Final = 128 + signal.SIGPIPE  # as shells have it
 
 
 class Interruption(click.ClickException):
-    """Ctrl-C, and what became of what was being done."""
+    """Ctrl-C; the message tells what was done with unfinished work."""
 
     exit_code = 128 + signal.SIGINT
 
 
 class Failure(click.ClickException):
-    """An error of Twostroke's, with the names of options for those of fields."""
+    """A `TwostrokeError` that names options instead of fields."""
 
     def __init__(self, error: TwostrokeError, command: click.Command | None) -> None:
-        """Say it as a user of `command` knows it."""
+        """Use the names of the options of `command`."""
         params = command.params if command else []
         flags = {one.name: max(one.opts, key=len) for one in params if isinstance(one, Option)}
         super().__init__(error.sentence(lambda field: flags.get(field, field)))
@@ -79,14 +79,14 @@ class Commands(Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; click itself would say less of these two."""
+        """Run the command, and turn its errors into sentences."""
         try:
             return super().invoke(ctx)
         except TwostrokeError as error:
             raise Failure(error, self.get_command(ctx, ctx.invoked_subcommand or "")) from None
         except KeyboardInterrupt as error:
             raise Interruption(str(error) or "Interrupted.") from None
-        except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        except BrokenPipeError:  # the reader of our output ended, as in `| head`
             _drop_output()
             ctx.exit(_PIPE_CLOSED)
 
@@ -111,22 +111,22 @@ def group(ctx: click.Context, version: bool) -> None:
 
 def main() -> int:
     """Run the command line as a process of its own; return the exit code."""
-    # None where a shell closed them; open for as long as the process lives.
+    # A shell may have closed them. They stay open as long as the process lives.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # an answer may have characters that a terminal lacks
+        if hasattr(stream, "reconfigure"):  # a terminal may lack characters of an answer
             stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's end has nothing to say
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # silent while the interpreter ends
     return code
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Repeat a Ctrl-C that came while an object was being deleted, where Python drops it."""
+    """Repeat a Ctrl-C that Python dropped because it came while an object was deleted."""
     if ignored.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(ignored)
         return
@@ -147,7 +147,7 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         _drop_output()
         return _PIPE_CLOSED
-    except OSError as error:  # such as a full disk behind a redirected output
+    except OSError as error:  # such as a full disk, if output goes to a file
         _drop_output()
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"{place}{error.strerror or error}.", 1)
@@ -169,15 +169,15 @@ def _version() -> str:
 def _fail(message: str, code: int) -> int:
     from twostroke.cli.terminal import printable
 
-    with suppress(OSError):  # nobody hears it
+    with suppress(OSError):  # nobody reads it
         if code == Interruption.exit_code and sys.stderr.isatty():
-            click.echo(err=True)  # behind the ^C on the screen
+            click.echo(err=True)  # after the ^C on the screen
         click.echo(f"twostroke: {printable(' '.join(message.split()))}", err=True)
     return code
 
 
 def _sentence(error: click.ClickException) -> str:
-    """Return what click says, with the nearest option's name and where to read on."""
+    """Return click's sentence, with the nearest option and the command that shows help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return error.format_message()
@@ -192,7 +192,7 @@ def _sentence(error: click.ClickException) -> str:
         return f"Which model? Give a path, or a name that 'twostroke models' lists.{more}"
     message = error.format_message()
     if "unexpected extra argument" in message and "text" in context.params:
-        return f"A prompt of several words stands in quotes: {message}.{more}"
+        return f"Put a prompt of several words in quotes: {message}.{more}"
     return message + ("" if message.endswith((".", "?")) else ".") + more
 
 
@@ -201,12 +201,12 @@ def _is_model(param: click.Parameter | None) -> bool:
 
 
 def _drop_output() -> None:
-    """Send what is still to be written to nowhere, so that the interpreter's end is silent."""
+    """Discard output that is not written yet, so that the interpreter ends silently."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: it is no file
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # ValueError: not a file
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Leave as an error does, so that whatever is half-done is cleaned up."""
+    """Exit through an exception, so that unfinished work is cleaned up."""
     del frame
     sys.exit(128 + number)

@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.cli.fetch import open_engine
 from twostroke.cli.figures import Figures, describe
-from twostroke.cli.help import SectionedCommand
-from twostroke.cli.options import (
-    compute_options,
-    engine_options,
-    lasting_speculation_options,
-    sampling_options,
-    sampling_params,
-)
+from twostroke.cli.help import Command, option
+from twostroke.cli.options import MACHINE, SAMPLING, engine_options, sampling_params, speculation
+from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import no_echo, on_interrupt, printable
 from twostroke.core.errors import (
     ContextLengthError,
@@ -29,8 +23,9 @@ from twostroke.core.errors import (
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from prompt_toolkit import PromptSession
     from rich.console import Console
 
     from twostroke.core.sampling import SamplingParams
@@ -39,26 +34,25 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Completion, Output
 
 _HELP: Final = {
-    "/help": "show this",
-    "/new": "begin a new conversation",
+    "/help": "show this help",
+    "/new": "start a new conversation",
     "/again": "answer the last message once more",
-    "/system TEXT": "set the system message and begin anew; without TEXT, remove it",
+    "/system TEXT": "start a new conversation with this system message; without TEXT, with none",
     "/quit": "leave, as Ctrl-D does",
     "Ctrl-C": "stop the answer, or clear the line",
-    "Alt-Enter": "a new line in the message",
+    "Alt-Enter": "start a new line in the message",
 }
 
 
-@click.command("chat", cls=SectionedCommand)
+@click.command(
+    "chat", cls=Command, params=[*SAMPLING, *MACHINE.values(), *speculation(draft="auto")]
+)
 @click.argument("model")
-@click.option("--system", help="A system message.")
-@sampling_options
-@compute_options
-@lasting_speculation_options
+@option("--system", help="A system message for the conversation.")
 def command(**given: Any) -> None:
     """Talk with MODEL (a path, hf:owner/repo, or a name from `twostroke models`).
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /help shows more.
+    Ctrl-C stops an answer, Ctrl-D ends the conversation, and /help shows more.
     """
     model, system = given.pop("model"), given.pop("system")
     params, options = sampling_params(given), engine_options(given)
@@ -72,7 +66,7 @@ def command(**given: Any) -> None:
         if engine.draft is not None:
             about += f" · {engine.draft} guesses ahead"
         console.print(f"{printable(card.name)} · {about}", style="bold", markup=False)
-        console.print("/help shows what else there is, Ctrl-D leaves.", style="dim")
+        console.print("/help shows the commands, Ctrl-D leaves.", style="dim")
         Conversation(engine, params, console, system).run(_lines())
 
 
@@ -84,7 +78,7 @@ def _check_template(card: ModelCard) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and how to go on."""
+    """The messages so far, and how the next is answered."""
 
     engine: Engine
     params: SamplingParams
@@ -93,14 +87,14 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, lines: Iterator[str]) -> None:
-        """Take turns until the person leaves."""
+        """Answer each line, or obey it, until the person leaves."""
         for line in lines:
             try:
                 if not line.startswith("/"):
                     self._turn(line.strip())
                 elif not self._obey(line):
                     return
-            except KeyboardInterrupt:  # before there was an answer to stop, or once more
+            except KeyboardInterrupt:  # before there is an answer to stop, or pressed again
                 self._say("stopped", "dim")
 
     def _obey(self, line: str) -> bool:
@@ -132,17 +126,17 @@ class Conversation:
 
     def _again(self) -> None:
         if not self.messages:
-            self._say("Nothing was said yet.", "dim")
+            self._say("There is no message yet.", "dim")
             return
         earlier, self.messages = self.messages, self.messages[:-2]
         try:
             self._turn(earlier[-2]["content"])
         finally:
-            if len(self.messages) < len(earlier):  # no new answer: the old one stands
+            if len(self.messages) < len(earlier):  # no new answer: keep the old one
                 self.messages = earlier
 
     def _turn(self, text: str) -> None:
-        """Have one message answered; a turn without any answer is as if it had not been."""
+        """Answer one message; without an answer, the message is forgotten."""
         from twostroke.engine.prompts import encode_turn
 
         question = {"role": "user", "content": text}
@@ -155,7 +149,7 @@ class Conversation:
             raise
         except ContextLengthError:
             limit = self.engine.context_length
-            self._say(f"The conversation has outgrown {limit} tokens: /new begins anew.", "red")
+            self._say(f"The conversation exceeds {limit} tokens: start anew with /new.", "red")
             return
         except TwostrokeError as error:
             self._say(str(error), "red")
@@ -164,10 +158,7 @@ class Conversation:
             self.messages += [question, answer]
 
     def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
-        """Show one answer as it comes; Ctrl-C ends it, and what was said stays said.
-
-        Returns its message, if anything was said.
-        """
+        """Show one answer as it comes, until Ctrl-C; return its message if it has any text."""
         from twostroke.cli.answer import AnswerStream
         from twostroke.engine.output import join
 
@@ -197,25 +188,21 @@ class Conversation:
         return stream.message
 
     def _within_room(self, params: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Return how to choose tokens: --max-tokens, or as many as there is room for."""
-        room, most = self.engine.context_length - num_prompt, params.max_tokens
-        if most is None or room < 1 or most <= room:
+        """Return `params` with --max-tokens lowered to the room that is left."""
+        room = self.engine.context_length - num_prompt
+        if params.max_tokens is None or not 1 <= room < params.max_tokens:
             return params
         return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
 
     def _notes(self, completion: Completion) -> tuple[str, ...]:
-        """Return why an answer is not whole."""
-        match completion.finish_reason:
-            case FinishReason.CANCEL:
-                return ("stopped",)
-            case FinishReason.LENGTH if (
-                completion.usage.completion_tokens == self.params.max_tokens
-            ):
-                return ("cut by --max-tokens",)
-            case FinishReason.LENGTH:
-                return ("the context is full: /new begins anew",)
-            case _:
-                return ()
+        """Return why an answer is incomplete."""
+        if completion.finish_reason is FinishReason.CANCEL:
+            return ("stopped",)
+        if completion.finish_reason is not FinishReason.LENGTH:
+            return ()
+        if completion.usage.completion_tokens == self.params.max_tokens:
+            return ("cut by --max-tokens",)
+        return ("the context is full: start anew with /new",)
 
     def _say(self, text: str, style: str) -> None:
         self.console.print(printable(text), style=style, markup=False, highlight=False)
@@ -223,10 +210,10 @@ class Conversation:
 
 def _lines() -> Iterator[str]:
     """Yield what the person types, until Ctrl-D; Ctrl-C clears the line."""
-    read = _reader()
+    session = _line_editor()
     while True:
         try:
-            line = read()
+            line = session.prompt("> ", prompt_continuation="  ")
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -235,7 +222,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _reader() -> Callable[[], str]:
+def _line_editor() -> PromptSession[str]:
     """Return a line editor that remembers earlier sessions; Alt-Enter starts a new line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -258,5 +245,4 @@ def _reader() -> Callable[[], str]:
         history = FileHistory(path)
     except OSError:
         history = InMemoryHistory()
-    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
-    return lambda: session.prompt("> ", prompt_continuation="  ")
+    return PromptSession(history=history, key_bindings=keys)

@@ -7,13 +7,13 @@ import platform
 import shutil
 import sys
 import textwrap
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from twostroke.cli.help import Command, option
 from twostroke.core.hardware import (
-    MemoryNode,
     memory_available,
     memory_nodes,
     memory_total,
@@ -27,152 +27,63 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SMALL_BYTES: Final = 100 * 10**6  # a small model's weights, which large caches can hold
-_LARGE_BYTES: Final = 10**9  # what streams from memory on every machine
+_LARGE_BYTES: Final = 10**9  # more than any cache holds
 _LABEL_WIDTH: Final = 12
 
 
-@click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), help="Measure with so many [default: one a core]."
+@click.command("doctor", cls=Command)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Threads to measure with [default: one for each core].",
 )
 def command(as_json: bool, threads: int | None) -> None:
     """Measure this machine and show what Twostroke would choose on it."""
-    from twostroke.backends.cpu.library import choose_level, level_reports
-    from twostroke.core import env
+    from twostroke.backends.cpu.library import level_reports
 
-    choice = choose_level(None)
-    machine, levels = Machine.here(), level_reports()
-    num_threads = resolve_num_threads(threads)
-    placed = place_threads(machine.memory_nodes, num_threads)
-    places = tuple(Place(node.number, count) for node, count in placed.items())
-    auto = Auto("cpu", choice.level, choice.reason, num_threads, places, str(env.cache_dir()))
+    machine, auto, levels = _machine(), _auto(threads), level_reports()
+    level, num_threads = auto["level"], auto["num_threads"]
     if as_json:
-        result = {
-            "machine": asdict(machine),
-            "levels": {
-                name: {"runs": _runs(report), "report": report} for name, report in levels.items()
-            },
-            "measured": asdict(Measured.now(auto.level, auto.num_threads)),
-            "auto": asdict(auto),
+        reports = {
+            name: {"runs": _runs(report), "report": report} for name, report in levels.items()
         }
+        measured = measure(level, num_threads)
+        result = {"machine": machine, "levels": reports, "measured": measured, "auto": auto}
         click.echo(json.dumps(result, ensure_ascii=False))
         return
-    _show("Machine", machine.lines())
-    _show("Instruction-set levels", _level_lines(levels, auto.level))
-    _show("What auto means here", auto.lines(given=threads is not None))
+    _show("Machine", _machine_lines(machine))
+    _show("Instruction-set levels", _level_lines(levels, level))
+    _show("What auto means here", _auto_lines(auto, given=threads is not None))
     if sys.stderr.isatty():
         click.echo("Measuring…\r", nl=False, err=True)
-    measured = Measured.now(auto.level, auto.num_threads)
-    _show(f"Limits of {auto.level} with {auto.num_threads} threads", measured.lines())
+    _show(f"Limits of {level} with {num_threads} threads", limit_lines(measure(level, num_threads)))
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine and its system. Sizes are in bytes; nodes are those with cores for us."""
-
-    processor: str
-    num_cores: int
-    memory_nodes: tuple[MemoryNode, ...]
-    memory_bytes: int
-    memory_free_bytes: int
-    system: str
-    python: str
-
-    @classmethod
-    def here(cls) -> Machine:
-        """Return this one."""
-        system = f"{platform.system()} {platform.release()} {platform.machine()}"
-        python = platform.python_version()
-        memory = memory_total(), memory_available()
-        return cls(processor_name(), num_cores(), memory_nodes(), *memory, system, python)
-
-    def lines(self) -> dict[str, str]:
-        """Return what a person reads."""
-        total, free = self.memory_bytes / 1e9, self.memory_free_bytes / 1e9
-        memory = f"{total:.1f} GB, {free:.1f} GB of it free"
-        if len(self.memory_nodes) > 1:
-            nodes = [
-                f"{len(node.cores)} cores near node {node.number}" for node in self.memory_nodes
-            ]
-            memory += f"; on {len(nodes)} nodes: {', '.join(nodes)}"
-        return {
-            "processor": f"{self.processor}, {self.num_cores} cores",
-            "memory": memory,
-            "system": f"{self.system}, Python {self.python}",
-        }
+def _machine() -> dict[str, Any]:
+    """Return the machine and its system; nodes are the memory nodes whose cores we may use."""
+    return {
+        "processor": processor_name(),
+        "num_cores": num_cores(),
+        "memory_nodes": [asdict(node) for node in memory_nodes()],
+        "memory_bytes": memory_total(),
+        "memory_free_bytes": memory_available(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """How many threads keep to the cores of a memory node."""
-
-    node: int
-    num_threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Auto:
-    """What is chosen where nothing is asked for. Without places, threads run on any node."""
-
-    backend: str
-    level: str
-    level_reason: str
-    num_threads: int
-    places: tuple[Place, ...]
-    cache_dir: str
-
-    def lines(self, *, given: bool) -> dict[str, str]:
-        """Return what a person reads; `given` says that the number of threads was an option."""
-        reason = self.level_reason.partition(";")[0]  # the levels above it have said why not
-        threads = "as --threads says" if given else "one a core, or TWOSTROKE_NUM_THREADS"
-        places = [f"{place.num_threads} on node {place.node}" for place in self.places]
-        placed = f"; {', '.join(places)}, their weights near them" if places else ""
-        return {
-            "backend": f"{self.backend}: our own kernels (--backend)",
-            "level": f"{self.level}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
-            "threads": f"{self.num_threads}: {threads} (--threads){placed}",
-            "context": "the model's own (--context-length)",
-            "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
-            "KV format": "f16: keys and values in two bytes each (--kv-format)",
-            "cache": f"{self.cache_dir} (TWOSTROKE_CACHE)",
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The limits that speeds are shown beside.
-
-    Bandwidths are for a small stream and for one that no cache holds (None where memory is too
-    short for it).
-    """
-
-    small_bytes_per_s: float
-    large_bytes_per_s: float | None
-    peak_ops_per_s: float
-    peak_kind: str
-
-    @classmethod
-    def now(cls, level: str, num_threads: int) -> Measured:
-        """Measure, which takes some seconds."""
-        from twostroke.engine.limits import machine
-
-        small = machine(level, num_threads, _SMALL_BYTES, again=True)
-        if memory_available() < 2 * _LARGE_BYTES:
-            return cls(small.bandwidth, None, small.peak, small.peak_kind)
-        large = machine(level, num_threads, _LARGE_BYTES, again=True)
-        peak = max(small.peak, large.peak)
-        return cls(small.bandwidth, large.bandwidth, peak, small.peak_kind)
-
-    def lines(self) -> dict[str, str]:
-        """Return what a person reads."""
-        bandwidth = f"{self.small_bytes_per_s / 1e9:.1f} GB/s over 100 MB"
-        if self.large_bytes_per_s is not None:
-            bandwidth += f", {self.large_bytes_per_s / 1e9:.1f} GB/s over 1 GB"
-        return {
-            "bandwidth": bandwidth,
-            "peak": f"{self.peak_ops_per_s / 1e12:.2f} T operations/s, {self.peak_kind}",
-        }
+def _machine_lines(machine: Mapping[str, Any]) -> dict[str, str]:
+    total, free = machine["memory_bytes"] / 1e9, machine["memory_free_bytes"] / 1e9
+    memory, nodes = f"{total:.1f} GB, {free:.1f} GB of it free", machine["memory_nodes"]
+    if len(nodes) > 1:
+        near = (f"{len(node['cores'])} cores near node {node['number']}" for node in nodes)
+        memory += f"; on {len(nodes)} nodes: {', '.join(near)}"
+    return {
+        "processor": f"{machine['processor']}, {machine['num_cores']} cores",
+        "memory": memory,
+        "system": f"{machine['system']}, Python {machine['python']}",
+    }
 
 
 def _level_lines(reports: Mapping[str, str], chosen: str) -> dict[str, str]:
@@ -187,17 +98,76 @@ def _runs(report: str) -> bool:
     return report.startswith("runs")
 
 
+def _auto(threads: int | None) -> dict[str, Any]:
+    """Return what is chosen for options that are left out. No places: threads run on any node."""
+    from twostroke.backends.cpu.library import choose_level
+    from twostroke.core import env
+
+    choice, num_threads = choose_level(None), resolve_num_threads(threads)
+    placed = place_threads(memory_nodes(), num_threads)
+    return {
+        "backend": "cpu",
+        "level": choice.level,
+        "level_reason": choice.reason,
+        "num_threads": num_threads,
+        "places": [{"node": node.number, "num_threads": n} for node, n in placed.items()],
+        "cache_dir": str(env.cache_dir()),
+    }
+
+
+def _auto_lines(auto: Mapping[str, Any], *, given: bool) -> dict[str, str]:
+    """Return what a person reads; `given` tells that --threads was used."""
+    reason = auto["level_reason"].partition(";")[0]  # the lines of levels have the rest
+    threads = "as --threads says" if given else "one for each core, or TWOSTROKE_NUM_THREADS"
+    places = [f"{place['num_threads']} on node {place['node']}" for place in auto["places"]]
+    placed = f"; {', '.join(places)}, their weights near them" if places else ""
+    return {
+        "backend": f"{auto['backend']}: our own kernels (--backend)",
+        "level": f"{auto['level']}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
+        "threads": f"{auto['num_threads']}: {threads} (--threads){placed}",
+        "context": "the model's own (--context-length)",
+        "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
+        "KV format": "f16: keys and values in two bytes each (--kv-format)",
+        "cache": f"{auto['cache_dir']} (TWOSTROKE_CACHE)",
+    }
+
+
+def measure(level: str, num_threads: int) -> dict[str, Any]:
+    """Measure the machine's limits, which takes some seconds.
+
+    One bandwidth is for a small stream, one for a stream that no cache holds; that one is None if
+    memory is too short for it.
+    """
+    from twostroke.engine.limits import machine
+
+    small = machine(level, num_threads, _SMALL_BYTES, again=True)
+    is_short = memory_available() < 2 * _LARGE_BYTES
+    large = None if is_short else machine(level, num_threads, _LARGE_BYTES, again=True)
+    return {
+        "small_bytes_per_s": small.bandwidth,
+        "large_bytes_per_s": large and large.bandwidth,
+        "peak_ops_per_s": max(small.peak, large.peak if large else 0),
+        "peak_kind": small.peak_kind,
+    }
+
+
+def limit_lines(measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a person reads of what `measure` found."""
+    bandwidth = f"{measured['small_bytes_per_s'] / 1e9:.1f} GB/s over 100 MB"
+    if measured["large_bytes_per_s"] is not None:
+        bandwidth += f", {measured['large_bytes_per_s'] / 1e9:.1f} GB/s over 1 GB"
+    peak = f"{measured['peak_ops_per_s'] / 1e12:.2f} T operations/s, {measured['peak_kind']}"
+    return {"bandwidth": bandwidth, "peak": peak}
+
+
 def _show(heading: str, lines: Mapping[str, str]) -> None:
-    """Print a heading and what stands under it, folded to the terminal's width."""
+    """Print a heading and labelled lines, folded to the terminal's width."""
     width = min(shutil.get_terminal_size().columns, 100)
     click.secho(heading, bold=True)
     for name, text in lines.items():
+        first, later = f"  {name:{_LABEL_WIDTH}}", " " * (_LABEL_WIDTH + 2)
         click.echo(
             textwrap.fill(
-                text,
-                width,
-                initial_indent=f"  {name:{_LABEL_WIDTH}}",
-                subsequent_indent=" " * (_LABEL_WIDTH + 2),
-                break_on_hyphens=False,
+                text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
             )
         )

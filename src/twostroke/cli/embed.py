@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke.cli.fetch import open_engine
-from twostroke.cli.files import decoded, read_text
-from twostroke.cli.help import OneOf, SectionedCommand
-from twostroke.cli.options import compute_options, engine_options
+from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
+from twostroke.cli.options import MACHINE, engine_options
+from twostroke.cli.pull import open_engine
 from twostroke.core.config import SpeculationOptions
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import ContextLengthError, UsageError
@@ -22,36 +20,33 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.engine.build import Engine
-    from twostroke.engine.embedding import Embedding
 
 
-@click.command("embed", cls=SectionedCommand)
+@click.command("embed", cls=Command, params=[*MACHINE.values()])
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option(
+@option(
     "-f",
     "--file",
-    "path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Read texts from a file, one a line; -: standard input, as does no text.",
+    type=TextFile(),
+    help="Read texts from a file, one a line; - is standard input, which is also the default.",
 )
-@click.option(
+@option(
     "--pooling",
     type=OneOf(POOLINGS),
     default=AUTO,
-    show_default=True,
-    help="Of which tokens: the mean, or the last one; auto: what suits the model.",
+    help="Take the mean of all tokens, or the last token; auto: what suits the model.",
 )
-@click.option("--dimensions", type=int, help="Only so many values of each [default: all].")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-@compute_options
+@option("--dimensions", type=int, help="Keep only this many values of a vector [default: all].")
+@option("-q", "--quiet", is_flag=True, help="Show no progress bar.")
 def command(**given: Any) -> None:
     """Turn each TEXT into a vector of length 1 with MODEL, and print it as a line of JSON.
 
-    Texts of one meaning point the same way, as far as the model was taught to: best are models
-    made for it. A line has `index`, `prompt_tokens` and `embedding`, in the order of the texts.
+    Texts of similar meaning get vectors of similar direction; models that were trained for
+    embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
+    the texts.
     """
-    texts = _texts(given.pop("texts"), given.pop("path"))
+    texts = _texts(given.pop("texts"), given.pop("file"))
     params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
     model, quiet = given.pop("model"), given.pop("quiet")
     options = replace(engine_options(given), speculation=SpeculationOptions("off"))
@@ -61,23 +56,22 @@ def command(**given: Any) -> None:
     with open_engine(model, options, quiet=quiet) as engine:
         tokens = [encode_text(engine.card, text, field="input") for text in texts]
         _check_lengths(engine, [len(one) for one in tokens])
-        caller = Caller(prompt_field="input")
-        for embedding in engine.client.embed(tokens, params, caller):
-            click.echo(_as_json(embedding))
+        for one in engine.client.embed(tokens, params, Caller(prompt_field="input")):
+            line = {
+                "index": one.index,
+                "prompt_tokens": one.usage.prompt_tokens,
+                "embedding": one.vector.tolist(),
+            }
+            click.echo(json.dumps(line))
 
 
-def _texts(given: Sequence[str], path: Path | None) -> list[str]:
-    """Return the texts, from wherever they were given."""
-    if given and path is not None:
+def _texts(given: Sequence[str], file: str | None) -> list[str]:
+    """Return the texts, from the command line, a file or standard input."""
+    if given and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
-    if given:
-        found = list(given)
-    elif path is not None and str(path) != "-":
-        found = read_text(path).splitlines()
-    elif path is not None or (sys.stdin is not None and not sys.stdin.isatty()):
-        found = decoded(sys.stdin.buffer.read(), "Standard input").splitlines()
-    else:
-        found = []
+    if not given and file is None and sys.stdin is not None and not sys.stdin.isatty():
+        file = read_text("-")
+    found = list(given) if file is None else file.splitlines()
     if not found:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
     empty = next((place for place, text in enumerate(found, 1) if not text.strip()), None)
@@ -94,13 +88,3 @@ def _check_lengths(engine: Engine, lengths: list[int]) -> None:
             raise ContextLengthError(
                 f"Text {place} has {count} tokens, but there may be {limit}: shorten it{knob}."
             )
-
-
-def _as_json(embedding: Embedding) -> str:
-    return json.dumps(
-        {
-            "index": embedding.index,
-            "prompt_tokens": embedding.usage.prompt_tokens,
-            "embedding": embedding.vector.tolist(),
-        }
-    )

@@ -1,4 +1,4 @@
-"""What an answer achieved, beside what this machine could have."""
+"""How fast an answer came, and its shares of the machine's limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
 
 
+_DOT = " · "
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One answer's times and rates, for a person or, as JSON, for a script.
+    """One answer's times and rates.
 
-    `ttft_s` is the time from the engine's taking the request to its first token. Rates are tokens
-    per second; `mfu` is prefill's share of the arithmetic peak and `mbu` decode's share of the
-    memory bandwidth, from 0 to 1. None where there was nothing to measure (an answer that was
-    stopped before its first token, or one of a single token) and where limits are unknown.
+    `ttft_s` counts from the arrival of the request. Rates are tokens per second; `mfu` is prefill's
+    share of the arithmetic peak and `mbu` decode's share of the memory bandwidth, from 0 to 1.
+    Figures are None where there were too few tokens to measure, or limits are unknown.
     """
 
     ttft_s: float | None
@@ -31,7 +33,7 @@ class Figures:
     def of(
         cls, usage: Usage, timings: Timings, strokes: Strokes, hardware: Hardware | None
     ) -> Figures:
-        """Work out one choice's figures; `strokes` are those of its own steps."""
+        """Return the figures of one choice; `strokes` are those of its own steps."""
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)
         computed = usage.prompt_tokens - usage.cached_tokens
@@ -46,39 +48,31 @@ class Figures:
             mbu=strokes.decode.mbu(hardware) if hardware and strokes.decode.steps else None,
         )
 
-    def parts(self) -> list[str]:
-        """Return the figures for a person, one part a figure."""
-        parts = []
-        if self.ttft_s is not None:
-            shown = f"{self.ttft_s:.2f} s" if self.ttft_s >= 1 else f"{self.ttft_s * 1000:.0f} ms"
-            parts.append(f"TTFT {shown}")
-        for stroke, rate, share, limit in (
-            ("prefill", self.prefill_tokens_per_s, self.mfu, "peak"),
-            ("decode", self.decode_tokens_per_s, self.mbu, "bandwidth"),
-        ):
-            if rate is not None:
-                of_limit = f", {share:.0%} of {limit}" if share is not None else ""
-                parts.append(f"{stroke} {rate:,.0f} t/s{of_limit}")
-        return parts
-
 
 def describe(figures: Figures, usage: Usage, *, notes: tuple[str, ...] = (), width: int = 0) -> str:
     """Return the line under an answer; `notes` come last.
 
-    It is folded between its parts where it is wider than `width` columns, if that is given.
+    It is folded between its parts if it is wider than `width` columns; 0 for no limit.
     """
-    parts = figures.parts()
+    parts = []
+    if figures.ttft_s is not None:
+        ttft_s = figures.ttft_s
+        parts.append(f"TTFT {f'{ttft_s:.2f} s' if ttft_s >= 1 else f'{ttft_s * 1000:.0f} ms'}")
+    for stroke, rate, share, limit in (
+        ("prefill", figures.prefill_tokens_per_s, figures.mfu, "peak"),
+        ("decode", figures.decode_tokens_per_s, figures.mbu, "bandwidth"),
+    ):
+        if rate is not None:
+            of_limit = f", {share:.0%} of {limit}" if share is not None else ""
+            parts.append(f"{stroke} {rate:,.0f} t/s{of_limit}")
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached")
-    if usage.accepted_tokens or usage.rejected_tokens:
-        tried = usage.accepted_tokens + usage.rejected_tokens
+    if tried := usage.accepted_tokens + usage.rejected_tokens:
         parts.append(f"{usage.accepted_tokens} of {tried} guessed tokens right")
-    parts += notes
-    lines = [""]
-    for part in parts:
-        longer = f"{lines[-1]} · {part}" if lines[-1] else part
-        if width and lines[-1] and len(longer) > width:
-            lines.append(part)
+    lines: list[str] = []
+    for part in (*parts, *notes):
+        if lines and not 0 < width < len(lines[-1]) + len(part) + len(_DOT):
+            lines[-1] += _DOT + part
         else:
-            lines[-1] = longer
+            lines.append(part)
     return "\n".join(lines)

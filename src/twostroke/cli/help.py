@@ -1,19 +1,21 @@
-"""What `--help` shows, options in sections, and values that say what they may be."""
+"""What `--help` shows: options in sections, and values that say what they may be."""
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from twostroke.core.errors import nearest
+from twostroke.core.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _UNITS: Final = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_NUMBERS: Final = {"integer": "N", "float": "X"}
+_NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
 
 class Group(click.Group):
@@ -30,55 +32,67 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class SectionOption(click.Option):
-    """An option that stands under a heading of its own in the help."""
+class Option(click.Option):
+    """An option under a heading of the help; its default is shown if it has one."""
 
-    def __init__(self, *names: Any, section: str = "Options", **attributes: Any) -> None:
+    def __init__(self, names: Any, section: str = "Options", **attributes: Any) -> None:
         """Take what `click.Option` takes, and the heading."""
-        super().__init__(*names, **attributes)
+        attributes.setdefault("show_default", attributes.get("default") is not None)
+        super().__init__(names, **attributes)
         self.section = section
         if self.metavar is None:
             self.metavar = _NUMBERS.get(self.type.name)
 
 
-class SectionedCommand(click.Command):
+def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """Return the decorator that adds an `Option` to a command."""
+    return click.option(*names, cls=Option, **attributes)
+
+
+class Command(click.Command):
     """A command whose help groups its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a list of options for each section, in the order of their first options."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write a list of options for each section: the command's own first, then the shared."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None and isinstance(param, click.Option):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 sections.setdefault(getattr(param, "section", "Options"), []).append(record)
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
 
 
-class OneOf(click.ParamType):  # type: ignore[type-arg]
-    """One of a few words."""
+class OneOf(click.Choice[str]):
+    """One of a few words; a wrong one is answered with the nearest."""
 
-    name = "word"
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the word."""
+        words = list(self.choices)
+        if value not in words:
+            hint = nearest(value, words)
+            self.fail(f"'{value}' is not one of {', '.join(words)}.{hint}", param, ctx)
+        return str(value)
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """Accept `words`."""
+
+class ListOf(click.ParamType):  # type: ignore[type-arg]
+    """Some of a few words, separated by commas, or 'all'."""
+
+    name = "list"
+
+    def __init__(self, words: Callable[[], Sequence[str]]) -> None:
+        """Accept what `words` returns when a value is read."""
         self._words = words
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return the words, as the help shows them."""
-        del param, ctx
-        return f"[{'|'.join(self._words)}]"
-
     def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        """Return the word."""
-        text = str(value)
-        if text not in self._words:
-            hint = nearest(text, self._words)
-            self.fail(f"'{text}' is not one of {', '.join(self._words)}.{hint}", param, ctx)
-        return text
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[str]:
+        """Return the chosen words."""
+        words = list(self._words())
+        if value == "all":
+            return words
+        one = OneOf(words)
+        return [one.convert(word.strip(), param, ctx) for word in str(value).split(",")]
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]
@@ -86,11 +100,37 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
 
     name = "size"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number of bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in _UNITS:
             self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
         return int(float(match[1]) * _UNITS[match[2]])
+
+
+class TextFile(click.ParamType):  # type: ignore[type-arg]
+    """A file whose text is the value; - is standard input."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        del param, ctx
+        return read_text(str(value))
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file, or of standard input if the path is -.
+
+    Raises:
+        UsageError: it cannot be read, or is not UTF-8.
+    """
+    source, data = "Standard input" if path == "-" else path, b""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise UsageError(f"The file '{path}' cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        message = f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}."
+        raise UsageError(message) from None

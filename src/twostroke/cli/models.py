@@ -12,9 +12,8 @@ import click
 
 from twostroke import fetch
 from twostroke.cli import pull
-from twostroke.cli.fetch import watcher
-from twostroke.cli.help import Group
-from twostroke.cli.terminal import Bar, printable
+from twostroke.cli.help import Group, option
+from twostroke.cli.terminal import Bar, printable, show_table
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.fetch.disk import megabytes
 from twostroke.models import ARCHITECTURES
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
     from twostroke.fetch import Leftover, ModelRecord
 
 _HEAD = ("NAME", "FAMILY", "FORMAT", "SIZE", "LICENCE", "LAST USED")
-_SIZE = _HEAD.index("SIZE")
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-_yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+_as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+_yes = option("--yes", "-y", is_flag=True, help="Do not ask.")
 
 
 @click.group("models", cls=Group, invoke_without_command=True)
@@ -36,21 +34,30 @@ _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def command(ctx: click.Context, as_json: bool) -> None:
     """List, show, verify and remove models."""
     if ctx.invoked_subcommand is None:
-        _list(as_json=as_json)
+        ctx.invoke(list_command, as_json=as_json)
 
 
 @command.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
-    """List the models that are here, and those that have a short name."""
-    _list(as_json=as_json)
+    """List the models in the cache, and those with a short name that can be fetched."""
+    records = fetch.list_models()
+    if as_json:
+        _print_json([_facts(one) for one in records])
+        return
+    here = [one for one in records if one.is_here]
+    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
+    show_table(rows, right={_HEAD.index("SIZE")})
+    total = megabytes(sum(one.num_bytes for one in here))
+    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
+    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
 
 
 @command.command("show")
 @click.argument("model")
 @_as_json
 def show_command(model: str, as_json: bool) -> None:
-    """Show the licence, the origin and the place of MODEL."""
+    """Show the licence, the source and the path of MODEL."""
     facts = _facts(fetch.find(model))
     if as_json:
         _print_json(facts)
@@ -65,7 +72,7 @@ def show_command(model: str, as_json: bool) -> None:
 
 @command.command("verify")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--all", "everything", is_flag=True, help="Every model that is here.")
+@option("--all", "everything", is_flag=True, help="Verify every model in the cache.")
 @_as_json
 def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Compare the files of MODEL with their checksums."""
@@ -76,7 +83,7 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
     for name in names:
         try:
             with Bar() as bar:
-                fetch.verify(name, watcher(bar, name))
+                fetch.verify(name, pull.watcher(bar, name))
         except TwostrokeError as error:
             if len(names) == 1 and not as_json:
                 raise
@@ -111,12 +118,12 @@ def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
 
 @command.command("clean")
-@click.option("--partial", is_flag=True, help="Unfinished downloads [the default].")
-@click.option("--unused", type=float, metavar="DAYS", help="Models not used for DAYS.")
+@option("--partial", is_flag=True, help="Delete unfinished downloads; this is the default.")
+@option("--unused", type=float, metavar="DAYS", help="Delete models not used for DAYS.")
 @_yes
 @_as_json
 def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool) -> None:
-    """Delete unfinished downloads, or models that are not used; asks first."""
+    """Delete unfinished downloads, or unused models; asks first."""
     old = [] if unused is None else fetch.unused(unused)
     left = fetch.leftovers() if partial or unused is None else []
     if left or old:
@@ -147,27 +154,11 @@ def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool)
     for size, text in rows:
         click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
     total = megabytes(sum(size for size, _ in rows))
-    if not yes and not sys.stdin.isatty():
-        raise UsageError(f"This would delete {total}: confirm it with --yes.")
-    if not yes:
-        click.confirm(f"Delete these {total}?", abort=True, err=True)
-
-
-def _list(*, as_json: bool) -> None:
-    records = fetch.list_models()
-    if as_json:
-        _print_json([_facts(one) for one in records])
+    if yes:
         return
-    here = [one for one in records if one.is_here]
-    rows = [_HEAD, *map(_row, here), *(_row(one) for one in records if not one.is_here)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[_SIZE] = row[_SIZE].rjust(widths[_SIZE])
-        click.echo(printable("  ".join(cells).rstrip()))
-    total = megabytes(sum(one.num_bytes for one in here))
-    click.echo(f"{total} in all. 'twostroke models show NAME' shows where a model is.")
-    click.echo("'twostroke pull' fetches these, and hf:owner/repo from the Hugging Face hub.")
+    if not sys.stdin.isatty():
+        raise UsageError(f"This would delete {total}: confirm it with --yes.")
+    click.confirm(f"Delete these {total}?", abort=True, err=True)
 
 
 def _facts(one: ModelRecord) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Options that several commands share, and what they are turned into."""
+"""The options that several commands share, by section, and what they are turned into."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
-import click
-
-from twostroke.cli.help import ByteSize, OneOf, SectionOption
+from twostroke.cli.help import ByteSize, OneOf, Option, TextFile
 from twostroke.core.config import (
     BACKENDS,
     DEFAULT_ACTIVATION_BITS,
@@ -21,174 +21,189 @@ from twostroke.core.config import (
     EngineOptions,
     SpeculationOptions,
 )
+from twostroke.core.constraint import Constraint
+from twostroke.core.errors import Field, UsageError
 from twostroke.core.sampling import BOUNDS, SamplingParams
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from twostroke.core.constraint import Constraint
-
-F = TypeVar("F", bound="Callable[..., Any]")
 T = TypeVar("T")
 
-_BATCH = BatchOptions()
-_TEMPERATURE: Final = 0.7
-_NUMBERS: Final = tuple(name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"})
 _NO_DRAFT: Final = "none"
+_DEFAULTS: Final = SamplingParams(temperature=0.7)
+_NUMBERS: Final = [name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"}]
+_FORMS: Final = ("json_schema", "regex", "choice", "grammar")  # as constraints call them
 
+_sampling = partial(Option, section="Choosing tokens")
+_form = partial(Option, section="Form of the answer")
+_machine = partial(Option, section="Machine")
+_guessing = partial(Option, section="Speculation")
+_batching = partial(Option, section="Batching")
+_observing = partial(Option, section="Observing")
 
-def option(section: str, *names: str, **attributes: Any) -> Callable[[F], F]:
-    """Return `click.option` for an option under the heading `section`."""
-    return click.option(*names, cls=SectionOption, section=section, **attributes)
+# The fields of `SamplingParams`.
+SAMPLING: Final = [
+    *(
+        _sampling(
+            [f"--{name.replace('_', '-')}"],
+            type=BOUNDS[name].kind,
+            default=getattr(_DEFAULTS, name),
+            help=BOUNDS[name].description,
+        )
+        for name in _NUMBERS
+    ),
+    _sampling(["--stop"], multiple=True, help="Stop before this text; repeatable."),
+    _sampling(["--ignore-eos"], is_flag=True, help="Do not stop at end tokens."),
+]
 
+# What `constraint` reads.
+FORM: Final = [
+    _form(["--json-schema"], type=TextFile(), help="JSON that follows the schema in this file."),
+    _form(["--regex"], help="A text that matches this regular expression as a whole."),
+    _form(["--choice"], multiple=True, help="One of the given texts; repeat for each."),
+    _form(["--grammar"], type=TextFile(), help="A text of the grammar in this file: Lark or GBNF."),
+]
 
-def sampling_options(function: F) -> F:
-    """Add the options of `SamplingParams`."""
-    return add_options(
-        function,
-        "Choosing tokens",
-        *(_number_option(name) for name in _NUMBERS),
-        (("--stop",), {"multiple": True, "help": "Stop before this text; repeatable."}),
-        (("--ignore-eos",), {"is_flag": True, "help": "Do not stop at end tokens."}),
-    )
-
-
-def _number_option(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    bounds = BOUNDS[name]
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
-    default = _TEMPERATURE if name == "temperature" else defaults[name]
-    attributes = {"type": bounds.kind, "default": default, "help": bounds.description}
-    return (f"--{name.replace('_', '-')}",), attributes
-
-
-def compute_options(function: F) -> F:
-    """Add the options of `ComputeOptions` and `CacheOptions`."""
-    return add_options(
-        function,
-        "Machine",
-        (("--backend",), {"type": OneOf(BACKENDS), "default": "auto", "help": "Compute backend."}),
-        (
-            ("--threads", "num_threads"),
-            {"type": int, "help": "Compute threads [default: one per core]."},
+# The fields of `ComputeOptions` and `CacheOptions`, by name.
+MACHINE: Final = {
+    str(option.name): option
+    for option in (
+        _machine(["--backend"], type=OneOf(BACKENDS), default="auto", help="Compute backend."),
+        _machine(
+            ["--threads", "num_threads"],
+            type=int,
+            help="Compute threads [default: one for each core].",
         ),
-        (("--level",), {"help": "Instruction set [default: the best here, see doctor]."}),
-        (("--device",), {"default": "auto", "help": "Of the torch backend, such as cuda:1."}),
-        (
-            ("--activation-bits",),
-            {
-                "type": int,
-                "default": DEFAULT_ACTIVATION_BITS,
-                "help": "Precision of activations for quantized weights; 9 and 8 are faster.",
-            },
+        _machine(
+            ["--level"], help="Instruction set [default: the best that runs here, see doctor]."
         ),
-        (
-            ("--context-length",),
-            {"type": int, "help": "Most tokens of prompt and answer [default: the model's]."},
+        _machine(["--device"], default="auto", help="Device of the torch backend, such as cuda:1."),
+        _machine(
+            ["--activation-bits"],
+            type=int,
+            default=DEFAULT_ACTIVATION_BITS,
+            help="Bits of activations for quantized weights: 15, 9 or 8; fewer are faster.",
         ),
-        (
-            ("--kv-memory", "memory_bytes"),
-            {"type": ByteSize(), "help": "Memory for keys and values, such as 2GB."},
+        _machine(
+            ["--context-length"],
+            type=int,
+            help="Most tokens of prompt and answer together [default: the model's limit].",
         ),
-        (
-            ("--kv-format",),
-            {
-                "type": OneOf(KV_FORMATS),
-                "default": "auto",
-                "help": "Format of keys and values: f16 (auto), bf16, or int8 (half the memory).",
-            },
+        _machine(
+            ["--kv-memory", "memory_bytes"],
+            type=ByteSize(),
+            help="Memory for keys and values, such as 2GB [default: up to half of what is free].",
         ),
-        (("--page-size",), {"type": int, "default": 16, "help": "Tokens per page of that memory."}),
-        (
-            ("--prefix-cache/--no-prefix-cache",),
-            {"default": True, "help": "Reuse the common beginning of prompts."},
+        _machine(
+            ["--kv-format"],
+            type=OneOf(KV_FORMATS),
+            default="auto",
+            help="Format of keys and values: f16 (auto), bf16, or int8 (half the memory).",
         ),
-        (("--strict-prefix",), {"is_flag": True, "help": "Never reuse pages of generated tokens."}),
-    )
-
-
-def batch_options(function: F) -> F:
-    """Add the options of `BatchOptions`."""
-    return add_options(
-        function,
-        "Batching",
-        (
-            ("--policy",),
-            {
-                "type": OneOf(POLICIES),
-                "default": _BATCH.policy,
-                "help": "When requests join a batch; static waits until it is full.",
-            },
+        _machine(
+            ["--page-size"], type=int, default=16, help="Tokens in a page of keys and values."
         ),
-        (
-            ("--max-running",),
-            {"type": int, "help": "Most requests that run at once [default: 256]."},
+        _machine(
+            ["--prefix-cache/--no-prefix-cache"],
+            default=True,
+            help="Reuse what was computed for a prompt that begins the same.",
         ),
-        (
-            ("--token-budget",),
-            {"type": int, "default": _BATCH.token_budget, "help": "Most tokens per step."},
-        ),
-        (
-            ("--batch-size",),
-            {
-                "type": int,
-                "default": _BATCH.batch_size,
-                "help": "Size of dynamic and static batches.",
-            },
-        ),
-        (
-            ("--max-wait", "max_wait_s"),
-            {
-                "type": float,
-                "default": _BATCH.max_wait_s,
-                "help": "Seconds that a dynamic batch waits to fill.",
-            },
-        ),
-        (
-            ("--max-waiting", "max_waiting_requests"),
-            {
-                "type": int,
-                "default": _BATCH.max_waiting_requests,
-                "help": "Requests in the queue; more are refused.",
-            },
+        _machine(
+            ["--strict-prefix"],
+            is_flag=True,
+            help="Reuse only what was computed for prompts, not for generated tokens.",
         ),
     )
+}
+
+# The fields of `BatchOptions`.
+BATCHING: Final = [
+    _batching(
+        ["--policy"],
+        type=OneOf(POLICIES),
+        default=BatchOptions().policy,
+        help="When requests start: at any step, or in batches (dynamic, static).",
+    ),
+    _batching(
+        ["--max-running"], type=int, help="Most requests that run at the same time [default: 256]."
+    ),
+    _batching(
+        ["--token-budget"],
+        type=int,
+        default=BatchOptions().token_budget,
+        help="Most tokens that a step computes.",
+    ),
+    _batching(
+        ["--batch-size"],
+        type=int,
+        default=BatchOptions().batch_size,
+        help="Requests in a dynamic or static batch.",
+    ),
+    _batching(
+        ["--max-wait", "max_wait_s"],
+        type=float,
+        default=BatchOptions().max_wait_s,
+        help="Seconds that a dynamic batch waits for more requests.",
+    ),
+    _batching(
+        ["--max-waiting", "max_waiting_requests"],
+        type=int,
+        default=BatchOptions().max_waiting_requests,
+        help="Most requests in the queue; more are refused.",
+    ),
+]
+
+# What the operators of a server see: logs, objectives, traces, the dashboard.
+OBSERVING: Final = [
+    _observing(
+        ["--dashboard/--no-dashboard"],
+        default=None,
+        help="Serve the dashboard and its data, /api/state [default: only on a loopback host].",
+    ),
+    _observing(
+        ["--objective", "objectives"],
+        multiple=True,
+        metavar="[CLASS:]NAME=S",
+        help="A latency objective: queue, ttft, tpot or e2e in seconds, for one class of service "
+        "or for all; repeatable.",
+    ),
+    _observing(["--log-format"], type=OneOf(("text", "json")), default="text", help="Log format."),
+    _observing(
+        ["--log-level"],
+        type=OneOf(("debug", "info", "warning", "error")),
+        default="info",
+        help="Lowest level that is logged.",
+    ),
+    _observing(["--access-log/--no-access-log"], default=True, help="Log a line for each request."),
+    _observing(
+        ["--otlp-endpoint"],
+        metavar="URL",
+        help="Send traces to this OpenTelemetry collector (OTLP over HTTP); needs "
+        "twostroke[traces].",
+    ),
+]
 
 
-def speculation_options(function: F, draft: str = _NO_DRAFT) -> F:
-    """Add the options of `SpeculationOptions`; `draft` is who guesses if nothing is said."""
-    return add_options(
-        function,
-        "Guessing ahead",
-        (
-            ("--speculate", "method"),
-            {
-                "type": OneOf(SPECULATE),
-                "default": "auto",
-                "help": "How tokens are guessed ahead; answers stay the same.",
-            },
+def speculation(draft: str = _NO_DRAFT) -> list[Option]:
+    """Return the options of `SpeculationOptions`; `draft` is the default of --draft."""
+    return [
+        _guessing(
+            ["--speculate", "method"],
+            type=OneOf(SPECULATE),
+            default="auto",
+            help="How to guess tokens ahead. Answers stay the same, only their speed changes.",
         ),
-        (
-            ("--draft",),
-            {
-                "default": draft,
-                "metavar": "MODEL|auto|none",
-                "help": "A smaller model that guesses ahead; auto: the catalogue's, if cached.",
-            },
+        _guessing(
+            ["--draft"],
+            default=draft,
+            metavar="MODEL|auto|none",
+            help="A smaller model that guesses; auto: the catalogue's, if it is in the cache.",
         ),
-        (
-            ("--heads",),
-            {"help": "A folder of heads trained for the model (twostroke train-heads)."},
+        _guessing(["--heads"], help="A folder of heads, trained by twostroke train-heads."),
+        _guessing(
+            ["--drafts", "count"],
+            type=int,
+            help="Always guess this many tokens [default: as many as save time].",
         ),
-        (
-            ("--drafts", "count"),
-            {"type": int, "help": "Always guess this many tokens [default: as many as save time]."},
-        ),
-    )
-
-
-def lasting_speculation_options(function: F) -> F:
-    """Add the options of `SpeculationOptions` for an engine that lasts, worth a draft."""
-    return speculation_options(function, draft=PARTNER)
+    ]
 
 
 def engine_options(given: dict[str, Any]) -> EngineOptions:
@@ -218,13 +233,16 @@ def sampling_params(given: dict[str, Any], constraint: Constraint | None = None)
     return SamplingParams(**{name: given.pop(name) for name in names}, constraint=constraint)
 
 
-def add_options(function: F, section: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> F:
-    """Add options to a command's function, in the order in which the help shows them.
+def constraint(given: dict[str, Any]) -> Constraint | None:
+    """Take the options of `FORM` out of `given` and return the constraint, if there is one.
 
-    Each is its names and `click.option`'s attributes.
+    Raises:
+        UsageError: more than one was given.
     """
-    for names, attributes in reversed(options):
-        shown = attributes.get("default") is not None
-        decorate: Callable[[F], F] = option(section, *names, show_default=shown, **attributes)
-        function = decorate(function)
-    return function
+    texts = {name: given.pop(name) for name in _FORMS}
+    texts["choice"] = json.dumps(texts["choice"], ensure_ascii=False) if texts["choice"] else None
+    found = [Constraint(name, text, name) for name, text in texts.items() if text is not None]
+    if len(found) > 1:
+        reason = "cannot be combined with {other}: leave one of them out."
+        raise UsageError(reason, field=found[0].param, other=Field(found[1].param))
+    return found[0] if found else None

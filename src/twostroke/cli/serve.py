@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from twostroke.cli.fetch import open_engine
-from twostroke.cli.help import SectionedCommand
-from twostroke.cli.observe import observe_options, observing
-from twostroke.cli.options import (
-    batch_options,
-    compute_options,
-    engine_options,
-    lasting_speculation_options,
-)
+from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.options import BATCHING, MACHINE, OBSERVING, engine_options, speculation
+from twostroke.cli.pull import open_engine
 from twostroke.core import env
 
 if TYPE_CHECKING:
@@ -30,90 +24,93 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.serve")
 
-_MOST_FILES = 65_536  # connections are files; the system may allow far more than are of use
+_MAX_FILES = 65_536  # each connection is one; more are of no use
 
 
-@click.command("serve", cls=SectionedCommand)
-@click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option(
-    "--port", type=int, default=8000, show_default=True, help="The port; 0 takes a free one."
+@click.command(
+    "serve",
+    cls=Command,
+    params=[*MACHINE.values(), *speculation(draft="auto"), *BATCHING, *OBSERVING],
 )
-@click.option(
+@click.argument("model")
+@option("--host", default="127.0.0.1", help="Address to listen at.")
+@option("--port", type=int, default=8000, help="Port to listen at; 0 takes a free one.")
+@option(
     "--api-keys",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Ask clients for a key; a line of FILE is KEY or TENANT KEY. TWOSTROKE_API_KEY is one "
-    "more [default: nobody is asked].",
+    help="Demand an API key. Each line of FILE is KEY or TENANT KEY; the key in "
+    "TWOSTROKE_API_KEY is accepted as well [default: no key is needed].",
 )
-@click.option(
+@option(
     "--name",
     "model_names",
     multiple=True,
-    help="What clients call the model; repeatable [default: its own name].",
+    help="Name of the model for clients; repeatable [default: its own name].",
 )
-@click.option(
+@option(
     "--drain",
     "drain_s",
     type=float,
     default=30.0,
-    show_default=True,
-    help="Seconds, up to a day, that running answers get when the server is stopped.",
+    help="Seconds, up to a day, that running answers may take when the server is stopped.",
 )
-@click.option(
+@option(
     "--keep-responses",
     "max_stored",
     type=click.IntRange(0, 1_000_000),
     default=10_000,
-    show_default=True,
-    help="Answers of /v1/responses that are kept for later requests, the newest; 0 keeps none.",
+    help="How many answers of /v1/responses to keep for later requests.",
 )
-@click.option(
+@option(
     "--reasoning",
-    type=click.Choice(["apart", "inline"]),
+    type=OneOf(("apart", "inline")),
     default="apart",
-    show_default=True,
-    help="Where a model's reasoning goes: into a field of its own, or left in the answer's text.",
+    help="Send a model's reasoning in a field apart, or leave it in the answer's text.",
 )
-@compute_options
-@lasting_speculation_options
-@batch_options
-@observe_options
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
-    GET /openapi.json describes all that it answers.
+    GET /openapi.json describes the API.
 
-    Ctrl-C, or SIGTERM, lets running answers finish; a second one cuts them off.
+    Ctrl-C or SIGTERM stops the server after the running answers; a second one cuts them off.
     """
     from twostroke.engine.collector import ease_collector
     from twostroke.serve.http.keys import ApiKeys
     from twostroke.serve.observe.logs import logging_to
+    from twostroke.serve.observe.objectives import limits_of, parse_objective
+    from twostroke.serve.observe.traces import check_endpoint
     from twostroke.serve.options import ServeOptions
     from twostroke.serve.run import bind, run_server
 
-    model = given.pop("model")
+    objectives = tuple(map(parse_objective, given["objectives"]))
+    limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
+    if given["otlp_endpoint"] is not None:
+        check_endpoint(given["otlp_endpoint"])
     serving = ServeOptions(
-        host=given.pop("host"),
-        port=given.pop("port"),
-        api_keys=ApiKeys.read(given.pop("api_keys"), env.api_key()),
-        model_names=given.pop("model_names"),
-        drain_s=given.pop("drain_s"),
-        max_stored=given.pop("max_stored"),
-        **observing(given),
-        splits_reasoning=given.pop("reasoning") == "apart",
+        host=given["host"],
+        port=given["port"],
+        api_keys=ApiKeys.read(given["api_keys"], env.api_key()),
+        model_names=given["model_names"],
+        drain_s=given["drain_s"],
+        max_stored=given["max_stored"],
+        dashboard=given["dashboard"],
+        objectives=objectives,
+        access_log=given["access_log"],
+        otlp_endpoint=given["otlp_endpoint"],
+        splits_reasoning=given["reasoning"] == "apart",
     )
-    log = given.pop("log_format"), given.pop("log_level")
-    options = engine_options(given)
+    options, form = engine_options(given), given["log_format"]
     _allow_connections()
-    # Before the weights are loaded: a port in use is known at once.
+    # Bound before the weights are loaded, so that a port in use is reported at once.
     listener = bind(serving.host, serving.port)
-    with listener, logging_to(sys.stderr, *log), open_engine(model, options) as engine:
+    logging_ = logging_to(sys.stderr, form, given["log_level"])
+    with listener, logging_, open_engine(given["model"], options) as engine:
         name = serving.model_names[0] if serving.model_names else engine.card.name
 
         def on_ready(url: str) -> None:
             ease_collector()
-            _announce(url, name, engine, serving, form=log[0])
+            _announce(url, name, engine, serving, form=form)
 
         return run_server(
             engine.client,
@@ -121,23 +118,23 @@ def command(**given: Any) -> int:
             listener=listener,
             limits=engine.limits,
             on_ready=on_ready,
-            on_stop=partial(_say_stop, form=log[0]),
+            on_stop=partial(_say_stop, form=form),
         )
 
 
 def _allow_connections() -> None:
-    """Let this process have the connections that the system allows it, not those of a shell."""
+    """Raise the soft limit of open files, which shells set low, to what the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, form: str) -> None:
-    """Say where the server is, and to people a request that this model can answer."""
+    """Report where the server is; a log in text also shows a request to try."""
     if serving.api_keys is None and not serving.is_private:
         _logger.warning(
-            "Whoever reaches %s may use this server: --api-keys asks them for keys.", url
+            "Everybody who can reach %s may use this server: demand keys with --api-keys.", url
         )
     if form == "json":
         _logger.info("Serving %s at %s (%s).", name, url, engine.facts.detail)
@@ -171,6 +168,6 @@ def _say_stop(num_running: int, *, form: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Say something to people; a full disk behind the log is no reason not to serve."""
+    """Print to standard error; a log on a full disk must not stop the server."""
     with suppress(OSError):
         click.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""What the commands show on the terminal: safe text, bars while something is made ready."""
+"""What the commands show on the terminal: safe text, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, Self
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from rich.progress import Progress
 
-# A model may write any byte, and a terminal obeys some: they are shown as pictures instead.
+# Control characters, which terminals obey, become pictures of them.
 _CONTROLS: Final = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     0x0D: None,
@@ -27,26 +26,28 @@ _CONTROLS: Final = {
 
 
 def printable(text: str) -> str:
-    """Return `text` without characters that would steer a terminal."""
+    """Return `text` without characters that would control a terminal."""
     return text.translate(_CONTROLS)
 
 
-def show_table(lines: Sequence[tuple[str, ...]]) -> None:
-    """Print lines of equally many cells, the first to the left and the others to the right."""
+def show_table(lines: Sequence[tuple[str, ...]], right: Container[int] | None = None) -> None:
+    """Print rows of cells; the columns `right`, or all but the first, are aligned right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *rest in lines:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        click.echo(printable("  ".join([first.ljust(widths[0]), *cells]).rstrip()))
+    for line in lines:
+        cells = [
+            cell.rjust(width) if (index in right if right else index) else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        click.echo(printable("  ".join(cells).rstrip()))
 
 
 class Bar:
-    """A bar of bytes on standard error; nothing when nobody watches, or when it is over soon."""
+    """A progress bar of bytes on standard error, if that is a terminal."""
 
     def __init__(self, *, patience_s: float = 0.0, quiet: bool = False) -> None:
-        """Appear after `patience_s` seconds at the earliest."""
+        """Appear after `patience_s` seconds; never, and write no lines, if `quiet`."""
         self._from_s = time.monotonic() + patience_s
-        self._speaks = not quiet
-        self._quiet = quiet or not sys.stderr.isatty()
+        self._quiet, self._is_shown = quiet, not quiet and sys.stderr.isatty()
         self._progress: Progress | None = None
         self._label = ""
 
@@ -60,11 +61,12 @@ class Bar:
             self._progress.stop()
 
     def show(self, label: str, done_bytes: int, total_bytes: int | None) -> None:
-        """Say what is being done and how far it is."""
-        if self._quiet or time.monotonic() < self._from_s:
+        """Show what is being done and how far it is."""
+        if not self._is_shown or time.monotonic() < self._from_s:
             return
         if self._progress is None:
-            self._progress = _start()
+            self._progress = _progress()
+            self._progress.start()
         progress, task = self._progress, self._progress.task_ids[0]
         if label != self._label:
             self._label = label
@@ -75,11 +77,11 @@ class Bar:
         """Write a line on standard error that stays; above the bar, if there is one."""
         if self._progress is not None:
             self._progress.console.print(printable(text), markup=False, highlight=False)
-        elif self._speaks:
+        elif not self._quiet:
             sys.stderr.write(f"{printable(text)}\n")
 
 
-def _start() -> Progress:
+def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -92,7 +94,6 @@ def _start() -> Progress:
         transient=True,
     )
     progress.add_task("", total=None)
-    progress.start()
     return progress
 
 
@@ -100,8 +101,7 @@ def _start() -> Progress:
 def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
     """While the block runs, the first Ctrl-C calls `action`; the next one raises as usual."""
 
-    def first(number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
         action()
 
@@ -114,11 +114,11 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """While the block runs, keys do not show up in what is being written; they are not lost."""
+    """While the block runs, the terminal does not show keys; programs still receive them."""
     try:
         keyboard = sys.stdin.fileno()
         before = termios.tcgetattr(keyboard)
-    except (OSError, ValueError, termios.error):  # it is no terminal
+    except (OSError, ValueError, termios.error):  # not a terminal
         yield
         return
     silent = before.copy()

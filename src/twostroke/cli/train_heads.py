@@ -7,64 +7,45 @@ from typing import Any
 
 import click
 
-from twostroke.cli.fetch import fetch
-from twostroke.cli.help import OneOf
-from twostroke.core.errors import UsageError
+from twostroke.cli.help import Command, OneOf, option
+from twostroke.cli.pull import fetch
+from twostroke.core.errors import BackendError
 from twostroke.models.heads import KINDS
 
 
-@click.command("train-heads")
+@click.command("train-heads", cls=Command)
 @click.argument("model")
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to fill."
+@option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder for the heads and for what is needed to continue.",
 )
-@click.option(
-    "--kind", type=OneOf(KINDS), default="eagle", show_default=True, help="The kind of heads."
-)
-@click.option(
-    "--data",
-    default="self",
-    show_default=True,
-    help='A file of prompts, one a line, or "self" for built-in prompts.',
-)
-@click.option(
-    "--tokens", default=250_000, show_default=True, help="Tokens of answers to learn from."
-)
-@click.option(
-    "--minutes", default=30.0, show_default=True, help="Training time of all runs together."
-)
-@click.option("--vocabulary", default=4096, show_default=True, help="Tokens that heads can guess.")
-@click.option("--depth", default=4, show_default=True, help="Guesses in a row.")
-@click.option("--ffn", type=int, help="Width of the feed-forward [default: 2/3 of the model's].")
-@click.option("--window", default=256, show_default=True, help="Tokens that a head attends to.")
-@click.option("--learning-rate", default=1e-3, show_default=True, help="After the warm-up.")
-@click.option("--seed", default=0, show_default=True, help="For prompts, weights and order.")
+@option("--kind", type=OneOf(KINDS), default="eagle", help="Kind of heads.")
+@option("--data", default="self", help='File of prompts, one a line; "self": built-in prompts.')
+@option("--tokens", "num_tokens", default=250_000, help="Tokens of answers to learn from.")
+@option("--minutes", default=30.0, help="Training time of all runs together.")
+@option("--vocabulary", "vocab_size", default=4096, help="Tokens that the heads can guess.")
+@option("--depth", default=4, help="Guesses in a row.")
+@option("--ffn", "ffn_size", type=int, help="Feed-forward width [default: 2/3 of the model's].")
+@option("--window", default=256, help="Tokens that a head attends to.")
+@option("--learning-rate", default=1e-3, help="Learning rate after the warm-up.")
+@option("--seed", default=0, help="Seed of the prompts, the first weights and the batches.")
 def command(model: str, output: Path, **given: Any) -> None:
-    """Train heads for MODEL from its own answers, for --speculate eagle or medusa.
+    """Train heads for MODEL on its own answers, for --speculate eagle or medusa.
 
-    Ctrl-C leaves usable heads, and the same command continues.
+    Ctrl-C stops the training and saves usable heads; the same command continues it.
     """
     from twostroke.train.options import TrainOptions
 
-    options = TrainOptions(
-        kind=given["kind"],
-        data=given["data"],
-        num_tokens=given["tokens"],
-        minutes=given["minutes"],
-        vocab_size=given["vocabulary"],
-        depth=given["depth"],
-        ffn_size=given["ffn"],
-        window=given["window"],
-        learning_rate=given["learning_rate"],
-        seed=given["seed"],
-    )
+    options = TrainOptions(**given)
     try:
         from twostroke.train.run import train_heads
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = "train-heads needs PyTorch: pip install 'twostroke[train]'."
-        raise UsageError(message) from None
+        raise BackendError("train-heads needs PyTorch: pip install 'twostroke[train]'.") from None
     fetch(model)
     train_heads(model, output, options, lambda line: click.echo(line, err=True))
     click.echo(f"The heads are in {output}: use them with --heads {output}.")

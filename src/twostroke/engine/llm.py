@@ -324,7 +324,8 @@ def _as_params(
     if not isinstance(params, Sequence) or isinstance(params, str):
         return [_checked(params)] * count
     if len(params) != count:
-        raise UsageError(f"There are {count} prompts but {len(params)} sampling parameters.")
+        reason = f"must have one entry for each prompt: {count}, got {len(params)}."
+        raise UsageError(reason, field="params")
     return [_checked(one) for one in params]
 
 

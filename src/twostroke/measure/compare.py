@@ -15,7 +15,7 @@ from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.engine.sizing import size_cache
-from twostroke.measure.divergence import Divergence
+from twostroke.measure.divergence import compare
 from twostroke.models import build_program
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
     Notice = Callable[[str], None]
 
-# What a reader must keep to the reference to be called right.
+# How near a reader must be to the reference.
 MAX_MEAN_KL: Final = 1e-3  # nats
 MIN_TOP1_AGREEMENT: Final = 0.98
 MAX_PERPLEXITY_CHANGE: Final = 0.005
@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One subject against the one that is held to be right.
+    """One subject against the one that counts as right.
 
     `drift[i]` is the root mean square of the difference of the hidden states after layer i, over
     that of the right ones; () where layers are not alike. `rows_per_s` is the speed of scoring.
@@ -73,7 +73,7 @@ class Report:
 
 
 def held_out_text() -> str:
-    """Return some two thousand tokens of prose and code, written for this, unknown to any model."""
+    """Return some 2,000 tokens of prose and code that no model was trained on."""
     return resources.files("twostroke.measure").joinpath("heldout.txt").read_text(encoding="utf-8")
 
 
@@ -107,11 +107,14 @@ def pieces_of(
 def compare_subjects(
     right: Subject, others: Sequence[Subject], pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[Report]:
-    """Yield a report for each of the others, and two where it has two kinds of rows.
+    """Yield a report for each of the others, and two for a reader with two kinds of rows.
 
-    One model at a time is in memory; the logits of the right one wait in a temporary file;
-    a TwostrokeError says so if the disk is too small for them.
-    `notice(name)` is called before each is read. What cannot run here is refused before the first.
+    One model at a time is in memory; the logits of the right one are in a temporary file.
+    `notice(name)` is called before each is read. Subjects that cannot run here are refused before
+    the first is read.
+
+    Raises:
+        TwostrokeError: the disk is too small, or logits are not finite.
     """
     for subject in (right, *others):
         check_can_run(subject.compute)
@@ -142,7 +145,11 @@ def _read_right(
             try:
                 scored.tofile(file)
             except OSError:
-                raise _no_room(pieces, scored.shape[1]) from None
+                needed = sum(map(len, pieces)) * scored.shape[1] * 4 / 1e6
+                raise TwostrokeError(
+                    f"The disk is full: the right answers need {needed:,.0f} MB in "
+                    f"{tempfile.gettempdir()!r}. Set TMPDIR to another folder, or lower --tokens."
+                ) from None
             logits.append(np.memmap(file, np.float32, "r", offset, scored.shape))
         return _Answers(logits, _hidden(backend, program, pieces[0], generated=False))
     finally:
@@ -158,14 +165,6 @@ def _finite(logits: Array, subject: Subject) -> Array:
     )
 
 
-def _no_room(pieces: Sequence[list[int]], vocab_size: int) -> TwostrokeError:
-    needed = sum(map(len, pieces)) * vocab_size * 4
-    return TwostrokeError(
-        f"The disk is full: the right answers need {needed / 1e6:,.0f} MB in "
-        f"{tempfile.gettempdir()!r}: free some, set TMPDIR to another folder, or lower --tokens."
-    )
-
-
 def _read_other(
     subject: Subject, right: _Answers, pieces: Sequence[list[int]], notice: Notice
 ) -> Iterator[Report]:
@@ -177,18 +176,34 @@ def _read_other(
             kinds = {f"{name}, prompt rows": False, f"{name}, generated rows": True}
         for line, generated in kinds.items():
             notice(line)
-            divergence, seconds = Divergence(), 0.0
-            for answer, piece in zip(right.logits, pieces, strict=True):
-                started = time.perf_counter()
-                scored = _finite(backend.score(piece, generated=generated), subject)
-                seconds += time.perf_counter() - started
-                width = min(answer.shape[1], scored.shape[1])  # tables may be padded differently
-                divergence.add(answer[:, :width], scored[:, :width], piece)
-            hidden = _hidden(backend, program, pieces[0], generated=generated)
-            drift = _drift(right.hidden, hidden)
-            yield Report(line, divergence.result(), drift, sum(map(len, pieces)) / seconds)
+            comparison, seconds = _compared(backend, subject, right, pieces, generated=generated)
+            drift = _drift(right.hidden, _hidden(backend, program, pieces[0], generated=generated))
+            yield Report(line, comparison, drift, sum(map(len, pieces)) / seconds)
     finally:
         backend.close()
+
+
+def _compared(
+    backend: Backend,
+    subject: Subject,
+    right: _Answers,
+    pieces: Sequence[list[int]],
+    *,
+    generated: bool,
+) -> tuple[Comparison, float]:
+    """Score all pieces; return the comparison and the seconds that scoring took."""
+    seconds = 0.0
+
+    def scored(piece: list[int]) -> Array:
+        nonlocal seconds
+        began = time.perf_counter()
+        logits = backend.score(piece, generated=generated)
+        seconds += time.perf_counter() - began
+        return _finite(logits, subject)
+
+    both = zip(right.logits, pieces, strict=True)
+    comparison = compare((answer, scored(piece), piece) for answer, piece in both)
+    return comparison, seconds
 
 
 def _hidden(

@@ -1,4 +1,4 @@
-"""How far two sets of logits for the same tokens lie apart."""
+"""How much two sets of logits for the same tokens differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -19,7 +19,7 @@ _CHUNK_VALUES = 1 << 22  # logits that are widened to float64 at once
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One reader's logits against those of another that is held to be right.
+    """One reader's logits against those of another that counts as right.
 
     `mean_kl` is the mean Kullback-Leibler divergence KL(right || other) of the next-token
     distributions in nats; `top1_agreement` the share of rows with the same likeliest token;
@@ -38,60 +38,50 @@ class Comparison:
         """How much the perplexity differs, as a share of the right one."""
         return abs(self.perplexity / self.right_perplexity - 1)
 
-
-class Divergence:
-    """Adds up piece by piece what a `Comparison` says, so that texts may be long."""
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self._kl_sum = 0.0
-        self._kl_max = -np.inf
-        self._agreeing = self._num_rows = self._num_predicted = 0
-        self._right_nats = self._other_nats = 0.0
-
-    def add(self, right: Array, other: Array, tokens: Sequence[int]) -> None:
-        """Count a sequence; logits are (len(tokens), vocab_size).
-
-        Row i predicts token i + 1, so the last row's prediction counts for KL and agreement but
-        not for the perplexity.
-        """
-        step = max(1, _CHUNK_VALUES // right.shape[1])
-        following = np.array(tokens[1:], np.int64)
-        for start in range(0, len(tokens), step):
-            rows = slice(start, start + step)
-            self._add_rows(right[rows], other[rows], following[rows])
-
-    def _add_rows(self, right: Array, other: Array, following: NDArray[np.int64]) -> None:
-        """Count rows, of which the first `len(following)` are followed by these tokens."""
-        ours, theirs = log_softmax(right), log_softmax(other)
-        divergences = np.einsum("rv,rv->r", np.exp(ours), ours - theirs)
-        self._kl_sum += float(divergences.sum())
-        self._kl_max = max(self._kl_max, float(divergences.max()))
-        self._agreeing += int(np.sum(ours.argmax(axis=1) == theirs.argmax(axis=1)))
-        self._num_rows += len(right)
-        rows = np.arange(len(following))
-        self._right_nats -= float(ours[rows, following].sum())
-        self._other_nats -= float(theirs[rows, following].sum())
-        self._num_predicted += len(following)
-
-    def result(self) -> Comparison:
-        """Return what was counted; at least one sequence of two tokens must have been."""
-        return Comparison(
-            num_rows=self._num_rows,
-            mean_kl=self._kl_sum / self._num_rows,
-            max_kl=self._kl_max,
-            top1_agreement=self._agreeing / self._num_rows,
-            perplexity=float(np.exp(self._other_nats / self._num_predicted)),
-            right_perplexity=float(np.exp(self._right_nats / self._num_predicted)),
+    def cells(self) -> tuple[str, ...]:
+        """Return KL (mean, largest), agreement, and perplexity with its change, for tables."""
+        return (
+            f"{self.mean_kl:.1e}",
+            f"{self.max_kl:.1e}",
+            f"{self.top1_agreement:.2%}",
+            f"{self.perplexity:.3f}",
+            f"{self.perplexity / self.right_perplexity - 1:+.3%}",
         )
 
 
-def compare(pieces: Sequence[tuple[Array, Array, Sequence[int]]]) -> Comparison:
-    """Compare (right, other, tokens) of several sequences, as `Divergence.add` takes them."""
-    divergence = Divergence()
+def compare(pieces: Iterable[tuple[Array, Array, Sequence[int]]]) -> Comparison:
+    """Compare (right, other, tokens) of several sequences, at least one of them of two tokens.
+
+    Logits are (len(tokens), vocab_size). Row i predicts token i + 1, so a sequence's last row
+    counts for KL and agreement but not for the perplexity.
+    """
+    num_rows = num_predicted = agreeing = 0
+    kl_sum = right_nats = other_nats = 0.0
+    kl_max = -np.inf
     for right, other, tokens in pieces:
-        divergence.add(right, other, tokens)
-    return divergence.result()
+        width = min(right.shape[1], other.shape[1])  # tables may be padded differently
+        step = max(1, _CHUNK_VALUES // width)
+        for start in range(0, len(tokens), step):
+            chunk = slice(start, start + step)
+            ours, theirs = (log_softmax(part[chunk, :width]) for part in (right, other))
+            divergences = np.einsum("rv,rv->r", np.exp(ours), ours - theirs)
+            kl_sum += float(divergences.sum())
+            kl_max = max(kl_max, float(divergences.max()))
+            agreeing += int(np.sum(ours.argmax(axis=1) == theirs.argmax(axis=1)))
+            num_rows += len(ours)
+            following = np.array(tokens[start + 1 : start + 1 + step], np.int64)
+            rows = np.arange(len(following))
+            right_nats -= float(ours[rows, following].sum())
+            other_nats -= float(theirs[rows, following].sum())
+            num_predicted += len(following)
+    return Comparison(
+        num_rows=num_rows,
+        mean_kl=kl_sum / num_rows,
+        max_kl=kl_max,
+        top1_agreement=agreeing / num_rows,
+        perplexity=float(np.exp(other_nats / num_predicted)),
+        right_perplexity=float(np.exp(right_nats / num_predicted)),
+    )
 
 
 def log_softmax(logits: Array) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""What a person calls the fused operations of a Program, and which layer each belongs to."""
+"""Readable names of the fused operations of a Program, and their layers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def labels(program: Program, fused: Sequence[tuple[Op, ...]]) -> Iterator[Label]
 
 
 def _name(parts: Sequence[Op]) -> str:
-    """Return the parts' labels; from the first matrix on, each once, and its relatives with it."""
+    """Join the parts' labels; from the first matrix on, each once, and alike ones together."""
     matrices = [place for place, op in enumerate(parts) if any(w.axis == 0 for w in op.weights)]
     first = matrices[0] if matrices else len(parts)
-    words: dict[str, list[str]] = {}  # by the part of the name that they share: attn_q,k,v
+    words: dict[str, list[str]] = {}  # by their common stem: attn_q,k,v
     for op in parts[first:]:
         stem, _, end = op.label.partition("_")
         ends = words.setdefault(stem, [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
@@ -13,27 +12,12 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from twostroke.core.hardware import Hardware
+    from twostroke.measure.profile import StepProfile
+
+    Point = tuple[str, float, float, float]
 
 _LABEL_ROWS: Final = 44  # labels that fit above each other
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """An operation: FLOPs a byte, FLOPs a second, and its share of its step's time."""
-
-    label: str
-    intensity: float
-    flops_per_s: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The operations of one step, drawn in one colour."""
-
-    name: str
-    points: Sequence[Point]
+_LEAST_FLOPS: Final = 1e-4  # of the step's: operations below it are not drawn
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -59,11 +43,11 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def roofline(title: str, hardware: Hardware, series: Sequence[Series]) -> Figure:
-    """Return the machine's roofline with operations under it (Williams et al., 2009).
+def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:
+    """Return the machine's roofline with the operations under it (Williams et al., 2009).
 
-    Both axes are logarithmic: FLOPs a byte, and FLOPs a second. The area of a circle is the
-    operation's share of its step.
+    Both axes are logarithmic: FLOPs a byte, and FLOPs a second. Each step has a colour; the area
+    of a circle is the operation's share of its step.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -77,31 +61,30 @@ def roofline(title: str, hardware: Hardware, series: Sequence[Series]) -> Figure
         xlabel="FLOP a byte of memory traffic (the area of a circle is its share of the step)",
         ylabel="FLOP/s",
     )
-    points = [point for one in series for point in one.points]
+    hardware = profiles[0].hardware
+    drawn = [_points(profile) for profile in profiles]
+    points = [point for step in drawn for point in step]
     ridge = hardware.peak / hardware.bandwidth
-    low = min([ridge / 30, *(point.intensity for point in points)]) / 1.5
-    high = max([ridge * 10, *(point.intensity for point in points)]) * 4
+    low = min([ridge / 30, *(intensity for _, intensity, *_ in points)]) / 1.5
+    high = max([ridge * 10, *(intensity for _, intensity, *_ in points)]) * 4
     bandwidth = f"{hardware.bandwidth / 1e9:.1f} GB/s, measured"
     peak = f"{hardware.peak / 1e12:.2f} T operations/s, measured: {hardware.peak_kind}"
     roof = [low * hardware.bandwidth, hardware.peak, hardware.peak]
     axes.plot([low, ridge, high], roof, color="#333333", label=f"{bandwidth}; {peak}")
-    for one in series:
-        axes.scatter(
-            [point.intensity for point in one.points],
-            [point.flops_per_s for point in one.points],
-            [20 + 600 * point.share for point in one.points],
-            alpha=0.75,
-            label=one.name,
-        )
+    for profile, step in zip(profiles, drawn, strict=True):
+        _, intensities, rates, shares = zip(*step, strict=True) if step else ((),) * 4
+        sizes = [20 + 600 * share for share in shares]
+        name = f"{profile.shape.name}: {profile.step_s * 1e3:,.2f} ms"
+        axes.scatter(intensities, rates, sizes, alpha=0.75, label=name)
     bottom, top = axes.get_ylim()
     row = (top / bottom) ** (1 / _LABEL_ROWS)
     height = 0.0
-    for point in sorted(points, key=lambda each: each.flops_per_s):
-        height = max(point.flops_per_s, height * row)
+    for label, intensity, flops_per_s, _ in sorted(points, key=lambda point: point[2]):
+        height = max(flops_per_s, height * row)
         axes.annotate(
-            point.label,
-            (point.intensity, point.flops_per_s),
-            (point.intensity * 1.15, height),
+            label,
+            (intensity, flops_per_s),
+            (intensity * 1.15, height),
             fontsize=8,
             va="center",
             arrowprops={"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5)},
@@ -109,3 +92,15 @@ def roofline(title: str, hardware: Hardware, series: Sequence[Series]) -> Figure
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8, ncols=2)
     return figure
+
+
+def _points(profile: StepProfile) -> list[Point]:
+    """Return label, FLOPs a byte, FLOPs a second and share of each operation that computes."""
+    points = []
+    for one in profile.operations:
+        figures = profile.figures(one)
+        intensity, flops_per_s = figures["flops_per_byte"], figures["flops_per_s"]
+        is_drawn = one.cost.flops > _LEAST_FLOPS * profile.cost.flops
+        if is_drawn and intensity and flops_per_s:
+            points.append((str(one.label), intensity, flops_per_s, figures["share"] or 0.0))
+    return points

@@ -1,4 +1,4 @@
-"""Times each fused operation of a step, beside the least that it could take on this machine."""
+"""Times each fused operation of a step, and computes the least that it could take."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
-from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
 from twostroke.engine.compute import auto_kv_format
 from twostroke.engine.limits import machine
 from twostroke.engine.loading import load
 from twostroke.measure.labels import Label, labels
-from twostroke.measure.plots import Point, Series
 from twostroke.measure.single_step import SingleStep
 from twostroke.models import build_program
 from twostroke.program.cost import Cost, CostModel
@@ -25,6 +24,7 @@ from twostroke.program.cost import Cost, CostModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from twostroke.backends.cpu.plan import OpTime
     from twostroke.core.hardware import Hardware
     from twostroke.measure.single_step import Shape
     from twostroke.program import Program
@@ -33,24 +33,17 @@ _WORKING_BYTES: Final = 128 * 1024**2  # interpreter and buffers of a step
 _MEASURED_S: Final = 2.0  # within these numbers of steps
 _FEWEST_STEPS: Final = 5
 _MOST_STEPS: Final = 200
-_LEAST_FLOPS: Final = 1e-4  # of a step's, for a place on the roofline
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The shapes to measure, steps of each (None: about two seconds), and whether by layer."""
+    """What to measure: each shape for `num_steps` steps (None: about two seconds)."""
 
     shapes: tuple[Shape, ...]
     num_steps: int | None = None
     by_layer: bool = False
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     cache: CacheOptions = field(default_factory=CacheOptions)
-
-    def __post_init__(self) -> None:
-        """Refuse a backend without native kernels."""
-        if self.compute.backend not in {"auto", "cpu"}:
-            message = f"Only the cpu backend has kernels to profile, not {self.compute.backend}"
-            raise UsageError(f"{message}: leave --backend out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +84,6 @@ class OperationProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Figures of an operation or of a whole step; None where a divisor is 0."""
-
-    time_s: float
-    share: float
-    waiting_s: float
-    bytes: int
-    flops: int
-    flops_per_byte: float | None
-    bytes_per_s: float | None
-    flops_per_s: float | None
-    floor_s: float
-    times_floor: float | None
-
-    @classmethod
-    def of(cls, time_s: float, step_s: float, waiting_s: float, cost: Cost, floor_s: float) -> Self:
-        """Derive the figures of something that took `time_s` of a step's `step_s`."""
-        return cls(
-            time_s=time_s,
-            share=time_s / step_s,
-            waiting_s=waiting_s,
-            bytes=cost.bytes,
-            flops=cost.flops,
-            flops_per_byte=cost.flops / cost.bytes if cost.bytes else None,
-            bytes_per_s=cost.bytes / time_s if time_s else None,
-            flops_per_s=cost.flops / time_s if time_s else None,
-            floor_s=floor_s,
-            times_floor=time_s / floor_s if floor_s else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StepProfile:
     """One shape's step. `run_s` is the backend's whole call, to which `scheduler_s` is added.
 
@@ -157,35 +118,31 @@ class StepProfile:
         return sum((operation.cost for operation in self.operations), Cost(0, 0, 0))
 
     @property
-    def floor_s(self) -> float:
-        """The least time that the operations need, one after another."""
-        return sum(operation.floor_s for operation in self.operations)
-
-    @property
     def worst(self) -> OperationProfile:
         """The operation with the most time above its floor."""
         return max(self.operations, key=lambda operation: operation.above_s)
 
-    @property
-    def rates(self) -> Rates:
-        """The figures of the whole step."""
-        waiting_s = sum(operation.waiting_s for operation in self.operations)
-        return Rates.of(self.step_s, self.step_s, waiting_s, self.cost, self.floor_s)
+    def figures(self, one: OperationProfile | None = None) -> dict[str, float | None]:
+        """Return times and rates of one operation, or of the whole step; None for a divisor of 0.
 
-    def rates_of(self, one: OperationProfile) -> Rates:
-        """Return the figures of one of the operations."""
-        return Rates.of(one.time_s.median, self.step_s, one.waiting_s, one.cost, one.floor_s)
-
-    def series(self) -> Series:
-        """Return the operations for a roofline, without those that hardly compute."""
-        points = []
-        for one in self.operations:
-            rates = self.rates_of(one)
-            is_drawn = one.cost.flops > _LEAST_FLOPS * self.cost.flops
-            if is_drawn and rates.flops_per_byte and rates.flops_per_s:
-                point = Point(str(one.label), rates.flops_per_byte, rates.flops_per_s, rates.share)
-                points.append(point)
-        return Series(f"{self.shape.name}: {self.step_s * 1e3:,.2f} ms", points)
+        The floor of the step is that of its operations, one after another.
+        """
+        parts = self.operations if one is None else (one,)
+        time_s = self.step_s if one is None else one.time_s.median
+        cost = sum((part.cost for part in parts), Cost(0, 0, 0))
+        floor_s = sum(part.floor_s for part in parts)
+        return {
+            "time_s": time_s,
+            "share": time_s / self.step_s,
+            "waiting_s": sum(part.waiting_s for part in parts),
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+            "flops_per_byte": cost.flops / cost.bytes if cost.bytes else None,
+            "bytes_per_s": cost.bytes / time_s if time_s else None,
+            "flops_per_s": cost.flops / time_s if time_s else None,
+            "floor_s": floor_s,
+            "times_floor": time_s / floor_s if floor_s else None,
+        }
 
 
 def profile(model: str, wanted: Wanted, notice: Callable[[str], None]) -> Iterator[StepProfile]:
@@ -250,22 +207,13 @@ def _num_pages(program: Program, wanted: Wanted, kv_format: str, weight_bytes: i
     return num_pages
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One measured step: seconds of the whole call, and of each fused operation."""
-
-    run_s: float
-    elapsed_s: tuple[float, ...]
-    waiting_s: tuple[float, ...]
-
-
 def _profile(
     shape: Shape, backend: CpuBackend, cost: CostModel, hardware: Hardware, wanted: Wanted
 ) -> StepProfile:
     single = SingleStep(backend, cost.program, shape)
     try:
         watch = OtherPrograms()
-        steps = _measure(backend, single, wanted.num_steps)
+        runs_s, times = _measure(backend, single, wanted.num_steps)
         others_share = watch.share()
         scheduler_s = statistics.median(single.scheduler_times())
     finally:
@@ -278,54 +226,53 @@ def _profile(
         sum((cost.operation(op, shape.batch) for op in parts), Cost(0, 0, 0))
         for parts in backend.fused
     ]
+
+    def operation(label: Label, at: Sequence[int]) -> OperationProfile:
+        """Return the operations at these places as one."""
+        own = [costs[place] for place in at]
+        return OperationProfile(
+            label=label,
+            calls=len(at),
+            time_s=Spread.of(sum(step[place].elapsed_s for place in at) for step in times),
+            waiting_s=statistics.median(
+                sum(step[place].waiting_s for place in at) for step in times
+            ),
+            cost=sum(own, Cost(0, 0, 0)),
+            floor_s=sum(max(c.bytes / hardware.bandwidth, c.flops / hardware.peak) for c in own),
+        )
+
     return StepProfile(
         shape=shape,
         detail=backend.facts.detail,
         hardware=hardware,
-        num_steps=len(steps),
-        operations=tuple(
-            _operation(label, [costs[place] for place in at], at, steps, hardware)
-            for label, at in places.items()
+        num_steps=len(runs_s),
+        operations=tuple(operation(label, at) for label, at in places.items()),
+        run_s=Spread.of(runs_s),
+        set_up_s=statistics.median(
+            run_s - sum(one.elapsed_s for one in step)
+            for run_s, step in zip(runs_s, times, strict=True)
         ),
-        run_s=Spread.of(step.run_s for step in steps),
-        set_up_s=statistics.median(step.run_s - sum(step.elapsed_s) for step in steps),
         scheduler_s=scheduler_s,
         others_share=others_share,
     )
 
 
-def _measure(backend: CpuBackend, single: SingleStep, num_steps: int | None) -> list[_Step]:
-    """Compute the step once to warm up, then as often as wanted."""
+def _measure(
+    backend: CpuBackend, single: SingleStep, num_steps: int | None
+) -> tuple[list[float], list[list[OpTime]]]:
+    """Compute the step once to warm up, then as often as wanted.
+
+    Returns, for each step, the seconds of the whole call and the times of its operations.
+    """
     single.run()
     backend.times()
-    steps: list[_Step] = []
+    runs_s: list[float] = []
+    times: list[list[OpTime]] = []
     began = time.monotonic()
-    while len(steps) < (num_steps or _MOST_STEPS):
+    while len(runs_s) < (num_steps or _MOST_STEPS):
         is_long = time.monotonic() - began > _MEASURED_S
-        if num_steps is None and is_long and len(steps) >= _FEWEST_STEPS:
+        if num_steps is None and is_long and len(runs_s) >= _FEWEST_STEPS:
             break
-        run_s, times = single.run().elapsed_s, backend.times()
-        elapsed_s = tuple(time.elapsed_s for time in times)
-        steps.append(_Step(run_s, elapsed_s, tuple(time.waiting_s for time in times)))
-    return steps
-
-
-def _operation(
-    label: Label,
-    costs: Sequence[Cost],
-    places: Sequence[int],
-    steps: Sequence[_Step],
-    hardware: Hardware,
-) -> OperationProfile:
-    return OperationProfile(
-        label=label,
-        calls=len(places),
-        time_s=Spread.of(sum(step.elapsed_s[place] for place in places) for step in steps),
-        waiting_s=statistics.median(
-            sum(step.waiting_s[place] for place in places) for step in steps
-        ),
-        cost=sum(costs, Cost(0, 0, 0)),
-        floor_s=sum(
-            max(cost.bytes / hardware.bandwidth, cost.flops / hardware.peak) for cost in costs
-        ),
-    )
+        runs_s.append(single.run().elapsed_s)
+        times.append(backend.times())
+    return runs_s, times

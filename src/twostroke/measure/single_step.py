@@ -183,7 +183,7 @@ class SingleStep:
                     self._backend.copy_page(source, target)
 
     def _result(self, num_tokens: int) -> StepResult:
-        """Return random tokens as if drawn: greedy answers would repeat themselves."""
+        """Return random tokens as drawn ones, since greedy answers repeat themselves."""
         return StepResult(self._tokens(num_tokens), [None] * num_tokens)
 
     def _tokens(self, count: int) -> list[int]:

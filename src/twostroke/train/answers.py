@@ -55,13 +55,12 @@ def collect(
         cache=cache, batch=batch, speculation=SpeculationOptions(method="off")
     )
     store = Store(folder, len(answers))
-    said = deque[Answer]()  # written by this thread: an engine ignores errors of its watcher
-    with build(model, engine_options, watcher=Recorder(said.append)) as engine:
-        has_chat = engine.card.chat_template is not None
-        asked = _asked(options, has_chat=has_chat)
+    finished = deque[Answer]()  # from the engine's thread; an engine ignores its watcher's errors
+    with build(model, engine_options, watcher=Recorder(finished.append)) as engine:
+        some = _prompts(options, has_chat=engine.card.chat_template is not None)
         num_before = num_reported = sum(map(len, answers))
-        for _ in _answer(engine, asked, len(answers)):
-            store.take(said)
+        for _ in _answer(engine, some, len(answers)):
+            store.take(finished)
             num_rows = num_before + store.num_rows
             is_done = num_rows >= options.num_tokens
             if is_done or (num_rows - num_reported) * _NUM_REPORTS >= options.num_tokens:
@@ -69,7 +68,7 @@ def collect(
                 report(f"answers: {num_rows:,} of {options.num_tokens:,} tokens")
             if is_done:
                 break
-    store.take(said)
+    store.take(finished)
     store.flush()
     answers = kept_answers(folder, spec.hidden_size)
     if sum(map(len, answers)) < options.num_tokens:
@@ -80,14 +79,11 @@ def collect(
     return answers
 
 
-def _asked(options: TrainOptions, *, has_chat: bool) -> Iterator[Prompt]:
+def _prompts(options: TrainOptions, *, has_chat: bool) -> Iterator[Prompt]:
+    """Return built-in prompts, or a file's: each line is a question, or {"prompt": "a text"}."""
     if options.data == "self":
         return prompts(options.seed, chat=has_chat)
-    return iter(_read(Path(options.data), has_chat=has_chat))
-
-
-def _read(path: Path, *, has_chat: bool) -> list[Prompt]:
-    """Return a file's prompts: each line is a question, or {"prompt": "text to continue"}."""
+    path = Path(options.data)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,14 +103,14 @@ def _read(path: Path, *, has_chat: bool) -> list[Prompt]:
         if not isinstance(text, str):
             raise UsageError(f'--data {path}: line {number} is not an object with a "prompt".')
         found.append(Prompt(text, is_chat=False))
-    return found
+    return iter(found)
 
 
-def _answer(engine: Engine, asked: Iterator[Prompt], first: int) -> Iterator[None]:
+def _answer(engine: Engine, some: Iterator[Prompt], first: int) -> Iterator[None]:
     """Answer prompts in batches, and yield after each answer; skips the first `first`."""
     waiting: deque[Generation] = deque()
     try:
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(some):
             if number < first:
                 continue
             params = SamplingParams(

@@ -36,17 +36,14 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Check the ranges; UsageError for a value outside."""
         if self.kind not in KINDS:
-            raise UsageError(f"must be one of {', '.join(KINDS)}.", field="kind")
-        for name, value, low in (
-            ("tokens", self.num_tokens, 1),
-            ("vocabulary", self.vocab_size, 16),
-            ("window", self.window, 16),
-            ("ffn", 1 if self.ffn_size is None else self.ffn_size, 1),
-        ):
-            if value < low:
+            raise UsageError(f"must be one of {', '.join(KINDS)}, got '{self.kind}'.", field="kind")
+        for name, low in (("num_tokens", 1), ("vocab_size", 16), ("window", 16), ("ffn_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < low:
                 raise UsageError(f"must be at least {low}, got {value}.", field=name)
         if not 1 <= self.depth <= MAX_DEPTH:
             raise UsageError(f"must be from 1 to {MAX_DEPTH}, got {self.depth}.", field="depth")
-        for name, number in (("minutes", self.minutes), ("learning_rate", self.learning_rate)):
+        for name in ("minutes", "learning_rate"):
+            number = getattr(self, name)
             if not 0 < number < math.inf:
                 raise UsageError(f"must be a finite number above 0, got {number:g}.", field=name)

@@ -54,9 +54,8 @@ def _plain(rng: random.Random) -> str:
 
 
 def _program(rng: random.Random) -> str:
-    task = rng.choice(_WORDS["code"]).format(
-        language=rng.choice(_WORDS["languages"]), task=rng.choice(_WORDS["tasks"])
-    )
+    pattern, language, task = _drawn(rng, "code", "languages", "tasks")
+    task = pattern.format(language=language, task=task)
     return task if rng.random() < 0.7 else f"{task} {rng.choice(_WORDS['wishes'])}"
 
 
@@ -84,12 +83,7 @@ def _code(rng: random.Random) -> str:
 
 def _stub(rng: random.Random) -> str:
     """Return the first lines of an invented function."""
-    verb, name, kind = (
-        rng.choice(_WORDS["verbs"]),
-        rng.choice(_WORDS["names"]),
-        rng.choice(_WORDS["types"]),
-    )
-    task = rng.choice(_WORDS["tasks"])
+    verb, name, kind, task = _drawn(rng, "verbs", "names", "types", "tasks")
     return f'def {verb}_{name}({name}: {kind}):\n    """A function that {task}."""\n'
 
 
@@ -99,6 +93,11 @@ _ASKED: dict[Callable[[random.Random], str], float] = {
 _CONTINUED: dict[Callable[[random.Random], str], float] = {
     _code: 3, _stub: 1, _story: 1.5, _article: 1.5,
 }  # fmt: skip
+
+
+def _drawn(rng: random.Random, *kinds: str) -> list[str]:
+    """Return a word of each kind."""
+    return [rng.choice(_WORDS[kind]) for kind in kinds]
 
 
 def _filled(rng: random.Random, text: str, words: Sequence[str]) -> str:
@@ -111,14 +110,9 @@ def _passage(rng: random.Random, num_sentences: int) -> str:
     people = rng.sample(_WORDS["people"], 2)
     sentences = []
     for _ in range(num_sentences):
-        who, place, deed = (
-            rng.choice(people),
-            rng.choice(_WORDS["places"]),
-            rng.choice(_WORDS["deeds"]),
-        )
-        sentence = rng.choice(_WORDS["sentences"]).format(
-            who=who, place=place, deed=deed, subject=rng.choice(_WORDS["subjects"])
-        )
+        who = rng.choice(people)
+        place, deed, pattern, subject = _drawn(rng, "places", "deeds", "sentences", "subjects")
+        sentence = pattern.format(who=who, place=place, deed=deed, subject=subject)
         sentences.append(sentence[0].upper() + sentence[1:])
     return " ".join(sentences)
 

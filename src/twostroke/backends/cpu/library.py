@@ -76,10 +76,9 @@ def choose_level(requested: str | None) -> LevelChoice:
         load_library(level)  # raises the reason if not even that one is there
         better = [f"{name}: {_obstacle(name)}" for name in takewhile(level.__ne__, _LEVELS)]
         return LevelChoice(level, "; ".join(["the best that runs here", *better]))
-    known = _LEVELS | _EMULATED
-    usable = ", ".join(name for name in known if _obstacle(name) is None)
-    if wanted not in known:
-        hint = nearest(wanted, known)
+    usable = ", ".join(name for name in _LEVELS if _obstacle(name) is None)
+    if wanted not in _LEVELS | _EMULATED:
+        hint = nearest(wanted, _LEVELS)
         message = (
             f"There is no instruction-set level '{wanted}' ({knob}). Usable here: {usable}.{hint}"
         )
