@@ -9,8 +9,7 @@ import numpy as np
 from twostroke.models.heads import TABLE, heads_for
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import HeadsFacts, load_path, target_identity
-from twostroke.weights.heads import SURENESS_KINDS, stored_shapes
-from twostroke.weights.save_heads import save_heads
+from twostroke.weights.heads import SURENESS_KINDS, save_heads, stored_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path

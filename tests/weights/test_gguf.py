@@ -35,7 +35,6 @@ METADATA = {
     "ints": Typed(gguf_writer.I32, [3, -1, 2]),
     "floats": [0.5, -1.0],
     "bools": [True, False],
-    "nested": [[1, 2], [3], ["a", "b"]],
 }
 
 
@@ -54,8 +53,7 @@ def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> N
     path = write_gguf(tmp_path / "a.gguf", METADATA | {"general.architecture": "x"}, {})
     theirs = gguf.GGUFReader(path).fields
     for key, value in read_gguf(path).metadata.items():
-        if key != "nested":
-            assert theirs[key].contents() == value, key
+        assert theirs[key].contents() == value, key
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -125,7 +123,7 @@ def test_released_pages_read_the_same_again(tmp_path: Path) -> None:
     before = file.tensors["a"].dequantize()
     assert resident_bytes(tmp_path / "a.gguf") >= rng.nbytes
     elsewhere = np.ones(8, dtype=np.uint8)
-    file.mapping.release([file.tensors["a"].data, elsewhere])
+    file.mappings[0].release([file.tensors["a"].data, elsewhere])
     assert resident_bytes(tmp_path / "a.gguf") < rng.nbytes / 4
     assert np.array_equal(file.tensors["a"].dequantize(), before)
     assert elsewhere.all()

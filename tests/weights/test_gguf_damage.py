@@ -59,7 +59,7 @@ CASES = {
         "'k' needs 1000 bytes",
     ),
     "truth value": (header(0, 1) + string("k") + struct.pack("<IB", 7, 2), "truth value"),
-    "array type": (array_of(77, 1), "unknown array type 77"),
+    "array type": (array_of(77, 1), "unknown value type 77"),
     "array length": (array_of(U8, HUGE), "the array length of metadata key 'k'"),
     "array past the end": (array_of(U32, 1000), "'k' needs 4000 bytes"),
     "strings past the end": (array_of(STRING, 1000), "'k' needs 8000 bytes"),
@@ -71,11 +71,7 @@ CASES = {
         array_of(STRING, 1, struct.pack("<Q", 1)),
         "1 strings that lead past the end",
     ),
-    "nested arrays": (
-        array_of(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 50),
-        "the nesting of metadata key 'k' is 4",
-    ),
-    "many nested arrays": (array_of(ARRAY, 1 << 20), "the array length of metadata key 'k'"),
+    "array of arrays": (array_of(ARRAY, 1), "unknown value type 9"),
     "alignment zero": (header(0, 1) + key_value("general.alignment", 0), "general.alignment is 0"),
     "alignment odd": (header(0, 1) + key_value("general.alignment", 48), "general.alignment is 48"),
     "alignment text": (
@@ -84,19 +80,19 @@ CASES = {
     ),
     "name length": (header(1, 0) + struct.pack("<Q", 300), "the length of the name of tensor 0"),
     "tensor twice": (header(2, 0) + tensor_info("a", (8,), 0, 0) * 2, "'a' occurs twice"),
-    "no dimensions": (header(1, 0) + string("a") + bytes(40), "'a' has 0 dimensions"),
+    "no dimensions": (header(1, 0) + string("a") + bytes(40), "tensor 'a' has the shape []"),
     "many dimensions": (
         header(1, 0) + string("a") + struct.pack("<I", HUGE % 2**32) + bytes(40),
         "dimensions, the limit is 4",
     ),
-    "dimension zero": (header(1, 0) + tensor_info("a", (0, 8), 0, 0), "has the dimensions [8, 0]"),
+    "dimension zero": (header(1, 0) + tensor_info("a", (0, 8), 0, 0), "has the shape [0, 8]"),
     "product overflows": (
         header(1, 0) + tensor_info("a", (2**32, 2**32), 0, 0),
-        "has the dimensions",
+        "has the shape",
     ),
     "product wraps to small": (
         header(1, 0) + tensor_info("a", (2**63 + 1, 2), 0, 0) + bytes(64),
-        "has the dimensions",
+        "has the shape",
     ),
     "bytes overflow": (
         header(1, 0) + tensor_info("a", (2**62,), 0, 0),
@@ -113,7 +109,7 @@ CASES = {
     ),
     "overlap": (
         header(2, 0) + tensor_info("a", (16,), 0, 0) + tensor_info("b", (8,), 0, 32) + bytes(256),
-        "tensors 'a' and 'b' overlap",
+        "tensor 'a' and tensor 'b' overlap",
     ),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from twostroke.models.rope import inverse_frequencies, magnitude
 from twostroke.program import Program, ops
 
 if TYPE_CHECKING:
@@ -172,9 +171,14 @@ def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
     rope = spec.rope
     if spec.window is not None and spec.window.slides[layer]:
         rope = spec.window.rope or rope
-    angles = inverse_frequencies(rope)
     return ops.Rope(
-        f"{x}.roped", x, num_heads, spec.head_dim, angles, rope.interleaved, magnitude(rope)
+        f"{x}.roped",
+        x,
+        num_heads,
+        spec.head_dim,
+        rope.frequencies,
+        rope.interleaved,
+        rope.magnitude,
     )
 
 

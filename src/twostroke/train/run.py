@@ -16,8 +16,7 @@ from twostroke.train.learn import Learner
 from twostroke.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.train.start import first_weights
 from twostroke.weights import HeadsFacts, target_identity
-from twostroke.weights.heads import stored_shapes
-from twostroke.weights.save_heads import save_heads
+from twostroke.weights.heads import save_heads, stored_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

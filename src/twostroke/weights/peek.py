@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import ModelFormatError
 from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES
-from twostroke.quant import FORMATS
-from twostroke.weights.gguf import peek_gguf
-from twostroke.weights.hf_model import hf_fields, hf_spec
+from twostroke.models.fields import Fields
+from twostroke.weights.gguf import TruncatedError, read_header
+from twostroke.weights.hf_model import hf_fields, hf_spec, refuse_architecture
+from twostroke.weights.tensors import refuse_unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,17 +25,13 @@ def peek_family(path: Path, name: str) -> str | None:
     """
     if not name.endswith(".gguf"):
         return hf_spec(hf_fields(name, read_json(path)), name).architecture
-    peek = peek_gguf(path)
-    if peek is None:
+    try:
+        header = read_header(path)
+    except TruncatedError:
         return None
-    if peek.architecture not in ARCHITECTURES:
-        raise ModelFormatError(
-            f"{name!r} is of the family {peek.architecture[:40]!r}, which is not supported yet; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}."
-        )
-    if peek.unsupported:
-        raise ModelFormatError(
-            f"{name!r} has numbers of type {', '.join(peek.unsupported)}, which are not supported; "
-            f"supported: {', '.join(FORMATS)}. Name another quantization."
-        )
-    return peek.architecture
+    fields = Fields(name, header.metadata)
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        refuse_architecture(fields, architecture, ARCHITECTURES)
+    refuse_unsupported(name, {one.name: one.dtype for one in header.entries if not one.format})
+    return architecture
