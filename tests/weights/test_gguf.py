@@ -45,7 +45,9 @@ def values(metadata: dict) -> dict:
 @pytest.mark.parametrize("version", [2, 3])
 def test_every_value_type_is_read_back(tmp_path: Path, version: int) -> None:
     path = write_gguf(tmp_path / "a.gguf", METADATA, {}, version=version)
-    assert dict(read_gguf(path).metadata) == values(METADATA)
+    read = dict(read_gguf(path).metadata)
+    read["strings"] = list(read["strings"])
+    assert read == values(METADATA)
 
 
 def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> None:
@@ -53,7 +55,8 @@ def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> N
     path = write_gguf(tmp_path / "a.gguf", METADATA | {"general.architecture": "x"}, {})
     theirs = gguf.GGUFReader(path).fields
     for key, value in read_gguf(path).metadata.items():
-        assert theirs[key].contents() == value, key
+        ours = list(value) if key == "strings" else value
+        assert theirs[key].contents() == ours, key
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -138,7 +141,7 @@ def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
         start = time.process_time()
         file = read_gguf(path)
         seconds.append(time.process_time() - start)
-    assert file.metadata["tokens"] == tokens
+    assert list(file.metadata["tokens"]) == tokens
     assert min(seconds) < 0.5  # some 50 ms on a free core
 
 

@@ -142,7 +142,7 @@ def test_a_count_of_tensors_that_does_not_agree_is_refused(tmp_path: Path) -> No
     second = first.with_name("tiny-00002-of-00002.gguf")
     names = list(read_gguf(second).tensors)
     write_part(second, split_keys(1, 2, 11), names[1:])
-    assert "should have 11 tensors, its 2 parts have 10" in refusal(first, ModelFormatError)
+    assert "split.tensors.count = 11, but its 2 parts have 10" in refusal(first, ModelFormatError)
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from twostroke.models import ARCHITECTURES, ModelSpec
 from twostroke.models.common_fields import read_sizes
 from twostroke.models.fields import MAX_HEAD_DIM, MAX_VOCAB, Fields
 from twostroke.models.rope import ROPE_TABLES, gguf_rope
-from twostroke.weights.strings import Strings
+from twostroke.weights.gguf import Strings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,10 +48,16 @@ _Context: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
 _Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 
-class _HeadsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `heads.json`; msgspec checks its types and bounds."""
+class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `heads.json`; msgspec checks its types and bounds.
 
-    format: Literal[1]
+    `target_id` is the `target_identity` of the model that the heads are for. `token_ids[i]` is the
+    target's id of the i-th token that they can guess. On held-out text, `accepted[d]` is the share
+    of right guesses at depth d where all before were right, and `right_if_sure[k]` the share where
+    the head was sure by k to k + 1 tenths.
+    """
+
+    format: Literal[1] = 1
     kind: Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
     target: str
     target_id: str
@@ -65,29 +71,37 @@ class _HeadsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: _Context
     norm_epsilon: Annotated[float, Meta(ge=1e-30, le=1)]
     rope_base: Annotated[float, Meta(ge=1, le=1e30)]
+    rope_interleaved: bool = False
     depth: Annotated[int, Meta(ge=1, le=_MAX_DEPTH)]
     accepted: tuple[_Share, ...]
-    right_if_sure: tuple[_Share, ...]
+    right_if_sure: Annotated[
+        tuple[_Share, ...], Meta(min_length=SURENESS_KINDS, max_length=SURENESS_KINDS)
+    ]
     token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
-    rope_interleaved: bool = False
 
+    @classmethod
+    def of(cls, spec: HeadsSpec, **others: Any) -> Self:
+        """Return the facts about heads of these shapes, with the `others`."""
+        layer = spec.layer
+        assert layer.window is not None
+        return cls(
+            **{name: getattr(layer, name) for name in LAYER_SIZES},
+            kind=spec.kind,
+            target=layer.name,
+            window=layer.window.size,
+            rope_base=layer.rope.base,
+            rope_interleaved=layer.rope.interleaved,
+            depth=spec.depth,
+            **others,
+        )
 
-@dataclass(frozen=True, slots=True)
-class HeadsFacts:
-    """The content of `heads.json`.
-
-    `target_id` is the `target_identity` of the model that the heads are for. `token_ids[i]` is the
-    target's id of the i-th token that they can guess. On held-out text, `accepted[d]` is the share
-    of right guesses at depth d where all before were right, and `right_if_sure[k]` the share where
-    the head was sure by k to k + 1 tenths.
-    """
-
-    spec: HeadsSpec
-    target_name: str
-    target_id: str
-    token_ids: tuple[int, ...]
-    accepted: tuple[float, ...]
-    right_if_sure: tuple[float, ...]
+    @property
+    def spec(self) -> HeadsSpec:
+        """The shapes of the heads."""
+        sizes = {name: getattr(self, name) for name in LAYER_SIZES}
+        rope = RopeSpec(self.rope_base, self.head_dim, self.rope_interleaved)
+        layer = heads_layer(self.target, rope, self.window, sizes)
+        return HeadsSpec(self.kind, layer, len(self.token_ids), self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,7 @@ def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTenso
         folder.mkdir(parents=True, exist_ok=True)
         own = {name: tensors[name] for name in stored_shapes(facts.spec)}
         write_safetensors(folder / HEADS_WEIGHTS, own)
-        write_json(folder / HEADS_JSON, msgspec.to_builtins(_file_of(facts)))
+        write_json(folder / HEADS_JSON, msgspec.to_builtins(facts))
     except OSError as error:
         message = f"Heads cannot be written to {str(folder)!r}: {error.strerror}."
         raise TwostrokeError(message) from None
@@ -163,44 +177,14 @@ def numbers_table(depth: int) -> QuantTensor:
 
 
 def _read_facts(path: Path) -> HeadsFacts:
-    file = decode_json(read_small_file(path), _HeadsFile, path.name)
-    bounds = (-1, *file.token_ids, file.vocab_size)
+    facts = decode_json(read_small_file(path), HeadsFacts, path.name)
+    bounds = (-1, *facts.token_ids, facts.vocab_size)
     if any(before >= after for before, after in pairwise(bounds)):
         raise ModelFormatError(
-            f"{path.name!r} is damaged: token_ids must ascend from 0 to {file.vocab_size - 1}."
+            f"{path.name!r} is damaged: token_ids must ascend from 0 to {facts.vocab_size - 1}."
         )
-    if (len(file.accepted), len(file.right_if_sure)) != (file.depth, SURENESS_KINDS):
+    if len(facts.accepted) != facts.depth:
         raise ModelFormatError(
-            f"{path.name!r} is damaged: accepted must have {file.depth} shares, right_if_sure "
-            f"{SURENESS_KINDS}."
+            f"{path.name!r} is damaged: accepted must have {facts.depth} shares."
         )
-    sizes = {name: getattr(file, name) for name in LAYER_SIZES}
-    rope = RopeSpec(file.rope_base, file.head_dim, file.rope_interleaved)
-    layer = heads_layer(file.target, rope, file.window, sizes)
-    return HeadsFacts(
-        HeadsSpec(file.kind, layer, len(file.token_ids), file.depth),
-        file.target,
-        file.target_id,
-        file.token_ids,
-        file.accepted,
-        file.right_if_sure,
-    )
-
-
-def _file_of(facts: HeadsFacts) -> _HeadsFile:
-    layer = facts.spec.layer
-    assert layer.window is not None
-    return _HeadsFile(
-        **{name: getattr(layer, name) for name in LAYER_SIZES},
-        format=1,
-        kind=facts.spec.kind,
-        target=facts.target_name,
-        target_id=facts.target_id,
-        window=layer.window.size,
-        rope_base=layer.rope.base,
-        rope_interleaved=layer.rope.interleaved,
-        depth=facts.spec.depth,
-        accepted=facts.accepted,
-        right_if_sure=facts.right_if_sure,
-        token_ids=facts.token_ids,
-    )
+    return facts

@@ -1,4 +1,7 @@
-"""Loads a model from a path, and checks that it has the weights that its Program reads."""
+"""Loads a model from a path, or looks whether it can run here.
+
+A loaded model has the weights that its Program reads, all of them and no others.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import Fields
 from twostroke.models.rope import ROPE_TABLES
+from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts
 from twostroke.weights.hf_model import (
@@ -58,6 +62,24 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
     return _load_gguf(path, name, licence)
 
 
+def peek_family(path: Path, name: str) -> str | None:
+    """Return the family of the model whose GGUF file or config.json begins as `path` does.
+
+    None if more of the file is needed to tell. Errors call the file `name`.
+
+    Raises:
+        ModelFormatError: its family or a number format is not supported, or it is damaged.
+    """
+    if not name.endswith(".gguf"):
+        return hf_spec(hf_fields(name, read_json(path)), name).architecture
+    try:
+        header = read_header(path)
+    except TruncatedError:
+        return None
+    unsupported = {entry.name: entry.dtype for entry in header.entries if not entry.format}
+    return _gguf_family(Fields(name, header.metadata), unsupported)
+
+
 def _only_gguf(folder: Path) -> Path:
     found = sorted({first_part(path) for path in folder.glob("*.gguf")})
     if len(found) == 1:
@@ -73,10 +95,7 @@ def _only_gguf(folder: Path) -> Path:
 def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
     files = read_gguf_parts(path)
     fields = Fields(path.name, files.metadata)
-    architecture = fields.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        refuse_architecture(fields, architecture, ARCHITECTURES)
-    refuse_unsupported(path.name, files.unsupported)
+    _gguf_family(fields, files.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
     weights = {key: tensor for key, tensor in files.tensors.items() if key not in ROPE_TABLES}
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
@@ -93,6 +112,15 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         mappings=files.mappings,
         pooling=gguf_pooling(fields),
     )
+
+
+def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
+    """Return the architecture of a GGUF file; refuse one that is not supported."""
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        refuse_architecture(fields, architecture, ARCHITECTURES)
+    refuse_unsupported(fields.name, unsupported)
+    return architecture
 
 
 def _load_folder(

@@ -81,8 +81,6 @@ class MappedFile:
         Views of other memory are ignored. Neighbours share one system call, since each interrupts
         all threads.
         """
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
         begin = end = 0
         for first, last in sorted(filter(None, map(self._pages_under, views))):
             if first > end:

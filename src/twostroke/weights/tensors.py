@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -51,13 +51,13 @@ class WeightFiles:
     """The tensors of one file, or of several that belong together, under their own names.
 
     Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is
-    not supported. `metadata` is that of a GGUF file.
+    not supported. `metadata` is that of a GGUF file, and empty for safetensors.
     """
 
     mappings: tuple[MappedFile, ...]
     tensors: Mapping[str, QuantTensor]
     unsupported: Mapping[str, str]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any]
 
     @property
     def num_tensors(self) -> int:
@@ -65,7 +65,9 @@ class WeightFiles:
         return len(self.tensors) + len(self.unsupported)
 
 
-def map_tensors(mapping: MappedFile, entries: Sequence[TensorEntry]) -> WeightFiles:
+def map_tensors(
+    mapping: MappedFile, entries: Sequence[TensorEntry], metadata: Mapping[str, Any]
+) -> WeightFiles:
     """Return the tensors of a file.
 
     Raises ModelFormatError if one is not whole blocks, leads out of the file or overlaps another.
@@ -95,7 +97,7 @@ def map_tensors(mapping: MappedFile, entries: Sequence[TensorEntry]) -> WeightFi
         if start < end:
             raise mapping.fault(f"is damaged: {before} and {after} overlap")
     unsupported = {entry.name: entry.dtype for entry in entries if entry.format is None}
-    return WeightFiles((mapping,), tensors, unsupported)
+    return WeightFiles((mapping,), tensors, unsupported, metadata)
 
 
 def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
