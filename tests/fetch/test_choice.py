@@ -89,7 +89,7 @@ def test_a_quantization_of_two_models_is_not_guessed() -> None:
 def test_an_unknown_file_is_answered_with_those_that_are_there() -> None:
     message = refusal("Q4_K_N", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
     assert "has no 'Q4_K_N', but Q4_K_M, Q8_0. Did you mean 'Q4_K_M'?" in message
-    assert "has no GGUF files, and so no 'Q4_0'" in refusal("Q4_0", "model.safetensors", *SMALL)
+    assert "has no 'Q4_0', but no GGUF files at all" in refusal("Q4_0", "model.safetensors", *SMALL)
 
 
 @pytest.mark.parametrize("asked", [None, "Q8_0", SPLIT[0], SPLIT[2]])
@@ -139,7 +139,7 @@ def test_a_repository_with_both_gives_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        ((*SMALL, "pytorch_model.bin"), "PyTorch checkpoints only, which can run code"),
+        ((*SMALL, "pytorch_model.bin"), "PyTorch checkpoints are not read: they can run code"),
         (("README.md",), "neither a GGUF file nor model.safetensors"),
         (("model.safetensors", "tokenizer.json"), "has no config.json"),
         (("model.safetensors", "config.json", "tokenizer.model"), "has no tokenizer.json"),

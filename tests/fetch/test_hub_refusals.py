@@ -169,7 +169,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(
     hub_cache.write_text("a file")
     message = refusal(NAME)
     assert "cannot be written to" in message
-    assert "Set HF_HOME" in message
+    assert "set HF_HOME" in message
 
 
 def test_a_missing_client_says_how_to_install_it(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine import loading
 from twostroke.fetch.disk import locked
+from twostroke.fetch.progress import ignore
 from twostroke.fetch.records import stored_records
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def test_what_a_broken_download_left_is_found_unless_it_still_runs(
     other = partial.with_name("download-of-another-program.incomplete")
     other.write_bytes(b"theirs")
     lock = hub_cache / ".locks" / "models--o--r" / f"{partial.stem}.lock"
-    with locked(lock, lambda: None):
+    with locked(lock, ignore):
         assert fetch.leftovers() == []
     (leftover,) = fetch.leftovers()
     assert (leftover.path, leftover.num_bytes) == (partial, partial.stat().st_size)

@@ -21,7 +21,7 @@ from twostroke.fetch.names import HubName, look_up, parse_hub_name
         ("https://huggingface.co/o/r/", HubName("o/r")),
         ("https://www.huggingface.co/o/r?library=gguf#top", HubName("o/r")),
         ("huggingface.co/o/r", HubName("o/r")),
-        ("hf.co/o/r:Q8_0", HubName("o/r", "Q8_0")),
+        ("hf.co/o/r", HubName("o/r")),
         ("https://huggingface.co/o/r/tree/dev", HubName("o/r", None, "dev")),
         ("https://hf.co/o/r/blob/main/a/b%20c.gguf", HubName("o/r", "a/b c.gguf")),
         ("https://hf.co/o/r/resolve/v2/a.gguf?download=true", HubName("o/r", "a.gguf", "v2")),

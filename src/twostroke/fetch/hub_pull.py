@@ -15,10 +15,10 @@ from twostroke.fetch.choice import (
     choose,
     quantization,
 )
-from twostroke.fetch.disk import Place, locked, megabytes
+from twostroke.fetch.disk import Place, file_sha256, file_size, locked, megabytes
 from twostroke.fetch.hub import Hub, Listing, UnreachableError
-from twostroke.fetch.progress import Progress, file_sha256, ignore
-from twostroke.fetch.records import ModelRecord, StoredFile, file_size, stored_records
+from twostroke.fetch.progress import Progress, ignore
+from twostroke.fetch.records import ModelRecord, StoredFile, stored_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +41,8 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
         DownloadError: network, disk, rights or checksum failed; what has arrived is kept.
     """
     pull = _Pull(Hub(name), inspect, watch)
-    try:
+    with pull.place.filling(str(name), pull.kept):
         return pull.run()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted. {pull.kept()}") from None
-    except OSError as error:
-        raise pull.place.error(str(name), error, pull.kept()) from None
 
 
 class _Pull:
@@ -133,7 +129,7 @@ class _Pull:
                 is_known = self.inspect(partial, file.path) is not None
                 sizes[:] = [] if is_known else [one for one in sizes if one > size]
 
-        with locked(self.hub.lock(file), lambda: self.watch(Progress("wait"))):
+        with locked(self.hub.lock(file), self.watch):
             self.hub.transfer(self.listing.commit, file, grew, self.watch)
 
     def kept(self) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +33,3 @@ Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 def ignore(progress: Progress) -> None:
     """Watch nothing."""
     del progress
-
-
-def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
-
-    If it is one of several, `before` bytes of `total_bytes` were checked before it.
-    """
-    digest, done = hashlib.sha256(), before
-    total = path.stat().st_size if total_bytes is None else total_bytes
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            watch(Progress("verify", done, total))
-    return digest.hexdigest()
