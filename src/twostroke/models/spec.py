@@ -89,3 +89,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
+
+    def window_of(self, layer: int) -> WindowSpec | None:
+        """Return the window of a layer, None if it sees all positions."""
+        return self.window if self.window is not None and self.window.slides[layer] else None
