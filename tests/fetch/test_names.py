@@ -36,7 +36,7 @@ def test_each_form_is_understood(typed: str, expected: HubName) -> None:
 @pytest.mark.parametrize(
     "typed", ["smollm2", "owner/repo", "./hf:x", "pypi:a==1:b.gguf", "a:b", ""]
 )
-def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
+def test_names_of_other_kinds_are_not_parsed_as_hub_names(typed: str) -> None:
     assert parse_hub_name(typed) is None
 
 
@@ -64,7 +64,7 @@ def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
         "https://huggingface.co/o/r/discussions/4",
     ],
 )
-def test_what_is_damaged_is_refused_with_the_form(typed: str) -> None:
+def test_malformed_hub_names_are_refused_with_the_right_form(typed: str) -> None:
     with pytest.raises(UsageError, match=r"hf:owner/repo\[:file"):
         parse_hub_name(typed)
 

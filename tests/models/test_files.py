@@ -98,7 +98,7 @@ def test_only_gemma3_has_a_pattern_of_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma3"])
-def test_a_share_of_rotation_is_phi3_s_alone(family: str, tmp_path: Path) -> None:
+def test_only_phi3_rotates_a_part_of_each_head(family: str, tmp_path: Path) -> None:
     share = {"partial_rotary_factor": 0.5, "rope_scaling": None}
     spec = from_config(tmp_path, family, **share)
     assert spec.rope.dim == spec.head_dim
@@ -106,7 +106,7 @@ def test_a_share_of_rotation_is_phi3_s_alone(family: str, tmp_path: Path) -> Non
     assert spec.rope.dim == spec.head_dim // 2
 
 
-def test_types_of_layers_count_where_transformers_reads_them(tmp_path: Path) -> None:
+def test_layer_types_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
     some = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW}
     qwens = some | {"use_sliding_window": True}
     for family, given in (("mistral", some), ("qwen2", qwens), ("qwen3", qwens)):
@@ -131,7 +131,7 @@ def test_experts_are_counted_under_either_name(key: str) -> None:
         assert spec.experts.count == 16
 
 
-def test_a_model_that_also_sees_is_read_as_its_text_model(tmp_path: Path) -> None:
+def test_a_vision_model_is_read_as_its_text_model(tmp_path: Path) -> None:
     tiny = tiny_of("gemma3")
     folder = write_tiny_folder(tmp_path / "tiny", tiny)
     plain = load_path(folder)
@@ -196,7 +196,7 @@ def test_stacks_of_gates_and_ups_are_cut(tmp_path: Path) -> None:
         assert np.array_equal(cut[name].dequantize(), values)
 
 
-def test_a_stack_of_an_unknown_type_is_named(tmp_path: Path) -> None:
+def test_a_stack_of_an_unsupported_type_is_named(tmp_path: Path) -> None:
     tiny = tiny_of("mixtral")
     path = write_tiny_gguf(tmp_path / "a.gguf", tiny)
     name, shape = "blk.0.ffn_up_exps.weight", (4, tiny.ffn_size, tiny.hidden_size)
@@ -208,7 +208,7 @@ def test_a_stack_of_an_unknown_type_is_named(tmp_path: Path) -> None:
         load_path(path)
 
 
-def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:
+def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
     spec = from_config(tmp_path, "phi3-long")
     assert spec.rope.magnitude > 1
     assert (spec.context_length, spec.rope.dim) == (256, 12)
@@ -250,7 +250,7 @@ def test_contexts_reach_as_far_as_the_rope_does(tmp_path: Path) -> None:
         ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0, not a number from"),
     ],
 )  # fmt: skip
-def test_configurations_that_cannot_be_honoured_are_refused(
+def test_unsupported_configurations_are_refused(
     family: str, changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelFormatError) as caught:
@@ -277,7 +277,7 @@ def test_configurations_that_cannot_be_honoured_are_refused(
         ("olmo2", {"attention__sliding_window": 64}, "sliding_window = 64, which is not supported"),
     ],
 )
-def test_metadata_that_cannot_be_honoured_is_refused(
+def test_unsupported_metadata_is_refused(
     family: str, changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelFormatError) as caught:

@@ -115,7 +115,7 @@ def test_a_fitted_format_loses_no_more_than_ggmls_own_quantizer() -> None:
         assert loss > GGML_LOSS[fmt.name] / 2
 
 
-def test_quantizing_again_what_was_quantized_loses_little() -> None:
+def test_quantizing_twice_loses_little() -> None:
     for fmt in FITTED:
         values = weights()
         once = fmt.dequantize(fmt.quantize(values))

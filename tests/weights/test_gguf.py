@@ -76,7 +76,7 @@ def test_tensors_are_views_with_row_major_shapes(tmp_path: Path, fmt: str) -> No
         assert not read.data.flags.writeable
 
 
-def test_another_alignment_is_obeyed(tmp_path: Path) -> None:
+def test_the_file_sets_the_alignment(tmp_path: Path) -> None:
     tensors = {
         name: QuantTensor.from_floats(np.full((1, n), n, dtype=np.float32), FORMATS["F32"])
         for name, n in {"a": 3, "b": 5}.items()
@@ -86,7 +86,7 @@ def test_another_alignment_is_obeyed(tmp_path: Path) -> None:
     assert file.tensors["b"].dequantize().tolist() == [[5.0] * 5]
 
 
-def test_tensors_may_lie_in_another_order_than_their_entries(tmp_path: Path) -> None:
+def test_tensor_data_may_be_in_a_different_order_than_the_table(tmp_path: Path) -> None:
     data = gguf_writer.header(2, 0)
     data += gguf_writer.tensor_info("second", (8,), 0, 32)
     data += gguf_writer.tensor_info("first", (8,), 0, 0)
@@ -99,7 +99,7 @@ def test_tensors_may_lie_in_another_order_than_their_entries(tmp_path: Path) -> 
     assert file.tensors["second"].dequantize().tolist() == list(range(8, 16))
 
 
-def test_tensors_of_unsupported_types_are_named_not_read(tmp_path: Path) -> None:
+def test_unsupported_tensor_types_are_reported(tmp_path: Path) -> None:
     data = gguf_writer.header(3, 0)
     data += gguf_writer.tensor_info("k", (2, 256), 15, 0)
     data += gguf_writer.tensor_info("new", (2, 256), 99, 288)

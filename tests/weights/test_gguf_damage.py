@@ -142,7 +142,7 @@ def test_truncation_names_the_tensor_and_the_sizes(tmp_path: Path) -> None:
     assert f"the file has {len(data) - 100}" in message
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ModelFormatError, match="not a regular file"):
         read_gguf(tmp_path / "pipe.gguf")

@@ -87,7 +87,7 @@ def test_a_folder_with_one_set_of_parts_is_loaded(tmp_path: Path) -> None:
     assert "has 2 GGUF files (other.gguf, tiny-00001-of-00003.gguf): name one of them" in message
 
 
-def test_a_part_other_than_the_first_names_the_first(tmp_path: Path) -> None:
+def test_loading_a_later_part_names_the_first_part(tmp_path: Path) -> None:
     second = write_tiny_split(tmp_path, TINY).with_name("tiny-00002-of-00003.gguf")
     message = refusal(second, ModelFormatError)
     assert message == (
@@ -108,7 +108,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "tiny-00001-of-00004.gguf"])
-def test_a_renamed_first_part_says_how_it_must_be_called(tmp_path: Path, name: str) -> None:
+def test_a_renamed_first_part_is_refused_with_the_right_name(tmp_path: Path, name: str) -> None:
     path = write_tiny_split(tmp_path, TINY).rename(tmp_path / name)
     stem = name.partition("-")[0].removesuffix(".gguf")
     assert f"name the first part, as '{stem}-00001-of-00003.gguf'" in refusal(
@@ -137,7 +137,7 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
     assert "'tiny-00002-of-00002.gguf' is damaged: tensor 'token_embd.weight' is in ano" in message
 
 
-def test_a_count_of_tensors_that_does_not_agree_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_tensor_count_is_refused(tmp_path: Path) -> None:
     first = write_tiny_split(tmp_path, TINY, 2)
     second = first.with_name("tiny-00002-of-00002.gguf")
     names = list(read_gguf(second).tensors)
@@ -153,7 +153,7 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [{"split.count": 1 << 20}, {"split.count": 2, "split.no": 2}])
-def test_unsound_split_keys_are_refused(tmp_path: Path, keys: dict[str, int]) -> None:
+def test_impossible_split_keys_are_refused(tmp_path: Path, keys: dict[str, int]) -> None:
     path = write_gguf(tmp_path / "a.gguf", tiny_metadata(TINY) | keys, tiny_tensors(TINY))
     assert "not a whole number from" in refusal(path, ModelFormatError)
 

@@ -114,7 +114,7 @@ def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
     assert np.array_equal(tensor.dequantize(), before)
 
 
-def test_a_folder_of_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_file_loads_that_file(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "a.gguf")
     assert load_path(tmp_path).path == path
     write_tiny_gguf(tmp_path / "b.gguf")
@@ -171,9 +171,7 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ({"tokenizer.chat_template": 1}, "tokenizer.chat_template = 1, not text"),
     ],
 )
-def test_unsound_metadata_is_refused(
-    tmp_path: Path, changes: dict[str, Any], expected: str
-) -> None:
+def test_wrong_metadata_is_refused(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     metadata = {k: v for k, v in (tiny_metadata(Tiny()) | changes).items() if v is not None}
     path = write_gguf(tmp_path / "a.gguf", metadata, tiny_tensors(Tiny()))
     assert expected in refusal(path)
@@ -201,7 +199,7 @@ def test_unsound_metadata_is_refused(
         ({"eos_token_id": [2, 999]}, "eos_token_id = 999, not a token id from 0 to 284"),
     ],
 )
-def test_unsound_configurations_are_refused(
+def test_wrong_configurations_are_refused(
     tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")
@@ -220,7 +218,7 @@ def test_rope_parameters_of_newer_configurations_are_understood(tmp_path: Path) 
     assert load_path(folder).spec.rope.base == 500000.0
 
 
-def test_a_type_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unsupported_type_is_reported_with_the_supported_ones(tmp_path: Path) -> None:
     tensors = tiny_tensors(Tiny(hidden_size=256))
     path = write_gguf(tmp_path / "a.gguf", tiny_metadata(Tiny(hidden_size=256)), tensors)
     name = "blk.0.attn_v.weight"
@@ -244,7 +242,7 @@ def test_a_bias_that_the_family_does_not_read_is_refused(tmp_path: Path) -> None
     assert "lacks tensor 'blk.0.attn_k.bias'" in refusal(path)
 
 
-def test_chat_templates_are_found_wherever_a_folder_keeps_them(tmp_path: Path) -> None:
+def test_chat_templates_are_found_in_each_place(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -257,7 +255,7 @@ def test_chat_templates_are_found_wherever_a_folder_keeps_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_folder_that_lacks_a_file_says_which(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_of_a_folder_is_named(tmp_path: Path, missing: str) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")
     (folder / missing).unlink()
     with pytest.raises(ModelNotFoundError, match=missing):

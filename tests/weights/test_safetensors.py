@@ -49,7 +49,7 @@ def test_data_after_an_odd_header_is_read(tmp_path: Path) -> None:
     assert read_safetensors(path).tensors["a"].dequantize().tolist() == [1.5, -2.0]
 
 
-def test_other_dtypes_are_named_not_read(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(with_header({"a": entry(), "ids": entry("I64", (1,), 8, 16)}, bytes(16)))
     assert read_safetensors(path).unsupported == {"ids": "I64"}
