@@ -1,4 +1,4 @@
-"""What the hub, the network or the disk refuse, each as one sentence that helps."""
+"""Failures of the hub, the network or the disk: each is one sentence that helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of models on the hub: each form that is understood, and what is said of the others."""
+"""Names of models on the hub: the forms that are understood, and the errors for others."""
 
 from __future__ import annotations
 

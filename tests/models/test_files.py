@@ -1,4 +1,4 @@
-"""What files may say of a family, in which words, and what is refused."""
+"""Which fields of model files are read for each family, and which values are refused."""
 
 from __future__ import annotations
 

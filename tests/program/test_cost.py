@@ -1,4 +1,4 @@
-"""The cost reader: FLOPs and bytes against counts made by hand, and its two forms alike."""
+"""FLOPs and bytes of steps, compared with counts made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations say of themselves, held against what the reference computes."""
+"""What operations say about themselves, compared with what the reference computes."""
 
 from __future__ import annotations
 

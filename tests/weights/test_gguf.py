@@ -1,4 +1,4 @@
-"""GGUF files that are sound: metadata, tensors, and the real file beside the reference reader."""
+"""Sound GGUF files: metadata, tensors, and the real file compared with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files to a checked model: the translation, and what is refused."""
+"""From files to a checked model: how they are translated, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's files say of how embeddings are made."""
+"""How a model's files say that hidden states are pooled into embeddings."""
 
 from __future__ import annotations
 

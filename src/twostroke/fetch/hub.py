@@ -42,11 +42,15 @@ class UnreachableError(DownloadError):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit: its files and its licence."""
+    """A repository at one commit: its files and its licence.
+
+    `is_cached` says that the hub could not be reached: these are the files in its cache.
+    """
 
     commit: str
     files: tuple[RepoFile, ...]
     licence: str | None
+    is_cached: bool = False
 
 
 class Hub:
@@ -79,7 +83,10 @@ class Hub:
         return f"{self.endpoint}/{self.name.repo}"
 
     def listing(self) -> Listing:
-        """Return what the hub has; UnreachableError if it cannot be asked."""
+        """Return the files on the hub, or in its cache if the hub cannot be reached.
+
+        Raises UnreachableError if the cache has none.
+        """
         api = self._client.HfApi(library_name="twostroke")
         try:
             info = self._ask(
@@ -91,14 +98,18 @@ class Hub:
                 )
             )
             return _listing(info)
+        except UnreachableError:
+            cached = self._cached_listing()
+            if cached is None:
+                raise
+            return cached
         except (ValueError, TypeError, KeyError, AttributeError):
             raise DownloadError(
                 f"{self.endpoint} did not describe the repository {self.name.repo!r}: check "
                 "HF_ENDPOINT, and whether the network wants a login."
             ) from None
 
-    def cached_listing(self) -> Listing | None:
-        """Return what the cache has of the repository, without asking the hub."""
+    def _cached_listing(self) -> Listing | None:
         try:
             folder = Path(
                 self._client.snapshot_download(
@@ -111,7 +122,7 @@ class Hub:
         files = [
             RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths
         ]
-        return Listing(folder.name, tuple(files), None)
+        return Listing(folder.name, tuple(files), None, is_cached=True)
 
     def snapshot(self, commit: str) -> Path:
         """Return the cache's folder for a commit."""

@@ -16,7 +16,7 @@ from twostroke.fetch.choice import (
     quantization,
 )
 from twostroke.fetch.disk import Place, file_sha256, file_size, locked, megabytes
-from twostroke.fetch.hub import Hub, Listing, UnreachableError
+from twostroke.fetch.hub import Hub, Listing
 from twostroke.fetch.progress import Progress, ignore
 from twostroke.fetch.records import ModelRecord, StoredFile, stored_records
 
@@ -60,7 +60,7 @@ class _Pull:
         self.total_bytes = 0
 
     def run(self) -> ModelRecord:
-        is_online = self.look()
+        self.listing = self.hub.listing()
         choice = choose(self.name, self.listing.files)
         if choice.note:
             self.watch(Progress("choose", note=choice.note))
@@ -68,21 +68,9 @@ class _Pull:
         if choice.entry is None:
             choice = self.fetch_small_files(choice)
         self.fetch(choice.files, choice.entry)
-        if is_online and not self.were_here.issuperset(choice.files):
+        if not self.listing.is_cached and not self.were_here.issuperset(choice.files):
             self.hub.remember(self.listing.commit)
         return self.record(choice)
-
-    def look(self) -> bool:
-        """Ask the hub for its files; False if it cannot be reached and its cache has the model."""
-        try:
-            self.listing = self.hub.listing()
-        except UnreachableError:
-            cached = self.hub.cached_listing()
-            if cached is None:
-                raise
-            self.listing = cached
-            return False
-        return True
 
     def path(self, name: str | None) -> Path:
         """Return the place of a file in the cache, or of the model's folder."""

@@ -79,9 +79,6 @@ def read_sharded(index: Path) -> WeightFiles:
     """Read all files that a `model.safetensors.index.json` names; errors as `read_safetensors`."""
     weight_map = decode_json(read_small_file(index), _Index, index.name).weight_map
     names = sorted(set(weight_map.values()))
-    for name in names:
-        if not index.with_name(name).is_file():
-            raise ModelFormatError(f"{index.name!r} names {name!r}, which does not exist.")
     files = join_files([read_safetensors(index.with_name(name)) for name in names])
     if missing := sorted(weight_map.keys() - files.tensors.keys() - files.unsupported.keys()):
         raise ModelFormatError(

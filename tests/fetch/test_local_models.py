@@ -1,4 +1,4 @@
-"""Names of models: what they stand for, and what is in the cache."""
+"""Names of models: their meaning, and the models in the cache."""
 
 from __future__ import annotations
 
