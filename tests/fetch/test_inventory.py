@@ -151,7 +151,7 @@ def test_a_complete_cache_is_not_written(
 
 @pytest.fixture
 def for_processes(hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub as the environment tells a command of it."""
+    """The hub's address and cache in environment variables, for commands."""
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

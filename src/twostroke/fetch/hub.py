@@ -165,7 +165,7 @@ class Hub:
 
     def link(self, commit: str, file: RepoFile) -> None:
         """Give a file its place in the snapshot; the client downloads it if it is small."""
-        force = file.sha256 is None  # what is there is damaged
+        force = file.sha256 is None  # the copy in the cache is damaged
         self._ask(
             lambda: self._client.hf_hub_download(
                 self.name.repo, file.path, revision=commit, force_download=force

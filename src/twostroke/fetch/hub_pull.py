@@ -121,7 +121,7 @@ class _Pull:
             self.hub.transfer(self.listing.commit, file, grew, self.watch)
 
     def kept(self) -> str:
-        """Say how much of what is wanted has arrived."""
+        """Say how much of the wanted files has arrived."""
         kept = self.total_bytes - sum(map(self.hub.missing_bytes, self.wanted))
         if not kept:
             return "Nothing was kept."

@@ -92,7 +92,7 @@ def pull(
 
 
 def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
-    """Return what is known of a model, best of one that is whole; None if it is not known."""
+    """Return the record of a model, a complete one if there are several; None without any."""
     if isinstance(found, PackagedModel):
         return record_of_package(found)
     asked = str(found).lower()
@@ -119,7 +119,7 @@ def known_draft(name: str) -> str | None:
 
 
 def list_models() -> list[ModelRecord]:
-    """Return the catalogue, then whatever else is in the cache, whole or in part."""
+    """Return the models of the catalogue, then the others in the cache, whole or in part."""
     known = [record for model in CATALOGUE.values() if (record := find_record(model))]
     paths = {record.path for record in known}
     others = [record for record in stored_records() if record.path not in paths]
@@ -127,7 +127,7 @@ def list_models() -> list[ModelRecord]:
 
 
 def find(name: str) -> ModelRecord:
-    """Return what is known of the model that `name` means.
+    """Return the record of the model that `name` means.
 
     Raises:
         ModelNotFoundError: there is no such model in the catalogue or in the cache.

@@ -25,8 +25,8 @@ class Progress:
 
 
 Watcher: TypeAlias = "Callable[[Progress], None]"
-# Returns the family of the model whose file begins as the path's, None if more is needed to tell;
-# raises ModelFormatError, which calls the file by the name, for a model that cannot run here.
+# Takes the path of a file's beginning, and the file's name for errors. Returns the model's family,
+# None if the beginning is too short; raises ModelFormatError if the model cannot run here.
 Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 

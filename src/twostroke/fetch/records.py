@@ -105,7 +105,7 @@ def stored_records() -> Iterator[ModelRecord]:
 
 
 def record_of_package(model: PackagedModel) -> ModelRecord | None:
-    """Return what is known of a packaged model, None if it is neither here nor in the catalogue."""
+    """Return the record of a packaged model, None if it is neither here nor in the catalogue."""
     path = models_folder() / model.file_name
     if model.file_bytes is None:
         return _read(path.with_name(f"{path.name}.json"))

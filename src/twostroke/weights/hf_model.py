@@ -67,7 +67,7 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
 
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
-    """Translate `hf_fields` into a ModelSpec; ModelFormatError for what is not sound."""
+    """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
     if fields.has("quantization_config"):
         fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
     sizes = read_sizes(fields, _SIZE_KEYS)

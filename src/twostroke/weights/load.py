@@ -65,7 +65,7 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
 def peek_family(path: Path, name: str) -> str | None:
     """Return the family of the model whose GGUF file or config.json begins as `path` does.
 
-    None if more of the file is needed to tell. Errors call the file `name`.
+    None if the file is too short to say. Errors call the file `name`.
 
     Raises:
         ModelFormatError: its family or a number format is not supported, or it is damaged.
@@ -126,7 +126,7 @@ def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
 def _load_folder(
     folder: Path, weights: Path | None, name: str | None, licence: str | None
 ) -> LoadedModel:
-    """Load a Hugging Face folder, with `weights` or else whatever the folder holds."""
+    """Load a Hugging Face folder, from the file `weights`, or from all weight files."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
