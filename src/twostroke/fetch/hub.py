@@ -72,7 +72,7 @@ class Hub:
         self._client: Any = huggingface_hub
         self._errors: Any = errors
         self._utils: Any = utils
-        utils.disable_progress_bars("huggingface_hub.http_get")  # we show our own
+        self._utils.disable_progress_bars("huggingface_hub.http_get")  # we show our own
         self._timeout_s: float = constants.HF_HUB_DOWNLOAD_TIMEOUT
         # HTTP errors and those of sockets, of the HTTP library that this version uses.
         self._failures: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__
