@@ -18,10 +18,10 @@ from twostroke.cli.pull import open_engine, watcher
 from twostroke.cli.terminal import Bar
 from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.engine import loading
-from twostroke.fetch import inventory, names, sources
+from twostroke.fetch import inventory, names
 from twostroke.fetch.catalogue import PackagedModel, Part
 from twostroke.fetch.disk import locked
-from twostroke.fetch.progress import Progress
+from twostroke.fetch.progress import Progress, ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
     }
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
-    for module in (inventory, names, sources):
+    for module in (inventory, names):
         monkeypatch.setattr(module, "CATALOGUE", entries)
     return tmp_path
 
@@ -197,7 +197,7 @@ def test_what_broken_downloads_left_is_cleaned(cli: Cli, leftover: Path, mini: P
 
 
 def test_a_download_that_still_runs_is_not_cleaned(cli: Cli, leftover: Path) -> None:
-    with locked(leftover.with_name(".maxi.gguf.lock"), lambda: None):
+    with locked(leftover.with_name(".maxi.gguf.lock"), ignore):
         assert cli("models", "clean", "--yes").out == "There is nothing to clean.\n"
     assert leftover.exists()
 

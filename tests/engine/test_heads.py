@@ -30,8 +30,8 @@ from twostroke.core.errors import (
 )
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_heads
+from twostroke.weights.heads import save_heads
 from twostroke.weights.safetensors import write_safetensors
-from twostroke.weights.save_heads import save_heads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -255,20 +255,18 @@ def test_damaged_heads_are_refused(path: Path, tmp_path: Path) -> None:
     folder = write_random_heads(tmp_path / "heads", path, "eagle")
     facts = json.loads((folder / "heads.json").read_text())
     for change, message in (
-        ({"ffn_size": 96}, r"blk.0.ffn_gate.weight has the shape"),
-        ({"token_ids": [5, 3]}, r"token_ids\[1\] = 3 after 5: ids must be in ascending order"),
-        ({"token_ids": [5, 5]}, r"token_ids\[1\] = 5 after 5: ids must be in ascending order"),
-        ({"token_ids": [5, 1 << 40]}, r"token_ids\[1\] = 1099511627776, not a token id from 0 to"),
-        ({"token_ids": ["a"]}, r"token_ids\[0\] = 'a', not a token id from 0 to"),
-        ({"token_ids": []}, r"has an empty list token_ids"),
-        ({"token_ids": None}, r"has no list token_ids"),
-        ({"token_ids": 5}, r"has no list token_ids"),
-        ({"hidden_sise": 64}, r"'hidden_sise', which is not one of its keys. Did you mean"),
-        ({"kind": "hydra"}, r"not one of eagle, medusa"),
-        ({"kind": "Medusas"}, r"'Medusas', not one of.*Did you mean 'medusa'\?"),
-        ({"accepted": [0.5]}, r"not a list of 4 numbers"),
-        ({"head_dim": 15}, r"head_dim = 15, which must be even"),
-        ({"format": 9}, r"this version of twostroke reads 1"),
+        ({"ffn_size": 96}, r"'blk.0.ffn_gate.weight' with shape"),
+        ({"token_ids": [5, 3]}, r"token_ids must ascend from 0 to"),
+        ({"token_ids": [5, 5]}, r"token_ids must ascend from 0 to"),
+        ({"token_ids": [5, 1 << 40]}, r"token_ids must ascend from 0 to"),
+        ({"token_ids": ["a"]}, r"Expected `int`, got `str` - at `\$.token_ids\[0\]`"),
+        ({"token_ids": []}, r"at `\$.token_ids`"),
+        ({"token_ids": None}, r"at `\$.token_ids`"),
+        ({"hidden_sise": 64}, r"unknown field `hidden_sise`"),
+        ({"kind": "hydra"}, r"at `\$.kind`"),
+        ({"accepted": [0.5]}, r"accepted must have 4 shares"),
+        ({"head_dim": 15}, r"multiple of 2 - at `\$.head_dim`"),
+        ({"format": 9}, r"at `\$.format`"),
     ):
         (folder / "heads.json").write_text(json.dumps(facts | change))
         with pytest.raises(ModelFormatError, match=message):
@@ -294,7 +292,9 @@ def test_unknown_weights_of_heads_are_refused(path: Path, tmp_path: Path) -> Non
     write_safetensors(
         folder / "heads.safetensors", tensors | {"fc.bias": tensors["output_norm.weight"]}
     )
-    with pytest.raises(ModelFormatError, match=r"have no tensor 'fc.bias'"):
+    with pytest.raises(
+        ModelFormatError, match=r"'fc.bias', which is not one that eagle heads of depth 4"
+    ):
         engine_of(path, method="eagle", heads=str(folder))
 
 

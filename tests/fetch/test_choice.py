@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched: what a name asks for, and nothing else."""
+"""Which files of a repository are fetched: those that the name asks for, and no others."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_the_only_gguf_is_taken_without_a_note() -> None:
     assert (names(choice), choice.entry, choice.note) == (["model.gguf"], "model.gguf", None)
 
 
-def test_the_preferred_of_several_is_taken_and_reported() -> None:
+def test_the_preferred_quantization_is_taken_and_reported() -> None:
     choice = chosen(None, "m-Q8_0.gguf", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-F16.gguf")
     assert choice.entry == "m-Q4_K_M.gguf"
     assert choice.note == "o/r has 4 GGUF models: taking Q4_K_M; others: F16, Q2_K, Q8_0."
     assert chosen(None, "m-Q8_0.gguf", "m-F16.gguf").entry == "m-Q8_0.gguf"
 
 
-def test_several_without_a_known_quantization_are_not_guessed() -> None:
+def test_models_without_a_known_quantization_are_not_guessed() -> None:
     message = refusal(None, "a.gguf", "b.gguf")
     assert "has 2 GGUF models: a.gguf, b.gguf. Name one, such as 'hf:o/r:a.gguf'." in message
     assert "Name one" in refusal(None, "a-Q4_0.gguf", "b-Q4_0.gguf")
@@ -81,19 +81,19 @@ def test_a_quantization_is_exact() -> None:
     assert chosen("UD-Q4_K_M", "m-UD-Q4_K_M.gguf", "m-Q4_K_M.gguf").entry == "m-UD-Q4_K_M.gguf"
 
 
-def test_a_quantization_of_two_models_is_not_guessed() -> None:
+def test_an_ambiguous_quantization_is_refused() -> None:
     message = refusal("Q4_0", "a-Q4_0.gguf", "b-Q4_0.gguf")
     assert "'o/r' has 2 models called 'Q4_0'. Name one of a-Q4_0.gguf, b-Q4_0.gguf" in message
 
 
-def test_an_unknown_file_is_answered_with_those_that_are_there() -> None:
+def test_an_unknown_file_is_answered_with_the_available_ones() -> None:
     message = refusal("Q4_K_N", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
     assert "has no 'Q4_K_N', but Q4_K_M, Q8_0. Did you mean 'Q4_K_M'?" in message
-    assert "has no GGUF files, and so no 'Q4_0'" in refusal("Q4_0", "model.safetensors", *SMALL)
+    assert "has no 'Q4_0', but no GGUF files at all" in refusal("Q4_0", "model.safetensors", *SMALL)
 
 
 @pytest.mark.parametrize("asked", [None, "Q8_0", SPLIT[0], SPLIT[2]])
-def test_all_parts_of_a_split_model_come_together(asked: str | None) -> None:
+def test_all_parts_of_a_split_model_are_chosen(asked: str | None) -> None:
     choice = chosen(asked, *reversed(SPLIT))
     assert names(choice) == list(SPLIT)
     assert choice.entry == SPLIT[0]
@@ -104,7 +104,7 @@ def test_a_split_model_with_a_part_missing_is_refused() -> None:
     assert chosen(None, *SPLIT[1:], "m-F16.gguf").entry == "m-F16.gguf"
 
 
-def test_of_a_safetensors_repository_only_what_is_read_is_fetched() -> None:
+def test_only_needed_files_of_a_safetensors_repository_are_chosen() -> None:
     files = repo(*SMALL, "chat_template.jinja", "model.safetensors", "vocab.json", *NOISE)
     choice = choose(HubName("o/r"), files)
     assert names(choice) == [*SMALL, "chat_template.jinja"]
@@ -129,7 +129,7 @@ def test_the_index_says_which_shards_are_fetched() -> None:
             add_weights(choice, nothing, files)
 
 
-def test_a_repository_with_both_gives_what_is_asked() -> None:
+def test_a_repository_with_both_formats_gives_the_requested_one() -> None:
     both = (*SMALL, "model.safetensors", "m-Q4_0.gguf")
     assert chosen(None, *both).entry == "m-Q4_0.gguf"
     assert "GGUF and safetensors" in (chosen(None, *both).note or "")
@@ -139,7 +139,7 @@ def test_a_repository_with_both_gives_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        ((*SMALL, "pytorch_model.bin"), "PyTorch checkpoints only, which can run code"),
+        ((*SMALL, "pytorch_model.bin"), "PyTorch checkpoints are not read: they can run code"),
         (("README.md",), "neither a GGUF file nor model.safetensors"),
         (("model.safetensors", "tokenizer.json"), "has no config.json"),
         (("model.safetensors", "config.json", "tokenizer.model"), "has no tokenizer.json"),

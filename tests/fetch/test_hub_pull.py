@@ -50,9 +50,7 @@ def test_the_hub_s_own_client_finds_what_was_fetched(
     assert (only.repo_id, only.size_on_disk, list(scanned.warnings)) == ("o/r", len(gguf), [])
 
 
-def test_what_another_program_fetched_is_not_fetched_again(
-    hub: Hub, hub_cache: Path, gguf: bytes
-) -> None:
+def test_files_fetched_by_another_program_are_used(hub: Hub, hub_cache: Path, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a-Q4_0.gguf": gguf})
     theirs = huggingface_hub.hf_hub_download("o/r", "a-Q4_0.gguf", cache_dir=hub_cache)
     hub.asked.clear()
@@ -62,7 +60,7 @@ def test_what_another_program_fetched_is_not_fetched_again(
     assert stored(hub_cache), "what others fetched is theirs"
 
 
-def test_of_a_safetensors_repository_nothing_needless_is_fetched(
+def test_only_needed_files_of_a_safetensors_repository_are_fetched(
     hub: Hub, hub_cache: Path, folder: dict[str, bytes]
 ) -> None:
     noise = {"pytorch_model.bin": b"!", "modeling.py": b"import os", "README.md": b"hello"}
@@ -96,7 +94,7 @@ def test_a_choice_is_reported(hub: Hub, gguf: bytes) -> None:
     assert fetch.find(NAME).name == "hf:o/r:Q4_0"
 
 
-def test_a_cut_connection_is_taken_up_where_it_broke(
+def test_a_broken_connection_resumes_where_it_stopped(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
@@ -133,7 +131,7 @@ def test_a_server_without_ranges_starts_again(hub: Hub, hub_cache: Path, gguf: b
     assert loading.pull(NAME).read_bytes() == gguf
 
 
-def test_a_connection_that_is_always_cut_is_given_up_and_what_came_is_kept(
+def test_a_connection_that_always_breaks_fails_and_keeps_the_received_bytes(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
@@ -143,7 +141,7 @@ def test_a_connection_that_is_always_cut_is_given_up_and_what_came_is_kept(
     assert partials(hub_cache)[0].stat().st_size >= 1_000_000
 
 
-def test_of_two_pulls_at_once_one_fetches(hub: Hub, gguf: bytes) -> None:
+def test_only_one_of_several_concurrent_pulls_downloads(hub: Hub, gguf: bytes) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     hub.pause_s = 0.002
     phases: list[str] = []
@@ -163,7 +161,7 @@ def test_of_two_pulls_at_once_one_fetches(hub: Hub, gguf: bytes) -> None:
     assert len(hub.transfers) == 1
 
 
-def test_a_new_commit_is_another_model_and_shares_what_is_equal(
+def test_a_new_commit_is_another_model_that_shares_equal_files(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf})

@@ -15,6 +15,7 @@ from twostroke import fetch
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
 from twostroke.engine import loading
 from twostroke.fetch.disk import locked
+from twostroke.fetch.progress import ignore
 from twostroke.fetch.records import stored_records
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def test_a_pulled_model_is_listed_with_its_facts(hub: Hub, pulled: Path) -> None
     assert abs((listing.last_used or 0) - time.time()) < 100
 
 
-def test_loading_is_using(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_model_counts_as_use(pulled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, now = fetch.find(NAME), time.time()
     os.utime(record.file, (now - 2 * 86400, now - 2 * 86400))
     assert [one.name for one in fetch.unused(1)] == [NAME]
@@ -59,7 +60,7 @@ def test_verification_names_the_damaged_file(pulled: Path) -> None:
         fetch.verify(NAME)
 
 
-def test_a_file_that_is_cut_off_or_gone_is_named_and_fetched_again(
+def test_a_truncated_or_missing_file_is_named_and_fetched_again(
     hub: Hub, folder: dict[str, bytes], pulled: Path
 ) -> None:
     (pulled / "config.json").write_bytes(b"{")
@@ -76,7 +77,7 @@ def test_a_file_that_is_cut_off_or_gone_is_named_and_fetched_again(
     fetch.verify(NAME)
 
 
-def test_removing_leaves_nothing_of_the_model(hub_cache: Path, pulled: Path) -> None:
+def test_removing_deletes_all_files_of_the_model(hub_cache: Path, pulled: Path) -> None:
     size = fetch.find(NAME).num_bytes
     assert fetch.remove(NAME) == size
     assert stored(hub_cache) == []
@@ -85,7 +86,7 @@ def test_removing_leaves_nothing_of_the_model(hub_cache: Path, pulled: Path) -> 
         fetch.remove(NAME)
 
 
-def test_a_name_that_is_almost_right_gets_the_nearest(pulled: Path) -> None:
+def test_a_misspelled_name_is_answered_with_the_nearest(pulled: Path) -> None:
     for function in (fetch.verify, fetch.remove, fetch.find):
         with pytest.raises(ModelNotFoundError, match=r"Did you mean 'hf:o/r'\?"):
             function("hf:o/rr")
@@ -104,7 +105,7 @@ def test_removing_keeps_what_another_model_needs(
     fetch.verify("hf:o/r:safetensors")
 
 
-def test_what_has_gone_from_the_hub_s_cache_is_forgotten(hub_cache: Path, pulled: Path) -> None:
+def test_records_of_deleted_models_are_removed(hub_cache: Path, pulled: Path) -> None:
     for path in pulled.iterdir():
         path.unlink()
     pulled.rmdir()
@@ -114,7 +115,7 @@ def test_what_has_gone_from_the_hub_s_cache_is_forgotten(hub_cache: Path, pulled
     assert not record.file.exists()
 
 
-def test_what_a_broken_download_left_is_found_unless_it_still_runs(
+def test_leftovers_are_listed_unless_their_download_still_runs(
     hub: Hub, hub_cache: Path, gguf: bytes
 ) -> None:
     def interrupt(progress: fetch.Progress) -> None:
@@ -128,7 +129,7 @@ def test_what_a_broken_download_left_is_found_unless_it_still_runs(
     other = partial.with_name("download-of-another-program.incomplete")
     other.write_bytes(b"theirs")
     lock = hub_cache / ".locks" / "models--o--r" / f"{partial.stem}.lock"
-    with locked(lock, lambda: None):
+    with locked(lock, ignore):
         assert fetch.leftovers() == []
     (leftover,) = fetch.leftovers()
     assert (leftover.path, leftover.num_bytes) == (partial, partial.stat().st_size)
@@ -137,7 +138,7 @@ def test_what_a_broken_download_left_is_found_unless_it_still_runs(
     assert not list(hub_cache.glob("models--*"))
 
 
-def test_a_cache_that_has_everything_is_only_read(
+def test_a_complete_cache_is_not_written(
     hub: Hub, hub_cache: Path, gguf: bytes, tmp_path: Path
 ) -> None:
     hub.repos["o/r"] = Repo({"a.gguf": gguf, "README.md": b"hello"})
@@ -150,7 +151,7 @@ def test_a_cache_that_has_everything_is_only_read(
 
 @pytest.fixture
 def for_processes(hub: Hub, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub as the environment tells a command of it."""
+    """The hub's address and cache in environment variables, for commands."""
     hub.repos["o/r"] = Repo({"a.gguf": gguf})
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -167,7 +168,7 @@ def wait_for_bytes(hub_cache: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_command_is_taken_up_by_the_next(
+def test_the_next_command_resumes_a_stopped_download(
     for_processes: None, hub: Hub, hub_cache: Path, gguf: bytes, number: signal.Signals
 ) -> None:
     hub.pause_s = 0.05
@@ -185,7 +186,7 @@ def test_a_stopped_command_is_taken_up_by_the_next(
     assert hub.transfers[0].range is not None
 
 
-def test_of_two_commands_at_once_one_fetches(
+def test_only_one_of_two_concurrent_commands_downloads(
     for_processes: None, hub: Hub, hub_cache: Path
 ) -> None:
     hub.pause_s = 0.01

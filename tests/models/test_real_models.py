@@ -1,4 +1,4 @@
-"""What the larger real models' files say of themselves (`make test-models`)."""
+"""The specs read from the larger real models (`make test-models`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost reader: FLOPs and bytes against counts made by hand, and its two forms alike."""
+"""FLOPs and bytes of steps, compared with counts made by hand."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_logits_are_read_only_if_a_row_is_sampled() -> None:
     assert sampled - unsampled == model.weight_bytes["output.weight"]
 
 
-def test_a_row_reads_the_experts_that_it_chooses() -> None:
+def test_a_row_reads_only_its_chosen_experts() -> None:
     experts = tuple(Expert(f"g{i}", f"u{i}", f"d{i}") for i in range(8))
     mixture = MixtureOfExperts("y", "x", "scores", experts, 4, 16, 2, normalize=True)
     stored = {weight.name: 100 for weight in mixture.weights}

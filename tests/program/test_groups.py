@@ -1,4 +1,4 @@
-"""How layers are cut into groups that share pages, and what a page of them holds."""
+"""How layers are divided into groups that share pages, and the size of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations say of themselves, held against what the reference computes."""
+"""What operations say about themselves, compared with what the reference computes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def sharded(
     return np.concatenate(outputs, axis=1)
 
 
-def test_ranks_that_follow_the_sharding_rule_compute_what_one_does() -> None:
+def test_ranks_together_compute_what_one_rank_does() -> None:
     rng = np.random.default_rng(0)
     for op in OPS:
         inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES, Format
+from twostroke.quant.k_from_minimum import pack_scales, unpack_scales
 from twostroke.quant.planes import pack_planes, unpack_planes
-from twostroke.quant.q4_k_and_q5_k import pack_scales, unpack_scales
 
 gguf = pytest.importorskip("gguf", reason="the gguf package (test extra) is the second opinion")
 
@@ -115,7 +115,7 @@ def test_a_fitted_format_loses_no_more_than_ggmls_own_quantizer() -> None:
         assert loss > GGML_LOSS[fmt.name] / 2
 
 
-def test_quantizing_again_what_was_quantized_loses_little() -> None:
+def test_quantizing_twice_loses_little() -> None:
     for fmt in FITTED:
         values = weights()
         once = fmt.dequantize(fmt.quantize(values))

@@ -1,4 +1,4 @@
-"""A stored tensor: its shape, and the rows that it gives back."""
+"""A stored tensor: its shape, and the rows that it returns."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.quant import FORMATS
-from twostroke.quant.iq4_nl import LEVELS
+from twostroke.quant.iq4 import LEVELS
+from twostroke.quant.k_from_minimum import unpack_scales
 from twostroke.quant.planes import unpack_planes
-from twostroke.quant.q4_k_and_q5_k import unpack_scales
 from twostroke.quant.steps import unpack_codes
 
 HALVES = {

@@ -9,8 +9,7 @@ import numpy as np
 from twostroke.models.heads import TABLE, heads_for
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import HeadsFacts, load_path, target_identity
-from twostroke.weights.heads import SURENESS_KINDS, stored_shapes
-from twostroke.weights.save_heads import save_heads
+from twostroke.weights.heads import SURENESS_KINDS, save_heads, stored_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,13 +36,12 @@ def write_random_heads(
             values = table[token_ids]
         fmt = FORMATS["F32" if len(shape) == 1 else "F16"]
         tensors[name] = QuantTensor.from_floats(values.astype(np.float32), fmt)
-    facts = HeadsFacts(
+    facts = HeadsFacts.of(
         spec,
-        loaded.name,
-        target_identity(loaded.tensors),
-        tuple(token_ids),
-        (0.5,) * depth,
-        tuple((kind + 0.5) / SURENESS_KINDS for kind in range(SURENESS_KINDS)),
+        target_id=target_identity(loaded.tensors),
+        token_ids=tuple(token_ids),
+        accepted=(0.5,) * depth,
+        right_if_sure=tuple((kind + 0.5) / SURENESS_KINDS for kind in range(SURENESS_KINDS)),
     )
     save_heads(folder, facts, tensors)
     return folder

@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.tiny_weights import LAYER_NAMES, WHOLE_MODEL
 from twostroke.models import ARCHITECTURES
-from twostroke.models.rope import LinearScaling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,10 +75,10 @@ def their_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _their_rope(rope: RopeSpec) -> dict[str, Any]:
-    if rope.scaling is None:
+    if rope.scaled_frequencies is None:
         return {"rope_type": "default", "rope_theta": rope.base}
-    assert isinstance(rope.scaling, LinearScaling)
-    return {"rope_type": "linear", "rope_theta": rope.base, "factor": rope.scaling.factor}
+    factor = 1 / rope.frequencies[0]
+    return {"rope_type": "linear", "rope_theta": rope.base, "factor": factor}
 
 
 def _their_name(name: str, spec: ModelSpec) -> str:

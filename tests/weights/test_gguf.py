@@ -1,4 +1,4 @@
-"""GGUF files that are sound: metadata, tensors, and the real file beside the reference reader."""
+"""Sound GGUF files: metadata, tensors, and the real file compared with the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ METADATA = {
     "ints": Typed(gguf_writer.I32, [3, -1, 2]),
     "floats": [0.5, -1.0],
     "bools": [True, False],
-    "nested": [[1, 2], [3], ["a", "b"]],
 }
 
 
@@ -46,7 +45,9 @@ def values(metadata: dict) -> dict:
 @pytest.mark.parametrize("version", [2, 3])
 def test_every_value_type_is_read_back(tmp_path: Path, version: int) -> None:
     path = write_gguf(tmp_path / "a.gguf", METADATA, {}, version=version)
-    assert dict(read_gguf(path).metadata) == values(METADATA)
+    read = dict(read_gguf(path).metadata)
+    read["strings"] = list(read["strings"])
+    assert read == values(METADATA)
 
 
 def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> None:
@@ -54,8 +55,8 @@ def test_the_reference_reader_agrees_about_the_written_file(tmp_path: Path) -> N
     path = write_gguf(tmp_path / "a.gguf", METADATA | {"general.architecture": "x"}, {})
     theirs = gguf.GGUFReader(path).fields
     for key, value in read_gguf(path).metadata.items():
-        if key != "nested":
-            assert theirs[key].contents() == value, key
+        ours = list(value) if key == "strings" else value
+        assert theirs[key].contents() == ours, key
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -75,7 +76,7 @@ def test_tensors_are_views_with_row_major_shapes(tmp_path: Path, fmt: str) -> No
         assert not read.data.flags.writeable
 
 
-def test_another_alignment_is_obeyed(tmp_path: Path) -> None:
+def test_the_file_sets_the_alignment(tmp_path: Path) -> None:
     tensors = {
         name: QuantTensor.from_floats(np.full((1, n), n, dtype=np.float32), FORMATS["F32"])
         for name, n in {"a": 3, "b": 5}.items()
@@ -85,7 +86,7 @@ def test_another_alignment_is_obeyed(tmp_path: Path) -> None:
     assert file.tensors["b"].dequantize().tolist() == [[5.0] * 5]
 
 
-def test_tensors_may_lie_in_another_order_than_their_entries(tmp_path: Path) -> None:
+def test_tensor_data_may_be_in_a_different_order_than_the_table(tmp_path: Path) -> None:
     data = gguf_writer.header(2, 0)
     data += gguf_writer.tensor_info("second", (8,), 0, 32)
     data += gguf_writer.tensor_info("first", (8,), 0, 0)
@@ -98,7 +99,7 @@ def test_tensors_may_lie_in_another_order_than_their_entries(tmp_path: Path) -> 
     assert file.tensors["second"].dequantize().tolist() == list(range(8, 16))
 
 
-def test_tensors_of_unsupported_types_are_named_not_read(tmp_path: Path) -> None:
+def test_unsupported_tensor_types_are_reported(tmp_path: Path) -> None:
     data = gguf_writer.header(3, 0)
     data += gguf_writer.tensor_info("k", (2, 256), 15, 0)
     data += gguf_writer.tensor_info("new", (2, 256), 99, 288)
@@ -125,7 +126,7 @@ def test_released_pages_read_the_same_again(tmp_path: Path) -> None:
     before = file.tensors["a"].dequantize()
     assert resident_bytes(tmp_path / "a.gguf") >= rng.nbytes
     elsewhere = np.ones(8, dtype=np.uint8)
-    file.mapping.release([file.tensors["a"].data, elsewhere])
+    file.mappings[0].release([file.tensors["a"].data, elsewhere])
     assert resident_bytes(tmp_path / "a.gguf") < rng.nbytes / 4
     assert np.array_equal(file.tensors["a"].dequantize(), before)
     assert elsewhere.all()
@@ -140,7 +141,7 @@ def test_a_large_vocabulary_is_walked_quickly(tmp_path: Path) -> None:
         start = time.process_time()
         file = read_gguf(path)
         seconds.append(time.process_time() - start)
-    assert file.metadata["tokens"] == tokens
+    assert list(file.metadata["tokens"]) == tokens
     assert min(seconds) < 0.5  # some 50 ms on a free core
 
 

@@ -42,25 +42,25 @@ CASES = {
     "zip": (b"PK\x03\x04" + bytes(60), "is not a GGUF file"),
     "version 1": (header(0, 0, 1), "GGUF version 1; versions 2 and 3"),
     "version 4": (header(0, 0, 4), "GGUF version 4; versions 2 and 3"),
-    "tensor count": (header(HUGE, 0), "the number of tensors is"),
-    "key count": (header(0, HUGE), "the number of metadata keys is"),
+    "tensor count": (header(HUGE, 0), "the entry of tensor 0 of"),
+    "key count": (header(0, HUGE), "metadata key 0 of"),
     "more keys than bytes": (header(0, 60000), "metadata key 0 of 60000 needs 8 bytes"),
-    "key length": (header(0, 1) + struct.pack("<Q", HUGE), "the length of metadata key 0"),
+    "key length": (header(0, 1) + struct.pack("<Q", HUGE), "metadata key 0 of 1 needs"),
     "key twice": (header(0, 2) + key_value("a", 1) * 2, "'a' occurs twice"),
     "key not UTF-8": (header(0, 1) + string(b"\xff") + bytes(8), "is not UTF-8"),
     "value type": (header(0, 1) + string("k") + struct.pack("<I", 13), "unknown value type 13"),
     "value missing": (header(0, 1) + string("k") + struct.pack("<I", U32), "'k' needs 4 bytes"),
     "string length": (
         header(0, 1) + string("k") + struct.pack("<IQ", STRING, HUGE),
-        "the length of metadata key 'k'",
+        "metadata key 'k' needs",
     ),
     "string past the end": (
         header(0, 1) + string("k") + struct.pack("<IQ", STRING, 1000),
         "'k' needs 1000 bytes",
     ),
     "truth value": (header(0, 1) + string("k") + struct.pack("<IB", 7, 2), "truth value"),
-    "array type": (array_of(77, 1), "unknown array type 77"),
-    "array length": (array_of(U8, HUGE), "the array length of metadata key 'k'"),
+    "array type": (array_of(77, 1), "unknown value type 77"),
+    "array length": (array_of(U8, HUGE), "metadata key 'k' needs"),
     "array past the end": (array_of(U32, 1000), "'k' needs 4000 bytes"),
     "strings past the end": (array_of(STRING, 1000), "'k' needs 8000 bytes"),
     "string leads out": (
@@ -71,32 +71,28 @@ CASES = {
         array_of(STRING, 1, struct.pack("<Q", 1)),
         "1 strings that lead past the end",
     ),
-    "nested arrays": (
-        array_of(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 50),
-        "the nesting of metadata key 'k' is 4",
-    ),
-    "many nested arrays": (array_of(ARRAY, 1 << 20), "the array length of metadata key 'k'"),
+    "array of arrays": (array_of(ARRAY, 1), "unknown value type 9"),
     "alignment zero": (header(0, 1) + key_value("general.alignment", 0), "general.alignment is 0"),
     "alignment odd": (header(0, 1) + key_value("general.alignment", 48), "general.alignment is 48"),
     "alignment text": (
         header(0, 1) + key_value("general.alignment", "x"),
         "general.alignment is str",
     ),
-    "name length": (header(1, 0) + struct.pack("<Q", 300), "the length of the name of tensor 0"),
+    "name length": (header(1, 0) + struct.pack("<Q", 300), "the entry of tensor 0 of 1 needs"),
     "tensor twice": (header(2, 0) + tensor_info("a", (8,), 0, 0) * 2, "'a' occurs twice"),
-    "no dimensions": (header(1, 0) + string("a") + bytes(40), "'a' has 0 dimensions"),
+    "no dimensions": (header(1, 0) + string("a") + bytes(40), "tensor 'a' has the shape []"),
     "many dimensions": (
         header(1, 0) + string("a") + struct.pack("<I", HUGE % 2**32) + bytes(40),
         "dimensions, the limit is 4",
     ),
-    "dimension zero": (header(1, 0) + tensor_info("a", (0, 8), 0, 0), "has the dimensions [8, 0]"),
+    "dimension zero": (header(1, 0) + tensor_info("a", (0, 8), 0, 0), "has the shape [0, 8]"),
     "product overflows": (
         header(1, 0) + tensor_info("a", (2**32, 2**32), 0, 0),
-        "has the dimensions",
+        "has the shape",
     ),
     "product wraps to small": (
         header(1, 0) + tensor_info("a", (2**63 + 1, 2), 0, 0) + bytes(64),
-        "has the dimensions",
+        "has the shape",
     ),
     "bytes overflow": (
         header(1, 0) + tensor_info("a", (2**62,), 0, 0),
@@ -113,7 +109,7 @@ CASES = {
     ),
     "overlap": (
         header(2, 0) + tensor_info("a", (16,), 0, 0) + tensor_info("b", (8,), 0, 32) + bytes(256),
-        "tensors 'a' and 'b' overlap",
+        "tensor 'a' and tensor 'b' overlap",
     ),
 }
 
@@ -146,7 +142,7 @@ def test_truncation_names_the_tensor_and_the_sizes(tmp_path: Path) -> None:
     assert f"the file has {len(data) - 100}" in message
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(ModelFormatError, match="not a regular file"):
         read_gguf(tmp_path / "pipe.gguf")

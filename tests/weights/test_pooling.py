@@ -1,4 +1,4 @@
-"""What a model's files say of how embeddings are made."""
+"""How a model's files say that hidden states are pooled into embeddings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KIND = "sentence_transformers.models."
         (77, "pooling type 77"),
     ],
 )
-def test_a_gguf_file_has_a_number_for_it(
+def test_a_gguf_file_stores_pooling_as_a_number(
     tmp_path: Path, number: int | None, expected: str | None
 ) -> None:
     metadata = {} if number is None else {"llama.pooling_type": number}
@@ -54,7 +54,7 @@ def test_a_gguf_file_has_a_number_for_it(
         ({"pooling_mode": "x" * 500}, "x" * 40),
     ],
 )
-def test_a_folder_of_sentence_transformers_has_flags_or_a_word(
+def test_a_sentence_transformers_folder_stores_pooling_as_flags_or_a_word(
     tmp_path: Path, config: dict[str, Any], expected: str | None
 ) -> None:
     folder = write_tiny_folder(tmp_path / "tiny")
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> Non
         load_path(folder)
 
 
-def test_a_checkpoint_without_the_prefix_of_its_names_is_read(tmp_path: Path) -> None:
+def test_tensor_names_without_the_model_prefix_are_read(tmp_path: Path) -> None:
     tiny = Tiny()
     folder = write_tiny_folder(tmp_path / "tiny", tiny)
     right = {name: one.dequantize() for name, one in load_path(folder).tensors.items()}

@@ -24,14 +24,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_json_objects(path: Path) -> list[dict[str, Any]]:
-    """Return the list of JSON objects in a small file; ModelFormatError if there is none."""
-    value = _parse(path)
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ModelFormatError(f"{path.name!r} is damaged: it is not a JSON list of objects.")
-    return value
-
-
 def read_small_file(path: Path) -> bytes:
     """Return a file's bytes; ModelFormatError if it cannot be read, or is too large."""
     try:

@@ -197,7 +197,7 @@ class Heads:
         fits = (shape.vocab_size, shape.hidden_size) == sizes
         if not fits or facts.target_id != target_identity(target.tensors):
             raise UsageError(
-                f"{folder} holds heads of {facts.target_name}, which cannot guess for "
+                f"{folder} holds heads of {facts.target}, which cannot guess for "
                 f"{target.name}: train its own with `twostroke train-heads {target.name}`."
             )
         return cls(loaded, target.tensors[TABLE])

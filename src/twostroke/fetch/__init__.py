@@ -7,16 +7,20 @@ from twostroke.fetch.inventory import (
     Leftover,
     drop,
     find,
+    find_draft,
     forget_missing,
+    known_draft,
     leftovers,
     list_models,
+    pull,
     remove,
+    resolve,
     unused,
+    use,
     verify,
 )
 from twostroke.fetch.progress import Progress, Watcher
 from twostroke.fetch.records import ModelRecord
-from twostroke.fetch.sources import find_draft, known_draft, pull, resolve, use
 
 __all__ = [
     "CATALOGUE",

@@ -30,7 +30,7 @@ _SMALL = (
     *("modules.json", "1_Pooling/config.json", INDEX),
 )
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-_TAG = re.compile(
+_QUANTIZATION = re.compile(
     r"(?:^|[-_.])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))$",
     re.IGNORECASE,
 )
@@ -52,8 +52,8 @@ class RepoFile:
 class Choice:
     """The files of one model; `entry` is the one to load, None for their folder.
 
-    `number_format` is the quantization, as far as names tell it. `note` says which model was
-    chosen where the name fits several.
+    `number_format` is the quantization, if file names show it. `note` says which model was chosen
+    where the name fits several.
     """
 
     files: tuple[RepoFile, ...]
@@ -79,12 +79,17 @@ def choose(name: HubName, files: Sequence[RepoFile]) -> Choice:
         return _gguf(_find_named(name, asked, models))
     if len(models) == 1:
         both = any(file.path in {WHOLE, INDEX} for file in files)
-        note = f"{name.repo} has GGUF and safetensors: taking {models[0].path}."
+        note = f"{name.repo} has GGUF and safetensors: taking {models[0][0].path}."
         return _gguf(models[0], note if both else None)
-    model = _preferred(name, models)
-    others = _listed([one for one in models if one is not model])
-    return _gguf(
-        model, f"{name.repo} has {len(models)} GGUF models: taking {model.tag}; others: {others}."
+    for tag in PREFERENCE:
+        found = [model for model in models if _label(model) == tag and _is_complete(model)]
+        if len(found) == 1:
+            others = _listed([model for model in models if model is not found[0]])
+            note = f"{name.repo} has {len(models)} GGUF models: taking {tag}; others: {others}."
+            return _gguf(found[0], note)
+    raise ModelNotFoundError(
+        f"{name.repo!r} has {len(models)} GGUF models: {_listed(models)}. Name one, such as "
+        f"'hf:{name.repo}:{models[0][0].path}'."
     )
 
 
@@ -109,98 +114,73 @@ def quantization(path: str) -> str | None:
     """Return the quantization that a GGUF file's name ends with, in capitals, or None."""
     split = _SPLIT.fullmatch(path)
     stem = split["stem"] if split else path.rsplit(".", 1)[0]
-    match = _TAG.search(stem.rsplit("/", 1)[-1])
+    match = _QUANTIZATION.search(stem.rsplit("/", 1)[-1])
     return match[1].upper() if match else None
 
 
-@dataclass(frozen=True, slots=True)
-class _GgufModel:
-    """A GGUF file, or the parts of a split one; `complete` if all parts are there."""
-
-    files: tuple[RepoFile, ...]
-    complete: bool
-
-    @property
-    def path(self) -> str:
-        return self.files[0].path
-
-    @property
-    def tag(self) -> str | None:
-        return quantization(self.path)
+# The files of one GGUF model in order: one, or the parts of a split one that the repository has.
+_Model = tuple[RepoFile, ...]
 
 
-def _gguf_models(files: Sequence[RepoFile]) -> list[_GgufModel]:
-    models = []
-    parts: dict[tuple[str, int], dict[int, RepoFile]] = {}
-    for file in files:
-        if not file.path.lower().endswith(".gguf") or _COMPANION.search(file.path):
-            continue
-        if split := _SPLIT.fullmatch(file.path):
-            parts.setdefault((split["stem"], int(split["count"])), {})[int(split["part"])] = file
-        else:
-            models.append(_GgufModel((file,), complete=True))
-    for (_, count), found in parts.items():
-        ordered = tuple(found[number] for number in sorted(found))
-        models.append(_GgufModel(ordered, complete=set(found) == set(range(1, count + 1))))
-    return sorted(models, key=lambda model: model.path)
+def _gguf_models(files: Sequence[RepoFile]) -> list[_Model]:
+    models: dict[str, _Model] = {}
+    for file in sorted(files, key=lambda file: file.path):
+        if file.path.lower().endswith(".gguf") and not _COMPANION.search(file.path):
+            split = _SPLIT.fullmatch(file.path)
+            key = f"{split['stem']} {split['count']}" if split else file.path
+            models[key] = (*models.get(key, ()), file)
+    return list(models.values())
 
 
-def _preferred(name: HubName, models: list[_GgufModel]) -> _GgufModel:
-    for tag in PREFERENCE:
-        found = [model for model in models if model.tag == tag and model.complete]
-        if len(found) == 1:
-            return found[0]
-    raise ModelNotFoundError(
-        f"{name.repo!r} has {len(models)} GGUF models: {_listed(models)}. Name one, such as "
-        f"'hf:{name.repo}:{models[0].path}'."
-    )
+def _is_complete(model: _Model) -> bool:
+    split = _SPLIT.fullmatch(model[0].path)
+    return split is None or len(model) == int(split["count"])
 
 
-def _find_named(name: HubName, asked: str, models: list[_GgufModel]) -> _GgufModel:
+def _label(model: _Model) -> str:
+    return quantization(model[0].path) or model[0].path
+
+
+def _find_named(name: HubName, asked: str, models: list[_Model]) -> _Model:
     """Find a model by the path of one of its files, by its quantization, or by its file name."""
     for model in models:
-        if asked in {file.path.lower() for file in model.files}:
+        if asked in {file.path.lower() for file in model}:
             return model
-    found = [model for model in models if (model.tag or "").lower() == asked]
+    found = [model for model in models if _label(model).lower() == asked]
     if not found:
         names = {asked, f"{asked}.gguf"}
-        found = [model for model in models if model.path.rsplit("/", 1)[-1].lower() in names]
+        found = [model for model in models if model[0].path.rsplit("/", 1)[-1].lower() in names]
     if len(found) == 1:
         return found[0]
     if found:
-        paths = ", ".join(model.path for model in found[:_MAX_LISTED])
+        paths = ", ".join(model[0].path for model in found[:_MAX_LISTED])
         raise ModelNotFoundError(
             f"{name.repo!r} has {len(found)} models called {name.file!r}. Name one of {paths}."
         )
-    if not models:
-        raise ModelNotFoundError(
-            f"{name.repo!r} has no GGUF files, and so no {name.file!r}: use 'hf:{name.repo}'."
-        )
-    hint = nearest(name.file or "", [one for m in models for one in (m.tag, m.path) if one])
-    raise ModelNotFoundError(f"{name.repo!r} has no {name.file!r}, but {_listed(models)}.{hint}")
+    hint = nearest(name.file or "", map(_label, models))
+    has = _listed(models) or "no GGUF files at all"
+    raise ModelNotFoundError(f"{name.repo!r} has no {name.file!r}, but {has}.{hint}")
 
 
-def _gguf(model: _GgufModel, note: str | None = None) -> Choice:
-    if not model.complete:
-        raise ModelNotFoundError(f"The repository lacks some of the parts of {model.path!r}.")
-    return Choice(model.files, model.path, model.tag or "GGUF", note)
+def _gguf(model: _Model, note: str | None = None) -> Choice:
+    entry = model[0].path
+    if not _is_complete(model):
+        raise ModelNotFoundError(f"The repository lacks some of the parts of {entry!r}.")
+    return Choice(model, entry, quantization(entry) or "GGUF", note)
 
 
-def _listed(models: list[_GgufModel]) -> str:
-    names = list(dict.fromkeys(model.tag or model.path for model in models))
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
+def _listed(models: list[_Model]) -> str:
+    labels = list(dict.fromkeys(map(_label, models)))
+    more = f" and {len(labels) - _MAX_LISTED} more" if len(labels) > _MAX_LISTED else ""
+    return ", ".join(labels[:_MAX_LISTED]) + more
 
 
 def _choose_folder(name: HubName, files: Sequence[RepoFile]) -> Choice:
     known = {file.path: file for file in files}
     if WHOLE not in known and INDEX not in known:
-        if any(path.endswith((".bin", ".pt", ".pth", ".ckpt")) for path in known):
-            raise ModelFormatError(
-                f"{name.repo!r} has PyTorch checkpoints only, which can run code when they are "
-                "opened. Look for a version in safetensors or GGUF."
-            )
-        raise ModelFormatError(f"{name.repo!r} has neither a GGUF file nor {WHOLE}.")
+        pickled = any(path.endswith((".bin", ".pt", ".pth", ".ckpt")) for path in known)
+        hint = " PyTorch checkpoints are not read: they can run code." if pickled else ""
+        raise ModelFormatError(f"{name.repo!r} has neither a GGUF file nor {WHOLE}.{hint}")
     for needed in (CONFIG, TOKENIZER):
         if needed not in known:
             raise ModelFormatError(f"{name.repo!r} has no {needed}, which its weights need.")

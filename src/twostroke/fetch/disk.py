@@ -1,9 +1,10 @@
-"""The disk under a download: locks, free space, and what to say when it is full."""
+"""The disk under a download: locks, free space, checksums, and what to say when it is full."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import DownloadError
+from twostroke.fetch.progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20  # left free by a download
 
 
@@ -36,31 +39,35 @@ class Place:
                 f"{self.variable} to a folder on another disk."
             )
 
-    def error(self, name: str, error: OSError, kept: str) -> DownloadError:
-        """Return the error for a write that failed; `kept` is a sentence about what is left."""
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            return DownloadError(
-                f"The disk is full: {name!r} does not fit into {str(self.folder)!r}. {kept} "
-                f"Free some space, or set {self.variable} to a folder on another disk."
-            )
-        return DownloadError(
-            f"{name!r} cannot be written to {str(self.folder)!r}: {error.strerror or error}. "
-            f"Set {self.variable} to a folder that you can write to."
-        )
+    @contextmanager
+    def filling(self, name: str, kept: Callable[[], str]) -> Iterator[None]:
+        """Download the model `name` into it.
+
+        `kept` says what is left of the download when it is interrupted or the disk fails.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Interrupted. {kept()}") from None
+        except OSError as error:
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+            reason = "The disk is full" if full else error.strerror or str(error)
+            raise DownloadError(
+                f"{name!r} cannot be written to {str(self.folder)!r}: {reason}. {kept()} Free some "
+                f"space there, or set {self.variable} to a folder that you can write to."
+            ) from None
 
 
 @contextmanager
-def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file at `path`; calls `wait` if another process holds it.
+def locked(path: Path, watch: Watcher) -> Iterator[None]:
+    """Hold the lock file at `path`; `watch` sees if another process holds it.
 
     The empty file stays: to remove it would be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait()
+        if not _lock(file.fileno()):
+            watch(Progress("wait"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -70,25 +77,56 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not _lock(file.fileno())
 
 
 def place_file(part: Path, path: Path) -> None:
     """Give a whole file its name, so that neither is lost with the power."""
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
+    _sync(part)
     part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal.
+
+    If it is one of several, `before` bytes of `total_bytes` were checked before it.
+    """
+    digest, done = hashlib.sha256(), before
+    total = path.stat().st_size if total_bytes is None else total_bytes
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            watch(Progress("verify", done, total))
+    return digest.hexdigest()
+
+
+def file_size(path: Path) -> int | None:
+    """Return a file's size, None if it cannot be seen."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def megabytes(num_bytes: int) -> str:
     """Return a size as people read it."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file; False if another process holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

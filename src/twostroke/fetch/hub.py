@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from twostroke.core.files import write_text
 from twostroke.fetch.choice import RepoFile
-from twostroke.fetch.disk import place_file
+from twostroke.fetch.disk import CHUNK_BYTES, file_sha256, file_size, place_file
 from twostroke.fetch.names import is_safe_path
-from twostroke.fetch.progress import CHUNK_BYTES, file_sha256
-from twostroke.fetch.records import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,11 +42,15 @@ class UnreachableError(DownloadError):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit: its files and its licence."""
+    """A repository at one commit: its files and its licence.
+
+    `is_cached` says that the hub could not be reached: these are the files in its cache.
+    """
 
     commit: str
     files: tuple[RepoFile, ...]
     licence: str | None
+    is_cached: bool = False
 
 
 class Hub:
@@ -81,7 +83,10 @@ class Hub:
         return f"{self.endpoint}/{self.name.repo}"
 
     def listing(self) -> Listing:
-        """Return what the hub has; UnreachableError if it cannot be asked."""
+        """Return the files on the hub, or in its cache if the hub cannot be reached.
+
+        Raises UnreachableError if the cache has none.
+        """
         api = self._client.HfApi(library_name="twostroke")
         try:
             info = self._ask(
@@ -93,14 +98,18 @@ class Hub:
                 )
             )
             return _listing(info)
+        except UnreachableError:
+            cached = self._cached_listing()
+            if cached is None:
+                raise
+            return cached
         except (ValueError, TypeError, KeyError, AttributeError):
             raise DownloadError(
                 f"{self.endpoint} did not describe the repository {self.name.repo!r}: check "
                 "HF_ENDPOINT, and whether the network wants a login."
             ) from None
 
-    def cached_listing(self) -> Listing | None:
-        """Return what the cache has of the repository, without asking the hub."""
+    def _cached_listing(self) -> Listing | None:
         try:
             folder = Path(
                 self._client.snapshot_download(
@@ -113,7 +122,7 @@ class Hub:
         files = [
             RepoFile(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths
         ]
-        return Listing(folder.name, tuple(files), None)
+        return Listing(folder.name, tuple(files), None, is_cached=True)
 
     def snapshot(self, commit: str) -> Path:
         """Return the cache's folder for a commit."""
@@ -137,29 +146,26 @@ class Hub:
         `grew` gets the partial file and its size, and may refuse it by an error: then it is
         deleted. `watch` sees the check of its SHA-256.
         """
-        partial, blob = self._partial(file), self._blob(file)
         if self._has_blob(file):
             return
+        partial = self._partial(file)
         partial.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._receive_all(commit, file, partial, grew)
-            if file_sha256(partial, watch) != file.sha256:
-                partial.unlink()
-                raise DownloadError(
-                    f"{file.path!r} arrived damaged and was deleted: try again. If it happens "
-                    "again, the hub or a mirror (HF_ENDPOINT) sends damaged files."
-                )
         except ModelFormatError:
             partial.unlink()
             raise
-        finally:
-            if file_size(partial) == 0:
-                partial.unlink()
-        place_file(partial, blob)
+        if file_sha256(partial, watch) != file.sha256:
+            partial.unlink()
+            raise DownloadError(
+                f"{file.path!r} arrived damaged and was deleted: try again. If it happens "
+                "again, the hub or a mirror (HF_ENDPOINT) sends damaged files."
+            )
+        place_file(partial, self._blob(file))
 
     def link(self, commit: str, file: RepoFile) -> None:
         """Give a file its place in the snapshot; the client downloads it if it is small."""
-        force = file.sha256 is None  # what is there is damaged
+        force = file.sha256 is None  # the copy in the cache is damaged
         self._ask(
             lambda: self._client.hf_hub_download(
                 self.name.repo, file.path, revision=commit, force_download=force
@@ -214,19 +220,18 @@ class Hub:
         )
         headers = self._utils.build_hf_headers(library_name="twostroke")
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={file_size(partial) or 0}-"}
-        with partial.open("ab") as out:
-            response = self._ask(lambda: self._open(url, headers))
-            try:
-                if response.status_code != 206:  # a server without ranges starts again
-                    out.truncate(0)
+        response = self._ask(lambda: self._open(url, headers))
+        try:
+            # A server without ranges starts again.
+            with partial.open("ab" if response.status_code == 206 else "wb") as out:
                 for chunk in response.iter_bytes(CHUNK_BYTES):
                     out.write(chunk)
                     out.flush()
                     yield out.tell()
-            except self._failures as error:
-                raise self._explained(error) from None
-            finally:
-                response.close()
+        except self._failures as error:
+            raise self._explained(error) from None
+        finally:
+            response.close()
 
     def _open(self, url: str, headers: dict[str, str]) -> Any:
         session = self._utils.get_session()
@@ -277,13 +282,16 @@ class Hub:
         )
 
 
-def cache_folder() -> Path | None:
-    """Return the hub's cache folder, None if the client is not installed."""
+def unfinished_files(caches: set[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield each unfinished download in the client's cache and in `caches`, and its lock."""
     with suppress(ImportError):
         from huggingface_hub import constants
 
-        return Path(constants.HF_HUB_CACHE)
-    return None
+        caches = caches | {Path(constants.HF_HUB_CACHE)}
+    for cache in sorted(caches):
+        for path in sorted(cache.glob("models--*/blobs/*.incomplete")):
+            if len(path.stem) == 64:  # the client's own files have other names
+                yield path, cache / ".locks" / path.parents[1].name / f"{path.stem}.lock"
 
 
 def _status(error: BaseException) -> int | None:

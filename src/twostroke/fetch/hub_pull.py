@@ -15,10 +15,10 @@ from twostroke.fetch.choice import (
     choose,
     quantization,
 )
-from twostroke.fetch.disk import Place, locked, megabytes
-from twostroke.fetch.hub import Hub, Listing, UnreachableError
-from twostroke.fetch.progress import Progress, file_sha256, ignore
-from twostroke.fetch.records import ModelRecord, StoredFile, file_size, stored_records
+from twostroke.fetch.disk import Place, file_sha256, file_size, locked, megabytes
+from twostroke.fetch.hub import Hub, Listing
+from twostroke.fetch.progress import Progress, ignore
+from twostroke.fetch.records import ModelRecord, StoredFile, stored_records
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +41,8 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
         DownloadError: network, disk, rights or checksum failed; what has arrived is kept.
     """
     pull = _Pull(Hub(name), inspect, watch)
-    try:
+    with pull.place.filling(str(name), pull.kept):
         return pull.run()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted. {pull.kept()}") from None
-    except OSError as error:
-        raise pull.place.error(str(name), error, pull.kept()) from None
 
 
 class _Pull:
@@ -64,7 +60,7 @@ class _Pull:
         self.total_bytes = 0
 
     def run(self) -> ModelRecord:
-        is_online = self.look()
+        self.listing = self.hub.listing()
         choice = choose(self.name, self.listing.files)
         if choice.note:
             self.watch(Progress("choose", note=choice.note))
@@ -72,21 +68,9 @@ class _Pull:
         if choice.entry is None:
             choice = self.fetch_small_files(choice)
         self.fetch(choice.files, choice.entry)
-        if is_online and not self.were_here.issuperset(choice.files):
+        if not self.listing.is_cached and not self.were_here.issuperset(choice.files):
             self.hub.remember(self.listing.commit)
         return self.record(choice)
-
-    def look(self) -> bool:
-        """Ask the hub for its files; False if it cannot be reached and its cache has the model."""
-        try:
-            self.listing = self.hub.listing()
-        except UnreachableError:
-            cached = self.hub.cached_listing()
-            if cached is None:
-                raise
-            self.listing = cached
-            return False
-        return True
 
     def path(self, name: str | None) -> Path:
         """Return the place of a file in the cache, or of the model's folder."""
@@ -133,11 +117,11 @@ class _Pull:
                 is_known = self.inspect(partial, file.path) is not None
                 sizes[:] = [] if is_known else [one for one in sizes if one > size]
 
-        with locked(self.hub.lock(file), lambda: self.watch(Progress("wait"))):
+        with locked(self.hub.lock(file), self.watch):
             self.hub.transfer(self.listing.commit, file, grew, self.watch)
 
     def kept(self) -> str:
-        """Say how much of what is wanted has arrived."""
+        """Say how much of the wanted files has arrived."""
         kept = self.total_bytes - sum(map(self.hub.missing_bytes, self.wanted))
         if not kept:
             return "Nothing was kept."

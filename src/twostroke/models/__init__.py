@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.models.blocks import decoder
 from twostroke.models.family import Family
 from twostroke.models.gemma import GEMMA2, GEMMA3
@@ -37,17 +36,8 @@ MODEL_TYPES: dict[str, str] = {
 
 
 def build_program(spec: ModelSpec) -> Program:
-    """Build the Program of a model.
-
-    Raises:
-        ModelFormatError: the architecture is not one of `ARCHITECTURES`.
-    """
-    family = ARCHITECTURES.get(spec.architecture)
-    if family is None:
-        known = ", ".join(sorted(ARCHITECTURES))
-        hint = nearest(spec.architecture, ARCHITECTURES)
-        message = f"{spec.name}: architecture '{spec.architecture}' is not supported"
-        raise ModelFormatError(f"{message}; supported: {known}.{hint}")
+    """Build the Program of a model, whose architecture must be one of `ARCHITECTURES`."""
+    family = ARCHITECTURES[spec.architecture]
     scale = math.sqrt(spec.hidden_size) if family.scales_embedding else None
     return decoder(spec, family.layer, embedding_scale=scale)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from twostroke.models.rope import inverse_frequencies, magnitude
 from twostroke.program import Program, ops
 
 if TYPE_CHECKING:
@@ -62,12 +61,25 @@ def attention(
         parts += [_query_key_norm(spec, name, p, heads[p], groups[p]) for p in ("q", "k")]
         q, k = f"{q}.normed", f"{k}.normed"
     parts += [_rope(spec, layer, q, heads["q"]), _rope(spec, layer, k, heads["k"])]
-    mixed = f"{name}.mixed"
-    parts.append(_attend(spec, layer, mixed, f"{q}.roped", f"{k}.roped"))
-    bias = f"{name}.attn_output.bias" if spec.output_bias else None
+    window, mixed = spec.window_of(layer), f"{name}.mixed"
     parts.append(
-        ops.Linear(output, mixed, f"{name}.attn_output.weight", spec.num_heads * dim, hidden, bias)
+        ops.Attention(
+            mixed,
+            f"{q}.roped",
+            f"{k}.roped",
+            f"{name}.v",
+            layer,
+            spec.num_heads,
+            spec.num_kv_heads,
+            dim,
+            dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            None if window is None else window.size,
+            spec.attention_soft_cap,
+        )
     )
+    bias = f"{name}.attn_output.bias" if spec.output_bias else None
+    width = spec.num_heads * dim
+    parts.append(ops.Linear(output, mixed, f"{name}.attn_output.weight", width, hidden, bias))
     return parts
 
 
@@ -123,59 +135,31 @@ def residual_layer(
     Each part may have a norm before it and one after it. The second part is a mixture of experts
     if the spec has experts.
     """
-    middle = f"h{layer}"
+    name, middle = f"blk.{layer}", f"h{layer}"
+    first = partial(attention, query_key_norm=query_key_norm)
     second = feed_forward if spec.experts is None else mixture
-    return [
-        *residual(
-            spec,
-            layer,
-            partial(attention, query_key_norm=query_key_norm),
-            (x, middle),
-            ("attn_norm" if pre_norms else None, "post_attention_norm" if post_norms else None),
-        ),
-        *residual(
-            spec,
-            layer,
-            second,
-            (middle, output),
-            ("ffn_norm" if pre_norms else None, "post_ffw_norm" if post_norms else None),
-        ),
-    ]
-
-
-def residual(
-    spec: ModelSpec,
-    layer: int,
-    part: Layer,
-    ends: tuple[str, str],
-    norms: tuple[str | None, str | None],
-) -> list[Op]:
-    """Return `output = x + part(x)`, `ends` being x and output, with norms before and after it."""
-    (x, output), (before, after) = ends, norms
-    seen, result = x, f"{output}.part"
     parts: list[Op] = []
-    if before is not None:
-        seen = f"{output}.normed"
-        parts.append(norm(spec, seen, x, f"blk.{layer}.{before}"))
-    parts += part(spec, layer, seen, result)
-    if after is not None:
-        parts.append(norm(spec, f"{result}.normed", result, f"blk.{layer}.{after}"))
-        result = f"{result}.normed"
-    return [*parts, ops.Add(output, x, result, spec.hidden_size)]
-
-
-def _window(spec: ModelSpec, layer: int) -> int | None:
-    return spec.window.size if spec.window is not None and spec.window.slides[layer] else None
+    for part, start, end, before, after in (
+        (first, x, middle, "attn_norm", "post_attention_norm"),
+        (second, middle, output, "ffn_norm", "post_ffw_norm"),
+    ):
+        read, result = start, f"{end}.part"
+        if pre_norms:
+            read = f"{end}.normed"
+            parts.append(norm(spec, read, start, f"{name}.{before}"))
+        parts += part(spec, layer, read, result)
+        if post_norms:
+            parts.append(norm(spec, f"{result}.normed", result, f"{name}.{after}"))
+            result = f"{result}.normed"
+        parts.append(ops.Add(end, start, result, spec.hidden_size))
+    return parts
 
 
 def _rope(spec: ModelSpec, layer: int, x: str, num_heads: int) -> ops.Rope:
-    rope = spec.rope
-    if spec.window is not None and spec.window.slides[layer]:
-        rope = spec.window.rope or rope
-    angles = inverse_frequencies(rope)
-    return ops.Rope(
-        f"{x}.roped", x, num_heads, spec.head_dim, angles, rope.interleaved, magnitude(rope)
-    )
+    window = spec.window_of(layer)
+    rope = spec.rope if window is None or window.rope is None else window.rope
+    frequencies, dim = rope.frequencies, spec.head_dim
+    return ops.Rope(f"{x}.roped", x, num_heads, dim, frequencies, rope.interleaved, rope.magnitude)
 
 
 def _query_key_norm(
@@ -185,20 +169,3 @@ def _query_key_norm(
     weight = f"{name}.attn_{part}_norm.weight"
     x = f"{name}.{part}"
     return ops.RMSNorm(f"{x}.normed", x, weight, width, epsilon, num_groups, spec.norm_offset)
-
-
-def _attend(spec: ModelSpec, layer: int, output: str, q: str, k: str) -> ops.Attention:
-    dim, scale = spec.head_dim, spec.attention_scale
-    return ops.Attention(
-        output,
-        q,
-        k,
-        f"blk.{layer}.v",
-        layer,
-        spec.num_heads,
-        spec.num_kv_heads,
-        dim,
-        dim**-0.5 if scale is None else scale,
-        _window(spec, layer),
-        spec.attention_soft_cap,
-    )

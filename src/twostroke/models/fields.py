@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from twostroke.core.errors import ModelFormatError, nearest
+from twostroke.core.errors import ModelFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
+
+    T = TypeVar("T")
 
 # Far above every known model, and low enough that a damaged file cannot ask for huge memory.
 MAX_LAYERS = 1024
@@ -17,10 +19,10 @@ MAX_HEAD_DIM = 1 << 10
 MAX_VOCAB = 1 << 24
 MAX_CONTEXT = 1 << 31
 MAX_EXPERTS = 1 << 10
-# Numbers stay within these, so that their products and powers stay finite.
+# Numbers stay within these limits, so that their products and powers stay finite.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
-_MOST_SHOWN = 60  # characters of a word in an error
+_MAX_SHOWN = 60  # characters of a word in an error
 _REQUIRED: Any = object()
 
 
@@ -44,26 +46,13 @@ class Fields:
         """Return the value at `key`, unchecked; None if it is missing."""
         return self.values.get(self.prefix + key)
 
-    def fault(self, text: str, hint: str = "") -> NoReturn:
-        """Raise a ModelFormatError about this file; `hint` is a further sentence."""
-        raise ModelFormatError(f"{self.name!r} {text}.{hint}")
+    def fault(self, text: str) -> NoReturn:
+        """Raise a ModelFormatError about this file."""
+        raise ModelFormatError(f"{self.name!r} {text}.")
 
-    def refuse(self, key: str, problem: str, hint: str = "") -> NoReturn:
+    def refuse(self, key: str, problem: str) -> NoReturn:
         """Raise a ModelFormatError about the value at `key`."""
-        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}", hint)
-
-    def only(self, known: Collection[str]) -> None:
-        """Refuse a key that is none of `known`, with the nearest of them."""
-        for key in self.values:
-            if key not in known:
-                self.fault(f"has {_shown(key)}, which is not one of its keys", _nearest(key, known))
-
-    def word(self, key: str, known: Collection[str]) -> str:
-        """Return the text at `key`, one of `known`."""
-        value = self.text(key)
-        if value not in known:
-            self.refuse(key, f"not one of {', '.join(known)}", _nearest(value, known))
-        return value
+        self.fault(f"has {self.prefix}{key} = {_shown(self.value(key))}, {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the key is there with a value other than null."""
@@ -77,21 +66,22 @@ class Fields:
         return value
 
     def number(
-        self, key: str, *, above: float = 0.0, low: float = 0.0, default: Any = _REQUIRED
+        self,
+        key: str,
+        *,
+        low: float = _SMALLEST,
+        high: float = _LARGEST,
+        default: Any = _REQUIRED,
     ) -> float:
-        """Return the finite number at `key`, or `default` if there is none.
-
-        It must be above `above`, and at least `low` if that is given.
-        """
+        """Return the number at `key`, from `low` to `high`, or `default` if there is none."""
         value = self._value(key, default)
-        is_number = type(value) in {int, float}
         # Comparing before converting: an int may be too large for a float.
-        if not is_number or not max(above, _SMALLEST) < value < _LARGEST or value < low:
-            self.refuse(key, f"not a number {_bound(value if is_number else 0, above, low)}")
+        if type(value) not in {int, float} or not low <= value <= high:
+            self.refuse(key, f"not a number from {low:g} to {high:g}")
         return float(value)
 
     def optional_number(
-        self, key: str, *, low: float = 0.0, default: float | None = None
+        self, key: str, *, low: float = _SMALLEST, default: float | None = None
     ) -> float | None:
         """Return the number at `key` as `number` does, None for zero, `default` if not there."""
         value = self.value(key)
@@ -116,13 +106,16 @@ class Fields:
             self.fault(f"has {self.prefix}{key} that is not an object")
         return Fields(f"{self.name}: {key}", value)
 
-    def flags(self, key: str, count: int) -> tuple[bool, ...]:
-        """Return the `count` truth values of the list at `key`."""
+    def choices(self, key: str, known: Mapping[Any, T], count: int) -> tuple[T, ...]:
+        """Return what `known` has for each of the `count` values of the list at `key`."""
         values = self._value(key, _REQUIRED)
-        is_list = isinstance(values, list) and len(values) == count
-        if not is_list or not all(type(value) is bool for value in values):
-            self.fault(f"has {self.prefix}{key} that is not a list of {count} truth values")
-        return tuple(values)
+        if not isinstance(values, list) or len(values) != count:
+            self.fault(f"has {self.prefix}{key} that is not a list of {count} values")
+        for value in values:
+            if not isinstance(value, str | bool) or value not in known:
+                shown = ", ".join(map(str, known))
+                self.fault(f"has {self.prefix}{key} with {_shown(value)}; supported: {shown}")
+        return tuple(known[value] for value in values)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return the truth value at `key`, or `default` if there is none."""
@@ -148,10 +141,9 @@ class Fields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        for place, one in enumerate(ids):
+        for one in ids:
             if type(one) is not int or not 0 <= one < num_tokens:
-                where = f"{key}[{place}]" if isinstance(value, list) else key
-                wrong = f"{self.prefix}{where} = {_shown(one)}"
+                wrong = f"{self.prefix}{key} = {_shown(one)}"
                 self.fault(f"has {wrong}, not a token id from 0 to {num_tokens - 1}")
         return tuple(ids)
 
@@ -170,20 +162,6 @@ class Fields:
         return default
 
 
-def _bound(value: float, above: float, low: float) -> str:
-    """Return in words which limit a number does not keep."""
-    if value >= _LARGEST:
-        return f"below {_LARGEST:g}"
-    if low:
-        return f"of at least {low:g}"
-    limit = _SMALLEST if value > above else above
-    return f"above {limit:g}" if limit else "above zero"
-
-
-def _nearest(word: str, known: Collection[str]) -> str:
-    return nearest(word[:_MOST_SHOWN], known)
-
-
 def _shown(value: Any) -> str:
     """Show a value in an error: short, and in one line."""
     if isinstance(value, int):
@@ -192,5 +170,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return str(value)
     if isinstance(value, str):
-        return repr(value) if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]!r}…"
+        return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}…"
     return f"a {type(value).__name__}"

@@ -54,7 +54,7 @@ def gemma3_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window and the base of its layers."""
     window = gguf_window(fields, all_but_every(_PERIOD, spec.num_layers))
     if window is not None:
-        base = fields.number("rope.freq_base_swa", above=1.0, default=_LOCAL_BASE)
+        base = fields.number("rope.freq_base_swa", default=_LOCAL_BASE)
         window = replace(window, rope=RopeSpec(base, spec.rope.dim, spec.rope.interleaved))
     soft_cap = fields.optional_number("final_logit_softcapping")
     return replace(_from_gguf(spec), logit_soft_cap=soft_cap, window=window)
@@ -66,13 +66,13 @@ def gemma3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_PERIOD)
     window = config_window(fields, all_but_every(period, spec.num_layers))
     if window is not None:
-        base = fields.number("rope_local_base_freq", above=1.0, default=_LOCAL_BASE)
+        base = fields.number("rope_local_base_freq", default=_LOCAL_BASE)
         local = RopeSpec(base, spec.head_dim, interleaved=False)
         by_type = fields.part("rope_parameters")
         if by_type is not None and by_type.has("sliding_attention"):
             # `rope_theta` and `rope_scaling` are those of the global layers.
             own = Fields(fields.name, {**fields.values, "rope_theta": base, "rope_scaling": None})
-            local = config_rope(own, spec.head_dim, spec.context_length, "sliding_attention")
+            local, _ = config_rope(own, spec.head_dim, spec.context_length, "sliding_attention")
         window = replace(window, rope=local)
     return replace(_from_config(fields, spec), window=window)
 

@@ -7,13 +7,15 @@ reduced vocabulary FR-Spec (arXiv:2502.14856).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.models.blocks import norm, residual_layer
 from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
 from twostroke.program import Program, ops
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from twostroke.program import Op
 
 EAGLE: Final = "eagle"
@@ -21,6 +23,12 @@ MEDUSA: Final = "medusa"
 KINDS: Final = (EAGLE, MEDUSA)
 TABLE: Final = "token_embd.weight"  # EAGLE reads the target's own
 NUMBERS: Final = "numbers.weight"  # Medusa: which block a row takes
+
+# Facts of a model that a layer of its heads shares; the layer's `ffn_size` may differ.
+LAYER_SIZES: Final = (
+    *("hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("context_length", "norm_epsilon"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +50,22 @@ def heads_for(
     target: ModelSpec, kind: str, *, num_tokens: int, depth: int, ffn_size: int, window: int
 ) -> HeadsSpec:
     """Return the shapes of heads for a model; their attention sees `window` tokens."""
+    sizes = {name: getattr(target, name) for name in LAYER_SIZES} | {"ffn_size": ffn_size}
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)
-    layer = ModelSpec(
+    return HeadsSpec(kind, heads_layer(target.name, rope, window, sizes), num_tokens, depth)
+
+
+def heads_layer(name: str, rope: RopeSpec, window: int, sizes: Mapping[str, Any]) -> ModelSpec:
+    """Return the shapes of a layer for heads; `sizes` are those of `LAYER_SIZES`."""
+    return ModelSpec(
         architecture="llama",
-        name=target.name,
+        name=name,
         num_layers=1,
-        hidden_size=target.hidden_size,
-        ffn_size=ffn_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        vocab_size=target.vocab_size,
-        context_length=target.context_length,
-        norm_epsilon=target.norm_epsilon,
         rope=rope,
         tied_embeddings=False,
         window=WindowSpec(window, (True,)),
+        **sizes,
     )
-    return HeadsSpec(kind, layer, num_tokens, depth)
 
 
 def build_heads(spec: HeadsSpec) -> Program:

@@ -28,7 +28,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     return replace(
         spec,
         window=gguf_window(fields, (True,) * spec.num_layers),
-        experts=gguf_experts(fields, spec.num_layers),
+        experts=gguf_experts(fields, spec),
     )
 
 
@@ -46,7 +46,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         case "mistral":
             return replace(spec, window=config_window(fields, (True,) * spec.num_layers))
         case _:
-            experts = config_experts(fields, spec.num_layers, spec.ffn_size, normalize=True)
+            experts = config_experts(fields, spec, spec.ffn_size, normalize=True)
             window = config_window_of_all(fields, spec.num_layers)
             return replace(spec, window=window, experts=experts)
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from twostroke.models.blocks import residual_layer
 from twostroke.models.common_fields import (
     config_experts,
+    config_window,
     config_window_of_all,
-    config_window_of_qwen,
     gguf_experts,
 )
 from twostroke.models.family import Family
-from twostroke.models.fields import MAX_WIDTH
+from twostroke.models.fields import MAX_LAYERS, MAX_WIDTH
 
 if TYPE_CHECKING:
     from twostroke.models.fields import Fields
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the window, which is off by default and leaves the first layers alone."""
-    return replace(spec, window=config_window_of_qwen(fields, spec.num_layers))
+    if not fields.flag("use_sliding_window", default=False):
+        return spec
+    whole = fields.integer("max_window_layers", MAX_LAYERS, low=0)
+    slides = tuple(layer >= whole for layer in range(spec.num_layers))
+    return replace(spec, window=config_window(fields, slides))
 
 
 def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -37,7 +41,7 @@ def qwen2_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 def experts_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Read the experts; every layer has them."""
-    experts = gguf_experts(fields, spec.num_layers)
+    experts = gguf_experts(fields, spec)
     if experts is None:
         fields.fault("is a mixture of experts, but its expert_count is 0")
     return replace(spec, experts=experts)
@@ -51,7 +55,7 @@ def experts_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         spec = replace(spec, window=config_window_of_all(fields, spec.num_layers))
     width = fields.integer("moe_intermediate_size", MAX_WIDTH)
     normalize = fields.flag("norm_topk_prob", default=False)
-    experts = config_experts(fields, spec.num_layers, width, normalize=normalize)
+    experts = config_experts(fields, spec, width, normalize=normalize)
     return replace(spec, experts=experts)
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from twostroke.program import Activation
-
-if TYPE_CHECKING:
-    from twostroke.models.rope import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +13,22 @@ class RopeSpec:
 
     `dim` is how many of a head's values are rotated. `interleaved` pairs neighbours
     (2i, 2i+1), as GGUF stores the Llama family; otherwise value i is paired with i + dim/2.
+    A scaling has its own frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies
+    sine and cosine.
     """
 
     base: float
     dim: int
     interleaved: bool
-    scaling: RopeScaling | None = None
+    scaled_frequencies: tuple[float, ...] | None = None
+    magnitude: float = 1.0
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """The angle per position of each pair, in radians."""
+        if self.scaled_frequencies is not None:
+            return self.scaled_frequencies
+        return tuple([self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +89,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     window: WindowSpec | None = None
     experts: ExpertSpec | None = None
+
+    def window_of(self, layer: int) -> WindowSpec | None:
+        """Return the window of a layer, None if it sees all positions."""
+        return self.window if self.window is not None and self.window.slides[layer] else None

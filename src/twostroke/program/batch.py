@@ -87,7 +87,7 @@ class BatchShape:
 
 
 def _spans(part: Slice) -> Iterator[tuple[int, int]]:
-    """Yield where rows start and how many they are; branches read what is before them again."""
+    """Yield where rows start and how many they are; a branch reads its own context again."""
     if not part.branches:
         yield part.start, part.num_rows
         return

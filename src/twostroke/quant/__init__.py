@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from twostroke.quant.floats import BF16, F16, F32
 from twostroke.quant.format import Bytes, Floats, Format
-from twostroke.quant.iq4_nl import IQ4_NL
-from twostroke.quant.iq4_xs import IQ4_XS
-from twostroke.quant.q2_k import Q2_K
-from twostroke.quant.q3_k import Q3_K
-from twostroke.quant.q4_k_and_q5_k import Q4_K, Q5_K
-from twostroke.quant.q6_k import Q6_K
+from twostroke.quant.iq4 import IQ4_NL, IQ4_XS
+from twostroke.quant.k_around_zero import Q3_K, Q6_K
+from twostroke.quant.k_from_minimum import Q2_K, Q4_K, Q5_K
 from twostroke.quant.steps import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from twostroke.quant.tensor import QuantTensor
 

@@ -16,8 +16,7 @@ from twostroke.train.learn import Learner
 from twostroke.train.lesson import Lesson, Target, frequent_tokens
 from twostroke.train.start import first_weights
 from twostroke.weights import HeadsFacts, target_identity
-from twostroke.weights.heads import stored_shapes
-from twostroke.weights.save_heads import save_heads
+from twostroke.weights.heads import save_heads, stored_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +61,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
         learner = _learner(loaded, options, lesson, token_ids, [])
         learner.restore(saved.arrays)
         learner.seconds, learner.num_steps = saved.seconds, saved.num_steps
-    score = _train(_Run(output, loaded.name, about, token_ids, learner, report))
+    score = _train(_Run(output, about, token_ids, learner, report))
     report(_scored(score))
     return score
 
@@ -72,7 +71,6 @@ class _Run:
     """Heads in training, and the folder in which they are saved."""
 
     folder: Path
-    model_name: str
     about: dict[str, Any]
     token_ids: tuple[int, ...]
     learner: Learner
@@ -82,13 +80,12 @@ class _Run:
         """Write the heads and a checkpoint; return how good the heads are."""
         learner = self.learner
         score = learner.test()
-        facts = HeadsFacts(
+        facts = HeadsFacts.of(
             learner.spec,
-            self.model_name,
-            self.about["target_id"],
-            self.token_ids,
-            score.accepted,
-            score.right_if_sure,
+            target_id=self.about["target_id"],
+            token_ids=self.token_ids,
+            accepted=score.accepted,
+            right_if_sure=score.right_if_sure,
         )
         tensors = {}
         for name, shape in stored_shapes(learner.spec).items():

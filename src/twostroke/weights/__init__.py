@@ -9,9 +9,8 @@ from twostroke.weights.heads import (
     numbers_table,
     target_identity,
 )
-from twostroke.weights.load import load_path
+from twostroke.weights.load import load_path, peek_family
 from twostroke.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel, release_tensors
-from twostroke.weights.peek import peek_family
 
 __all__ = [
     "GgufTokenizer",

@@ -1,7 +1,8 @@
 """Reads GGUF files (versions 2 and 3, little-endian), and checks them as hostile input.
 
 Source: the GGUF specification (ggml repository, docs/gguf.md). For any bytes, the result is a
-`GgufFile` or a `ModelFormatError`, in time and memory linear in the file's size.
+`WeightFiles` or a `ModelFormatError`, in time and memory linear in the file's size: no count is
+believed before its bytes are there.
 """
 
 from __future__ import annotations
@@ -10,129 +11,100 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError
-from twostroke.quant import FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES, QuantTensor
+from twostroke.quant import FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES
 from twostroke.weights.mapping import MappedFile
-from twostroke.weights.strings import Strings
+from twostroke.weights.tensors import TensorEntry, WeightFiles, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 
-MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 16
-MAX_KEY_BYTES = (1 << 16) - 1  # the specification's own limit
-MAX_NAME_BYTES = 256  # the specification says 64; some writers exceed it
-MAX_STRING_BYTES = 1 << 24
-MAX_ARRAY_ITEMS = 1 << 24
-MAX_NESTED_ITEMS = 1 << 16
-MAX_NESTING = 3
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "|b1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
+_NUMBERS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("|b1"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
 }
 _STRING = 8
 _ARRAY = 9
 _BOOL = 7
 
+_LENGTH_BYTES = 8  # before each string
+
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-Value: TypeAlias = "bool | int | float | str | list[Value] | Strings"
+Stored: TypeAlias = "bool | int | float | str | Strings | NDArray[Any]"
+
+
+class TruncatedError(ModelFormatError):
+    """The file ends before its header does."""
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFile:
-    """The content of a GGUF file.
-
-    `tensors` are views into the mapped file, their shapes row-major (GGUF's own order reversed).
-    `unsupported` names the type of each tensor that no format here can read.
-    """
+class GgufHeader:
+    """What a file says before its data."""
 
     mapping: MappedFile
     metadata: Metadata
-    tensors: Mapping[str, QuantTensor]
-    unsupported: Mapping[str, str]
+    entries: tuple[TensorEntry, ...]
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path) -> WeightFiles:
     """Map the file at `path` and read its metadata and its table of tensors.
 
     Raises:
         ModelNotFoundError: there is no such file.
         ModelFormatError: it is not a whole and sound GGUF file.
     """
-    mapping = MappedFile(path)
-    reader = _Reader(mapping)
-    num_tensors, num_keys = reader.header()
-    metadata = Metadata(mapping, reader.keys(num_keys))
-    infos = reader.tensor_infos(num_tensors)
-    tensors, unsupported = _tensors(reader, infos, _alignment(reader, metadata))
-    return GgufFile(mapping, metadata, MappingProxyType(tensors), MappingProxyType(unsupported))
+    header = read_header(path)
+    return map_tensors(header.mapping, header.entries, header.metadata)
 
 
-@dataclass(frozen=True, slots=True)
-class GgufPeek:
-    """The family of a GGUF file, and the number formats in it that are not supported."""
+def read_header(path: Path) -> GgufHeader:
+    """Map the file at `path` and read what comes before its data; errors as `read_gguf`.
 
-    architecture: str
-    unsupported: tuple[str, ...]
-
-
-def peek_gguf(path: Path) -> GgufPeek | None:
-    """Read the beginning of a file; None if it is too short to tell.
-
-    Raises ModelFormatError if it is not the beginning of a GGUF file.
+    Raises TruncatedError if the file ends before that.
     """
-    mapping = MappedFile(path)
-    reader = _Reader(mapping)
-    try:
-        num_tensors, num_keys = reader.header()
-        metadata = Metadata(mapping, reader.keys(num_keys))
-        kinds = {info.kind for info in reader.tensor_infos(num_tensors)}
-    except ModelFormatError:
-        if reader.position < 8:  # magic number and version are wrong
-            raise
-        return None
-    unknown = sorted(kinds - FORMATS_BY_GGUF_ID.keys())
-    names = tuple(UNSUPPORTED_GGUF_TYPES.get(kind, f"type {kind}") for kind in unknown)
-    return GgufPeek(str(metadata.get("general.architecture", "")), names)
+    reader = _Reader(MappedFile(path))
+    num_tensors, num_keys = reader.counts()
+    metadata = Metadata(reader.metadata(num_keys))
+    entries = reader.entries(num_tensors, reader.alignment(metadata))
+    return GgufHeader(reader.mapping, metadata, entries)
 
 
-class Metadata(Mapping[str, Value]):
-    """A file's keys and values; an array is decoded each time it is read."""
+class Metadata(Mapping[str, Any]):
+    """A file's keys and values; an array of numbers becomes a list each time it is read."""
 
-    __slots__ = ("_mapping", "_values")
+    __slots__ = ("_values",)
 
-    def __init__(self, mapping: MappedFile, values: dict[str, Value | _Items]) -> None:
-        self._mapping = mapping
+    def __init__(self, values: dict[str, Stored]) -> None:
         self._values = values
 
-    def __getitem__(self, key: str) -> Value:
+    def __getitem__(self, key: str) -> bool | float | str | list[Any] | Strings:
         value = self._values[key]
-        return value.decode(self._mapping) if isinstance(value, _Items) else value
+        return value.tolist() if isinstance(value, np.ndarray) else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -141,33 +113,39 @@ class Metadata(Mapping[str, Value]):
         return len(self._values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """An array that is checked but not decoded.
+class Strings:
+    """The strings of a vocabulary: 250,000 Python strings would take 15 MB.
 
-    For strings, `starts` has the offset of each, and of the one that would come next.
+    `offsets` has the place of each string's length in the file, and the end of the last string.
+    Bytes that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings
+    stay different.
     """
 
-    kind: int
-    start: int
-    count: int
-    starts: array[int] | None = None
+    __slots__ = ("_mapping", "_offsets")
 
-    def decode(self, mapping: MappedFile) -> list[Value] | Strings:
-        if self.starts is not None:
-            return Strings(mapping, self.starts)
-        dtype = np.dtype(_SCALARS[self.kind])
-        items = mapping.view(self.start, self.count * dtype.itemsize).view(dtype)
-        values: list[Value] = items.tolist()
-        return values
+    def __init__(self, mapping: MappedFile, offsets: array[int]) -> None:
+        self._mapping = mapping
+        self._offsets = offsets
 
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
+    def __getitem__(self, index: int) -> str:
+        start, end = self._offsets[index : index + 2]
+        raw = self._mapping.buffer[start + _LENGTH_BYTES : end]
+        return raw.decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        raw, starts, ends = self.spans()
+        places = zip(starts.tolist(), ends.tolist(), strict=True)
+        return (raw[begin:end].decode("utf-8", "surrogateescape") for begin, end in places)
+
+    def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+        """Return a range of the file, and the begin and end of each string in it."""
+        offsets = np.frombuffer(self._offsets, np.uint64).astype(np.int64)
+        first, last = int(offsets[0]), int(offsets[-1])
+        offsets -= first
+        return self._mapping.buffer[first:last], offsets[:-1] + _LENGTH_BYTES, offsets[1:]
 
 
 class _Reader:
@@ -175,20 +153,19 @@ class _Reader:
 
     def __init__(self, mapping: MappedFile) -> None:
         self.mapping = mapping
-        self.size = mapping.size
         self.position = 0
         self.where = "the header"
 
-    def fault(self, text: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.mapping.path.name!r} {text}.")
+    def damaged(self, text: str) -> ModelFormatError:
+        return self.mapping.fault(f"is damaged: {text}")
 
     def take(self, num_bytes: int) -> int:
         """Move ahead by `num_bytes` and return the old position."""
-        start = self.position
-        if num_bytes > self.size - start:
-            raise self.fault(
-                f"is truncated or damaged: {self.where} needs {num_bytes} bytes at offset {start}, "
-                f"the file has {self.size}"
+        start, size = self.position, self.mapping.size
+        if num_bytes > size - start:
+            raise TruncatedError(
+                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} needs "
+                f"{num_bytes} bytes at offset {start}, the file has {size}."
             )
         self.position = start + num_bytes
         return start
@@ -201,172 +178,117 @@ class _Reader:
         value: int = _U64.unpack_from(self.mapping.buffer, self.take(8))[0]
         return value
 
-    def capped(self, what: str, value: int, limit: int) -> int:
-        if value > limit:
-            raise self.fault(f"is damaged: {what} is {value}, the limit is {limit}")
-        return value
-
-    def raw_string(self, what: str, limit: int) -> bytes:
-        length = self.capped(f"the length of {what}", self.u64(), limit)
+    def string(self) -> bytes:
+        length = self.u64()
         start = self.take(length)
         return self.mapping.buffer[start : start + length]
 
-    def name(self, what: str, limit: int) -> str:
-        raw = self.raw_string(what, limit)
+    def name(self) -> str:
         try:
-            return raw.decode("utf-8")
+            return self.string().decode("utf-8")
         except UnicodeDecodeError:
-            raise self.fault(f"is damaged: {what} is not UTF-8") from None
+            raise self.damaged(f"the name in {self.where} is not UTF-8") from None
 
-    def header(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """Check magic and version; return the numbers of tensors and of metadata keys."""
         magic = self.mapping.buffer[:4]
         if magic != MAGIC[: len(magic)]:
-            raise self.fault(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
+            raise self.mapping.fault(f"is not a GGUF file: it starts with {magic!r}, not {MAGIC!r}")
         self.take(4)
         version = self.u32()
         if version not in VERSIONS:
-            raise self.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
-        num_tensors = self.capped("the number of tensors", self.u64(), MAX_TENSORS)
-        return num_tensors, self.capped("the number of metadata keys", self.u64(), MAX_KEYS)
+            raise self.mapping.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
+        return self.u64(), self.u64()
 
-    def keys(self, count: int) -> dict[str, Value | _Items]:
-        values: dict[str, Value | _Items] = {}
+    def metadata(self, count: int) -> dict[str, Stored]:
+        values: dict[str, Stored] = {}
         for index in range(count):
             self.where = f"metadata key {index} of {count}"
-            key = self.name(self.where, MAX_KEY_BYTES)
+            key = self.name()
             if key in values:
-                raise self.fault(f"is damaged: metadata key {key[:80]!r} occurs twice")
+                raise self.damaged(f"metadata key {key[:80]!r} occurs twice")
             self.where = f"metadata key {key[:80]!r}"
-            values[key] = self.value(self.u32())
+            values[key] = self.value()
         return values
 
-    def value(self, kind: int) -> Value | _Items:
-        if kind == _STRING:
-            return self.raw_string(self.where, MAX_STRING_BYTES).decode("utf-8", "replace")
-        if kind == _ARRAY:
-            return self.items(nesting=1)
-        if kind not in _SCALARS:
-            raise self.fault(f"is damaged: {self.where} has the unknown value type {kind}")
-        return self.scalars(kind, 1).decode(self.mapping)[0]
-
-    def items(self, nesting: int) -> list[Value] | _Items:
+    def value(self) -> Stored:
         kind = self.u32()
-        count = self.capped(f"the array length of {self.where}", self.u64(), MAX_ARRAY_ITEMS)
         if kind == _STRING:
-            return self.strings(count)
-        if kind in _SCALARS:
-            return self.scalars(kind, count)
+            return self.string().decode("utf-8", "replace")
         if kind != _ARRAY:
-            raise self.fault(f"is damaged: {self.where} has the unknown array type {kind}")
-        self.capped(f"the nesting of {self.where}", nesting + 1, MAX_NESTING)
-        self.capped(f"the array length of {self.where}", count, MAX_NESTED_ITEMS)
-        inner = (self.items(nesting + 1) for _ in range(count))
-        return [i.decode(self.mapping) if isinstance(i, _Items) else i for i in inner]
+            single: bool | int | float = self.numbers(kind, 1).tolist()[0]
+            return single
+        kind = self.u32()
+        count = self.u64()
+        return self.strings(count) if kind == _STRING else self.numbers(kind, count)
 
-    def scalars(self, kind: int, count: int) -> _Items:
-        num_bytes = count * np.dtype(_SCALARS[kind]).itemsize
-        start = self.take(num_bytes)
-        if kind == _BOOL and (self.mapping.view(start, num_bytes) > 1).any():
-            raise self.fault(f"is damaged: {self.where} has a truth value other than 0 and 1")
-        return _Items(kind, start, count)
+    def numbers(self, kind: int, count: int) -> NDArray[Any]:
+        """Return a view of numbers; arrays of arrays are refused, as llama.cpp does."""
+        dtype = _NUMBERS.get(kind)
+        if dtype is None:
+            raise self.damaged(f"{self.where} has the unknown value type {kind}")
+        raw = self.mapping.view(self.take(count * dtype.itemsize), count * dtype.itemsize)
+        if kind == _BOOL and (raw > 1).any():
+            raise self.damaged(f"{self.where} has a truth value other than 0 and 1")
+        return raw.view(dtype)
 
-    def strings(self, count: int) -> _Items:
+    def strings(self, count: int) -> Strings:
         """Walk over an array of strings, and note the offset of each.
 
         A vocabulary has more than 100,000 of them, so the loop does nothing else: a length that
         leads out of the file fails at the next step or at the end.
         """
-        first = self.position
-        if count > (self.size - first) // 8:
-            self.take(8 * count)
+        position, size = self.position, self.mapping.size
+        if count > (size - position) // _LENGTH_BYTES:
+            self.take(_LENGTH_BYTES * count)
         unpack, buffer = _U64.unpack_from, self.mapping.buffer
-        starts = array("Q")
-        append = starts.append
-        position = first + 8
+        offsets = array("Q", [position])
+        append = offsets.append
         try:
             for _ in range(count):
+                position += unpack(buffer, position)[0] + _LENGTH_BYTES
                 append(position)
-                position += unpack(buffer, position - 8)[0] + 8
-            append(position)
         except (struct.error, OverflowError):
-            position = self.size + 9
-        if position - 8 > self.size:
-            raise self.fault(
-                f"is truncated or damaged: {self.where} has {count} strings "
-                f"that lead past the end of the file at {self.size}"
+            position = size + 1
+        if position > size:
+            raise TruncatedError(
+                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} has {count} "
+                f"strings that lead past the end of the file at {size}."
             )
-        self.position = position - 8
-        return _Items(_STRING, first + 8, count, starts)
+        self.position = position
+        return Strings(self.mapping, offsets)
 
-    def tensor_infos(self, count: int) -> list[_TensorInfo]:
-        infos = []
-        seen: set[str] = set()
+    def entries(self, count: int, alignment: int) -> tuple[TensorEntry, ...]:
+        table: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for index in range(count):
             self.where = f"the entry of tensor {index} of {count}"
-            name = self.name(f"the name of tensor {index}", MAX_NAME_BYTES)
-            if name in seen:
-                raise self.fault(f"is damaged: tensor {name!r} occurs twice")
-            seen.add(name)
+            name = self.name()
+            if name in table:
+                raise self.damaged(f"tensor {name[:80]!r} occurs twice")
             num_dims = self.u32()
-            if not 1 <= num_dims <= MAX_DIMENSIONS:
-                raise self.fault(
-                    f"is damaged: tensor {name!r} has {num_dims} dimensions, "
-                    f"the limit is {MAX_DIMENSIONS}"
+            if num_dims > MAX_DIMENSIONS:
+                raise self.damaged(
+                    f"tensor {name[:80]!r} has {num_dims} dimensions, the limit is {MAX_DIMENSIONS}"
                 )
-            dims = [self.u64() for _ in range(num_dims)]
-            if not 0 < prod(dims) < 1 << 63:
-                raise self.fault(f"is damaged: tensor {name!r} has the dimensions {dims}")
-            kind = self.u32()
-            infos.append(_TensorInfo(name, tuple(reversed(dims)), kind, self.u64()))
-        return infos
+            columns_first = [self.u64() for _ in range(num_dims)]
+            table[name] = tuple(reversed(columns_first)), self.u32(), self.u64()
+        data_start = -(-self.position // alignment) * alignment
+        entries = []
+        for name, (shape, kind, offset) in table.items():
+            if offset % alignment:
+                raise self.damaged(
+                    f"tensor {name[:80]!r} is at offset {offset}, not a multiple of {alignment}"
+                )
+            fmt = FORMATS_BY_GGUF_ID.get(kind)
+            dtype = fmt.name if fmt else UNSUPPORTED_GGUF_TYPES.get(kind, f"type {kind}")
+            entries.append(TensorEntry(name, dtype, fmt, shape, data_start + offset))
+        return tuple(entries)
 
-
-def _alignment(reader: _Reader, metadata: Metadata) -> int:
-    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(value) is int and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0:
-        return value
-    shown = value if isinstance(value, int) else type(value).__name__
-    raise reader.fault(
-        f"is damaged: general.alignment is {shown}, not a power of two from 8 to {MAX_ALIGNMENT}"
-    )
-
-
-def _tensors(
-    reader: _Reader, infos: list[_TensorInfo], alignment: int
-) -> tuple[dict[str, QuantTensor], dict[str, str]]:
-    """Turn table entries into views that are inside the file and do not overlap."""
-    base = -(-reader.position // alignment) * alignment
-    tensors: dict[str, QuantTensor] = {}
-    unsupported: dict[str, str] = {}
-    end, previous = 0, ""
-    for info in sorted(infos, key=lambda info: info.offset):
-        fmt = FORMATS_BY_GGUF_ID.get(info.kind)
-        if info.offset % alignment:
-            raise reader.fault(
-                f"is damaged: tensor {info.name!r} is at offset {info.offset}, "
-                f"not a multiple of {alignment}"
-            )
-        if fmt is None:
-            unsupported[info.name] = UNSUPPORTED_GGUF_TYPES.get(info.kind, f"type {info.kind}")
-            continue
-        if info.shape[-1] % fmt.block_size:
-            raise reader.fault(
-                f"is damaged: tensor {info.name!r} has rows of {info.shape[-1]} values, "
-                f"not a multiple of {fmt.name}'s {fmt.block_size}"
-            )
-        num_bytes = fmt.num_bytes(prod(info.shape))
-        start = base + info.offset
-        if num_bytes > reader.size - start:
-            raise reader.fault(
-                f"is truncated: tensor {info.name!r} needs {num_bytes} bytes at offset {start}, "
-                f"the file has {reader.size}"
-            )
-        if info.offset < end:
-            raise reader.fault(f"is damaged: tensors {previous!r} and {info.name!r} overlap")
-        end, previous = info.offset + num_bytes, info.name
-        data = reader.mapping.view(start, num_bytes).reshape(prod(info.shape[:-1]), -1)
-        tensors[info.name] = QuantTensor(fmt, info.shape, data)
-    # In the order of the file's entries.
-    ordered = {info.name: tensors[info.name] for info in infos if info.name in tensors}
-    return ordered, unsupported
+    def alignment(self, metadata: Metadata) -> int:
+        value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(value) is int and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0:
+            return value
+        shown = value if isinstance(value, int) else type(value).__name__
+        raise self.damaged(
+            f"general.alignment is {shown}, not a power of two from 8 to {MAX_ALIGNMENT}"
+        )

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from twostroke.models import ARCHITECTURES, ModelSpec
-from twostroke.models.fields import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    Fields,
-)
-from twostroke.models.rope import ROPE_TABLES, gguf_rope, reach
-from twostroke.weights.strings import Strings
+from twostroke.models.common_fields import read_sizes
+from twostroke.models.fields import MAX_HEAD_DIM, MAX_VOCAB, Fields
+from twostroke.models.rope import ROPE_TABLES, gguf_rope
+from twostroke.weights.gguf import Strings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,38 +37,38 @@ _UNUSUAL: dict[str, Any] = {
 }
 
 
+_SIZE_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "num_layers": "block_count",
+    "ffn_size": "feed_forward_length",
+    "context_length": "context_length",
+}
+
+
 def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> ModelSpec:
     """Translate metadata into a ModelSpec; ModelFormatError for a missing or impossible value."""
-    arch = fields.text("general.architecture")
-    family = ARCHITECTURES[arch]
-    own = fields.within(f"{arch}.")
-    heads = own.integer("attention.head_count", MAX_WIDTH)
-    hidden = own.integer("embedding_length", MAX_WIDTH)
-    if not own.has("attention.key_length") and hidden % heads:
-        fields.fault(f"has {heads} heads that do not divide its width of {hidden}")
-    head_dim = own.integer(
-        "attention.key_length", MAX_HEAD_DIM, default=min(MAX_HEAD_DIM, max(1, hidden // heads))
-    )
-    own.expect("attention.value_length", head_dim)
+    architecture = fields.text("general.architecture")
+    family = ARCHITECTURES[architecture]
+    own = fields.within(f"{architecture}.")
+    sizes = read_sizes(own, _SIZE_KEYS)
+    own.expect("attention.value_length", sizes["head_dim"])
     for key, only in _UNUSUAL.items():
         own.expect(key, only)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         fields.fault("has no tensor 'token_embd.weight'")
-    context = own.integer("context_length", MAX_CONTEXT)
     tables = {key: _table(fields, key, tensors[key]) for key in ROPE_TABLES if key in tensors}
-    rope = gguf_rope(own, head_dim, context, tables, interleaved=family.interleaves)
+    rope, sizes["context_length"] = gguf_rope(
+        own, sizes["head_dim"], sizes["context_length"], tables, interleaved=family.interleaves
+    )
     spec = ModelSpec(
-        architecture=arch,
+        **sizes,
+        architecture=architecture,
         name=name,
-        num_layers=own.integer("block_count", MAX_LAYERS),
-        hidden_size=hidden,
-        ffn_size=own.integer("feed_forward_length", MAX_WIDTH),
-        num_heads=heads,
-        num_kv_heads=own.integer("attention.head_count_kv", MAX_WIDTH, default=heads),
-        head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        context_length=reach(rope, context),
         norm_epsilon=own.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,

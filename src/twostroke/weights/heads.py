@@ -1,4 +1,4 @@
-"""Reads trained heads from a folder: `heads.json` describes the weights in `heads.safetensors`.
+"""Reads and writes trained heads: `heads.json` describes the weights in `heads.safetensors`.
 
 The JSON file has the shapes, the identity of the target model, the tokens that the heads can guess,
 and the shares of right guesses on held-out text.
@@ -7,25 +7,30 @@ and the shares of right guesses on held-out text.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from twostroke.core.errors import ModelFormatError, ModelNotFoundError
-from twostroke.core.files import read_json
-from twostroke.models.fields import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    Fields,
+from twostroke.core.errors import ModelFormatError, ModelNotFoundError, TwostrokeError
+from twostroke.core.files import read_small_file, write_json
+from twostroke.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, MAX_WIDTH
+from twostroke.models.heads import (
+    KINDS,
+    LAYER_SIZES,
+    NUMBERS,
+    TABLE,
+    HeadsSpec,
+    build_heads,
+    heads_layer,
 )
-from twostroke.models.heads import KINDS, NUMBERS, TABLE, HeadsSpec, build_heads
-from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
+from twostroke.models.spec import RopeSpec
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights.safetensors import read_safetensors
+from twostroke.weights.safetensors import decode_json, read_safetensors, write_safetensors
+from twostroke.weights.tensors import check_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,35 +40,16 @@ HEADS_JSON = "heads.json"
 HEADS_WEIGHTS = "heads.safetensors"
 SURENESS_KINDS = 10  # guesses are counted by how sure the head was, in tenths
 
-_FORMAT = 1
-_KEYS = (
-    "format",
-    "kind",
-    "target",
-    "target_id",
-    "hidden_size",
-    "ffn_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-    "context_length",
-    "window",
-    "norm_epsilon",
-    "rope_base",
-    "rope_interleaved",
-    "depth",
-    "accepted",
-    "right_if_sure",
-    "token_ids",
-)
 _MAX_DEPTH = 24
 _FAR = 1e4  # the score of the block that a Medusa row takes, the others have 0
 
+_Width: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
+_Context: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+_Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
-@dataclass(frozen=True, slots=True)
-class HeadsFacts:
-    """The content of `heads.json`.
+
+class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `heads.json`; msgspec checks its types and bounds.
 
     `target_id` is the `target_identity` of the model that the heads are for. `token_ids[i]` is the
     target's id of the i-th token that they can guess. On held-out text, `accepted[d]` is the share
@@ -71,12 +57,51 @@ class HeadsFacts:
     the head was sure by k to k + 1 tenths.
     """
 
-    spec: HeadsSpec
-    target_name: str
+    format: Literal[1] = 1
+    kind: Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
+    target: str
     target_id: str
-    token_ids: tuple[int, ...]
-    accepted: tuple[float, ...]
-    right_if_sure: tuple[float, ...]
+    hidden_size: _Width
+    ffn_size: _Width
+    num_heads: _Width
+    num_kv_heads: _Width
+    head_dim: Annotated[int, Meta(ge=2, le=MAX_HEAD_DIM, multiple_of=2)]
+    vocab_size: Annotated[int, Meta(ge=1, le=MAX_VOCAB)]
+    context_length: _Context
+    window: _Context
+    norm_epsilon: Annotated[float, Meta(ge=1e-30, le=1)]
+    rope_base: Annotated[float, Meta(ge=1, le=1e30)]
+    rope_interleaved: bool = False
+    depth: Annotated[int, Meta(ge=1, le=_MAX_DEPTH)]
+    accepted: tuple[_Share, ...]
+    right_if_sure: Annotated[
+        tuple[_Share, ...], Meta(min_length=SURENESS_KINDS, max_length=SURENESS_KINDS)
+    ]
+    token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
+
+    @classmethod
+    def of(cls, spec: HeadsSpec, **others: Any) -> Self:
+        """Return the facts about heads of these shapes, with the `others`."""
+        layer = spec.layer
+        assert layer.window is not None
+        return cls(
+            **{name: getattr(layer, name) for name in LAYER_SIZES},
+            kind=spec.kind,
+            target=layer.name,
+            window=layer.window.size,
+            rope_base=layer.rope.base,
+            rope_interleaved=layer.rope.interleaved,
+            depth=spec.depth,
+            **others,
+        )
+
+    @property
+    def spec(self) -> HeadsSpec:
+        """The shapes of the heads."""
+        sizes = {name: getattr(self, name) for name in LAYER_SIZES}
+        rope = RopeSpec(self.rope_base, self.head_dim, self.rope_interleaved)
+        layer = heads_layer(self.target, rope, self.window, sizes)
+        return HeadsSpec(self.kind, layer, len(self.token_ids), self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +134,34 @@ def load_heads(folder: Path) -> LoadedHeads:
             raise ModelNotFoundError(
                 f"{str(folder)!r} {fault}: heads are a folder that `twostroke train-heads` writes."
             )
-    facts = _facts(Fields(HEADS_JSON, read_json(folder / HEADS_JSON)))
+    facts = _read_facts(folder / HEADS_JSON)
     tensors = dict(read_safetensors(folder / HEADS_WEIGHTS).tensors)
-    shapes = stored_shapes(facts.spec)
-    if unknown := sorted(tensors.keys() - shapes.keys()):
-        raise ModelFormatError(
-            f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {facts.spec.kind} heads of depth "
-            f"{facts.spec.depth} have no tensor {unknown[0][:60]!r}."
-        )
-    for name, shape in shapes.items():
-        if name not in tensors or tensors[name].shape != shape:
-            fault = "is missing"
-            if name in tensors:
-                fault = f"has the shape {tensors[name].shape}, not {shape}"
-            raise ModelFormatError(f"{HEADS_WEIGHTS!r} does not fit {HEADS_JSON}: {name} {fault}.")
-        if not np.isfinite(tensors[name].dequantize()).all():
+    needs = f"{facts.spec.kind} heads of depth {facts.spec.depth}"
+    check_shapes(HEADS_WEIGHTS, tensors, stored_shapes(facts.spec), needs)
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor.dequantize()).all():
             raise ModelFormatError(
                 f"{HEADS_WEIGHTS!r} is damaged: {name} has values that are not finite."
             )
-    return LoadedHeads(folder, facts, {name: tensors[name] for name in shapes})
+    return LoadedHeads(folder, facts, tensors)
+
+
+def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTensor]) -> None:
+    """Write `heads.safetensors`, with tensors in float32, float16 or bfloat16, and `heads.json`.
+
+    Each file is replaced in one step.
+
+    Raises:
+        TwostrokeError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = {name: tensors[name] for name in stored_shapes(facts.spec)}
+        write_safetensors(folder / HEADS_WEIGHTS, own)
+        write_json(folder / HEADS_JSON, msgspec.to_builtins(facts))
+    except OSError as error:
+        message = f"Heads cannot be written to {str(folder)!r}: {error.strerror}."
+        raise TwostrokeError(message) from None
 
 
 def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
@@ -142,91 +176,15 @@ def numbers_table(depth: int) -> QuantTensor:
     return QuantTensor.from_floats(table, FORMATS["F32"])
 
 
-def facts_json(facts: HeadsFacts) -> dict[str, object]:
-    """Return the content of `heads.json`."""
-    layer = facts.spec.layer
-    assert layer.window is not None
-    return {
-        "format": _FORMAT,
-        "kind": facts.spec.kind,
-        "target": facts.target_name,
-        "target_id": facts.target_id,
-        "hidden_size": layer.hidden_size,
-        "ffn_size": layer.ffn_size,
-        "num_heads": layer.num_heads,
-        "num_kv_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "vocab_size": layer.vocab_size,
-        "context_length": layer.context_length,
-        "window": layer.window.size,
-        "norm_epsilon": layer.norm_epsilon,
-        "rope_base": layer.rope.base,
-        "rope_interleaved": layer.rope.interleaved,
-        "depth": facts.spec.depth,
-        "accepted": list(facts.accepted),
-        "right_if_sure": list(facts.right_if_sure),
-        "token_ids": list(facts.token_ids),
-    }
-
-
-def _facts(fields: Fields) -> HeadsFacts:
-    if fields.integer("format", 1 << 16) != _FORMAT:
-        fields.refuse("format", f"this version of twostroke reads {_FORMAT}")
-    fields.only(_KEYS)
-    kind = fields.word("kind", KINDS)
-    vocab_size = fields.integer("vocab_size", MAX_VOCAB)
-    token_ids = _token_ids(fields, vocab_size)
-    depth = fields.integer("depth", _MAX_DEPTH)
-    return HeadsFacts(
-        HeadsSpec(kind, _layer(fields, vocab_size), len(token_ids), depth),
-        fields.text("target"),
-        fields.text("target_id"),
-        token_ids,
-        _odds(fields, "accepted", depth),
-        _odds(fields, "right_if_sure", SURENESS_KINDS),
-    )
-
-
-def _token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens that heads can guess: at least one, each above the last."""
-    if not isinstance(fields.value("token_ids"), list):
-        fields.fault("has no list token_ids")
-    ids = fields.token_ids("token_ids", vocab_size)
-    if not ids:
-        fields.fault("has an empty list token_ids")
-    for place, (before, one) in enumerate(itertools.pairwise(ids), 1):
-        if one <= before:
-            fields.fault(
-                f"has token_ids[{place}] = {one} after {before}: ids must be in ascending order"
-            )
-    return ids
-
-
-def _layer(fields: Fields, vocab_size: int) -> ModelSpec:
-    head_dim = fields.integer("head_dim", MAX_HEAD_DIM)
-    if head_dim % 2:
-        fields.refuse("head_dim", "which must be even")
-    interleaved = fields.flag("rope_interleaved", default=False)
-    return ModelSpec(
-        architecture="llama",
-        name=fields.text("target"),
-        num_layers=1,
-        hidden_size=fields.integer("hidden_size", MAX_WIDTH),
-        ffn_size=fields.integer("ffn_size", MAX_WIDTH),
-        num_heads=fields.integer("num_heads", MAX_WIDTH),
-        num_kv_heads=fields.integer("num_kv_heads", MAX_WIDTH),
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        context_length=fields.integer("context_length", MAX_CONTEXT),
-        norm_epsilon=fields.number("norm_epsilon"),
-        rope=RopeSpec(fields.number("rope_base"), head_dim, interleaved),
-        tied_embeddings=False,
-        window=WindowSpec(fields.integer("window", MAX_CONTEXT), (True,)),
-    )
-
-
-def _odds(fields: Fields, key: str, count: int) -> tuple[float, ...]:
-    odds = fields.numbers(key, count)
-    if max(odds) > 1:
-        fields.refuse(key, "where a share is above 1")
-    return odds
+def _read_facts(path: Path) -> HeadsFacts:
+    facts = decode_json(read_small_file(path), HeadsFacts, path.name)
+    bounds = (-1, *facts.token_ids, facts.vocab_size)
+    if any(before >= after for before, after in pairwise(bounds)):
+        raise ModelFormatError(
+            f"{path.name!r} is damaged: token_ids must ascend from 0 to {facts.vocab_size - 1}."
+        )
+    if len(facts.accepted) != facts.depth:
+        raise ModelFormatError(
+            f"{path.name!r} is damaged: accepted must have {facts.depth} shares."
+        )
+    return facts

@@ -6,15 +6,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from twostroke.core.files import MAX_JSON_BYTES
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, ModelSpec
-from twostroke.models.fields import (
-    MAX_CONTEXT,
-    MAX_HEAD_DIM,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    Fields,
-)
-from twostroke.models.rope import config_rope, reach
+from twostroke.models.common_fields import read_sizes
+from twostroke.models.fields import MAX_VOCAB, Fields
+from twostroke.models.rope import config_rope
 from twostroke.program import Activation
 
 if TYPE_CHECKING:
@@ -31,6 +25,17 @@ _UNUSUAL: dict[str, Any] = {
     "position_embedding_type": "rope",
     "use_bidirectional_attention": False,
     "use_qk_norm": False,
+}
+
+
+_SIZE_KEYS = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_layers": "num_hidden_layers",
+    "ffn_size": "intermediate_size",
+    "context_length": "max_position_embeddings",
 }
 
 
@@ -62,34 +67,23 @@ def refuse_architecture(fields: Fields, architecture: str, known: Collection[str
 
 
 def hf_spec(fields: Fields, name: str) -> ModelSpec:
-    """Translate `hf_fields` into a ModelSpec; ModelFormatError for what is not sound."""
+    """Translate `hf_fields` into a ModelSpec; ModelFormatError for a missing or wrong value."""
     if fields.has("quantization_config"):
         fields.fault("has a quantization_config, which is not supported yet: use F32, F16 or BF16")
-    heads = fields.integer("num_attention_heads", MAX_WIDTH)
-    hidden = fields.integer("hidden_size", MAX_WIDTH)
-    if not fields.has("head_dim") and hidden % heads:
-        fields.fault(f"has {heads} heads that do not divide its width of {hidden}")
-    head_dim = fields.integer(
-        "head_dim", MAX_HEAD_DIM, default=min(MAX_HEAD_DIM, max(1, hidden // heads))
-    )
+    sizes = read_sizes(fields, _SIZE_KEYS)
     for key, only in _UNUSUAL.items():
         fields.expect(key, only)
-    context = fields.integer("max_position_embeddings", MAX_CONTEXT)
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
-    rope = config_rope(fields, head_dim, context, partial=family.partial_rotary)
+    rope, sizes["context_length"] = config_rope(
+        fields, sizes["head_dim"], sizes["context_length"], partial=family.partial_rotary
+    )
     biased = fields.flag("attention_bias", default=False)
     spec = ModelSpec(
+        **sizes,
         architecture=architecture,
         name=name,
-        num_layers=fields.integer("num_hidden_layers", MAX_LAYERS),
-        hidden_size=hidden,
-        ffn_size=fields.integer("intermediate_size", MAX_WIDTH),
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, default=heads),
-        head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", MAX_VOCAB),
-        context_length=reach(rope, context),
         norm_epsilon=fields.number("rms_norm_eps", default=1e-6),
         rope=rope,
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),

@@ -1,9 +1,11 @@
-"""Loads a model from a path, and checks that it has the weights that its Program reads."""
+"""Loads a model from a path, or looks whether it can run here.
+
+A loaded model has the weights that its Program reads, all of them and no others.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError
@@ -11,7 +13,7 @@ from twostroke.core.files import read_json
 from twostroke.models import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.models.fields import Fields
 from twostroke.models.rope import ROPE_TABLES
-from twostroke.quant import FORMATS
+from twostroke.weights.gguf import TruncatedError, read_header
 from twostroke.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.weights.gguf_split import first_part, model_stem, read_gguf_parts
 from twostroke.weights.hf_model import (
@@ -25,6 +27,7 @@ from twostroke.weights.pooling import folder_pooling, gguf_pooling
 from twostroke.weights.safetensors import read_safetensors, read_sharded
 from twostroke.weights.stacks import cut_stacks
 from twostroke.weights.tensor_names import canonical_name
+from twostroke.weights.tensors import check_shapes, refuse_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +62,24 @@ def load_path(path: Path, name: str | None = None, licence: str | None = None) -
     return _load_gguf(path, name, licence)
 
 
+def peek_family(path: Path, name: str) -> str | None:
+    """Return the family of the model whose GGUF file or config.json begins as `path` does.
+
+    None if the file is too short to say. Errors call the file `name`.
+
+    Raises:
+        ModelFormatError: its family or a number format is not supported, or it is damaged.
+    """
+    if not name.endswith(".gguf"):
+        return hf_spec(hf_fields(name, read_json(path)), name).architecture
+    try:
+        header = read_header(path)
+    except TruncatedError:
+        return None
+    unsupported = {entry.name: entry.dtype for entry in header.entries if not entry.format}
+    return _gguf_family(Fields(name, header.metadata), unsupported)
+
+
 def _only_gguf(folder: Path) -> Path:
     found = sorted({first_part(path) for path in folder.glob("*.gguf")})
     if len(found) == 1:
@@ -72,36 +93,40 @@ def _only_gguf(folder: Path) -> Path:
 
 
 def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel:
-    file = read_gguf_parts(path)
-    fields = Fields(path.name, file.metadata)
-    architecture = fields.text("general.architecture")
-    if architecture not in ARCHITECTURES:
-        refuse_architecture(fields, architecture, ARCHITECTURES)
-    if "token_embd.weight" in file.unsupported:
-        _refuse_type(path.name, "token_embd.weight", file.unsupported)
-    spec = gguf_spec(fields, name or model_stem(path), file.tensors)
-    weights = {key: tensor for key, tensor in file.tensors.items() if key not in ROPE_TABLES}
-    tensors = _checked(_Files(path.name), spec, weights, file.unsupported)
+    files = read_gguf_parts(path)
+    fields = Fields(path.name, files.metadata)
+    _gguf_family(fields, files.unsupported)
+    spec = gguf_spec(fields, name or model_stem(path), files.tensors)
+    weights = {key: tensor for key, tensor in files.tensors.items() if key not in ROPE_TABLES}
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
         path=path,
         spec=spec,
-        tensors=tensors,
-        tokenizer_source=GgufTokenizer(file.metadata),
+        tensors=_program_weights(path.name, spec, weights),
+        tokenizer_source=GgufTokenizer(files.metadata),
         chat_template=fields.optional_text("tokenizer.chat_template"),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=gguf_eos_ids(fields, spec.vocab_size),
         licence=licence or fields.optional_text("general.license"),
-        mappings=file.mappings,
+        mappings=files.mappings,
         pooling=gguf_pooling(fields),
     )
+
+
+def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
+    """Return the architecture of a GGUF file; refuse one that is not supported."""
+    architecture = fields.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        refuse_architecture(fields, architecture, ARCHITECTURES)
+    refuse_unsupported(fields.name, unsupported)
+    return architecture
 
 
 def _load_folder(
     folder: Path, weights: Path | None, name: str | None, licence: str | None
 ) -> LoadedModel:
-    """Load a Hugging Face folder, with `weights` or else whatever the folder holds."""
+    """Load a Hugging Face folder, from the file `weights`, or from all weight files."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no config.json next to the weights.")
@@ -112,23 +137,21 @@ def _load_folder(
     else:
         weights = weights or folder / "model.safetensors"
         source, files = weights.name, read_safetensors(weights)
-    tensors = _canonical(files.tensors, family)
     spec = hf_spec(fields, name or folder.resolve().name)
+    tensors = _canonical(files.tensors, family)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
-    unsupported = _canonical(files.unsupported, family)
-    tensors = _checked(_Files(source, config.name), spec, tensors, unsupported)
+    refuse_unsupported(source, _canonical(files.unsupported, family))
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
         raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
-    extra = folder / "tokenizer_config.json"
-    tokenizer_config = read_json(extra) if extra.is_file() else {}
+    tokenizer_config = _optional_json(folder / "tokenizer_config.json")
     bos = fields.token_ids("bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
         path=folder,
         spec=spec,
-        tensors=tensors,
+        tensors=_program_weights(source, spec, tensors),
         tokenizer_source=JsonTokenizer(tokenizer, tokenizer_config),
         chat_template=hf_chat_template(folder, tokenizer_config),
         bos_token_id=bos[0] if bos else None,
@@ -141,12 +164,14 @@ def _load_folder(
 
 def _folder_eos_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end an answer: config.json often lacks those that end a turn."""
-    ids = dict.fromkeys(config.token_ids("eos_token_id", vocab_size))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        fields = Fields(generation.name, read_json(generation))
-        ids |= dict.fromkeys(fields.token_ids("eos_token_id", vocab_size))
-    return tuple(ids)
+    name = "generation_config.json"
+    generation = Fields(name, _optional_json(folder / name))
+    ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
+    return tuple(dict.fromkeys(ids[0] + ids[1]))
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -154,66 +179,16 @@ def _canonical(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {name: tensor for name, tensor in named if name is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The names of the file with the weights and of the file that describes the model."""
-
-    weights: str
-    config: str | None = None
-
-    @property
-    def facts(self) -> str:
-        """The file that describes the model."""
-        return self.config or self.weights
-
-    @property
-    def needs(self) -> str:
-        """The words for what the weights must be."""
-        return f"{self.config!r} asks for" if self.config else "the model needs"
-
-
-def _checked(
-    files: _Files,
-    spec: ModelSpec,
-    tensors: Mapping[str, QuantTensor],
-    unsupported: Mapping[str, str],
+def _program_weights(
+    file: str, spec: ModelSpec, tensors: Mapping[str, QuantTensor]
 ) -> dict[str, QuantTensor]:
     """Return the weights that the model's Program reads; refuse if one is missing or left over."""
-    if spec.num_heads % spec.num_kv_heads:
+    if spec.num_layers > len(tensors):
+        # Before the Program is built: a damaged number of layers must not cost memory.
         raise ModelFormatError(
-            f"{files.facts!r} has {spec.num_heads} heads, not a multiple of its "
-            f"{spec.num_kv_heads} key-value heads."
-        )
-    if spec.num_layers > len(tensors) + len(unsupported):
-        raise ModelFormatError(
-            f"{files.weights!r} has {len(tensors)} tensors, too few for the {spec.num_layers} "
-            f"layers that {files.needs}."
+            f"{file!r} has {len(tensors)} tensors, too few for {spec.num_layers} layers."
         )
     shapes = build_program(spec).weight_shapes
     cut = cut_stacks(tensors, shapes, ARCHITECTURES[spec.architecture].fused)
-    for name, shape in shapes.items():
-        if name in unsupported:
-            _refuse_type(files.weights, name, unsupported)
-        if name not in cut:
-            if unsupported:  # it is probably part of that one
-                _refuse_type(files.weights, next(iter(unsupported)), unsupported)
-            raise ModelFormatError(f"{files.weights!r} lacks tensor {name!r}, which {files.needs}.")
-        if cut[name].shape != shape:
-            raise ModelFormatError(
-                f"{files.weights!r} has tensor {name!r} with shape {cut[name].shape}, "
-                f"{files.needs} {shape}."
-            )
-    for name in (*cut, *unsupported):
-        if name not in shapes:
-            raise ModelFormatError(
-                f"{files.weights!r} has tensor {name[:80]!r}, which the family "
-                f"{spec.architecture!r} does not use: answers without it would be wrong."
-            )
+    check_shapes(file, cut, shapes, f"the family {spec.architecture!r}")
     return cut
-
-
-def _refuse_type(file: str, name: str, unsupported: Mapping[str, str]) -> None:
-    raise ModelFormatError(
-        f"{file!r} has tensor {name!r} of type {unsupported[name]}, which is not supported yet; "
-        f"supported: {', '.join(FORMATS)}."
-    )

@@ -67,6 +67,10 @@ class MappedFile:
         """The mapping itself: slicing copies, `struct` reads in place."""
         return self._mmap
 
+    def fault(self, text: str) -> ModelFormatError:
+        """Return the error that says `text` about this file."""
+        return ModelFormatError(f"{self.path.name!r} {text}.")
+
     def view(self, start: int, num_bytes: int) -> Bytes:
         """Return `num_bytes` bytes from `start` as a read-only uint8 view."""
         return self._array[start : start + num_bytes]
@@ -77,8 +81,6 @@ class MappedFile:
         Views of other memory are ignored. Neighbours share one system call, since each interrupts
         all threads.
         """
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
         begin = end = 0
         for first, last in sorted(filter(None, map(self._pages_under, views))):
             if first > end:

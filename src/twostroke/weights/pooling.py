@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import ModelFormatError
-from twostroke.core.files import read_json, read_json_objects
+import msgspec
+
+from twostroke.core.files import read_json, read_small_file
+from twostroke.weights.safetensors import decode_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 # GGUF's numbers (llama.cpp's `llama_pooling_type`); 0 is none.
 _GGUF_TYPES: Final = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 # sentence-transformers: the words of `pooling_mode`, and its older flags.
-_WORDS: Final = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
+_WORDS: Final = {"lasttoken": "last"}
 _FLAGS: Final = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -25,6 +27,12 @@ _FLAGS: Final = {
     "pooling_mode_lasttoken": "last",
 }
 _PLAIN_MODULES: Final = {"Transformer", "Pooling", "Normalize"}
+
+
+class _Module(msgspec.Struct):
+    """An entry of `modules.json`; `type` is the path of a class."""
+
+    type: str
 
 
 def gguf_pooling(fields: Fields) -> str | None:
@@ -46,26 +54,16 @@ def folder_pooling(folder: Path) -> str | None:
     Raises:
         ModelFormatError: a file is damaged.
     """
-    modules, place = _modules(folder), "1_Pooling"
-    config = folder / place / "config.json"
-    if not config.is_file():
-        return "+".join(modules) or None
-    fields = read_json(config)
-    ways = [way for flag, way in _FLAGS.items() if fields.get(flag) is True]
-    if isinstance(word := fields.get("pooling_mode"), str):
-        ways = [_WORDS.get(word, word[:40])]
-    return "+".join([*ways, *modules]) or None
-
-
-def _modules(folder: Path) -> list[str]:
-    """Return the modules of `modules.json` other than the usual ones."""
+    ways: list[str] = []
+    config = folder / "1_Pooling" / "config.json"
+    if config.is_file():
+        fields = read_json(config)
+        ways = [way for flag, way in _FLAGS.items() if fields.get(flag) is True]
+        if isinstance(word := fields.get("pooling_mode"), str):
+            ways = [_WORDS.get(word, word[:40])]
     file = folder / "modules.json"
-    if not file.is_file():
-        return []
-    found = []
-    for entry in read_json_objects(file):
-        kind = entry.get("type")
-        if not isinstance(kind, str):
-            raise ModelFormatError(f"{file.name!r} has a module without a type.")
-        found.append(kind.rpartition(".")[2][:40])
-    return [kind for kind in found if kind not in _PLAIN_MODULES]
+    if file.is_file():
+        modules = decode_json(read_small_file(file), list[_Module], file.name)
+        kinds = [module.type.rpartition(".")[2][:40] for module in modules]
+        ways += [kind for kind in kinds if kind not in _PLAIN_MODULES]
+    return "+".join(ways) or None

@@ -1,4 +1,4 @@
-"""Cuts stacked matrices of a file into those that a Program reads, as views."""
+"""Cuts stacked weights of a file into those that a Program reads, as views."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from twostroke.models.fields import MAX_EXPERTS
 from twostroke.quant import QuantTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-_EXPERTS = re.compile(r"(blk\.\d{1,4}\.ffn_)(gate|up|down|gate_up)_exps\.weight")
 _LAYER_WEIGHT = re.compile(r"(blk\.\d{1,4}\.)(\w+)\.(weight|bias)")
+
+# Stacks of all experts of a layer, (experts, outputs, inputs), and the matrices of each expert.
+_EXPERTS = {
+    "ffn_gate_exps": ("ffn_gate",),
+    "ffn_up_exps": ("ffn_up",),
+    "ffn_gate_up_exps": ("ffn_gate", "ffn_up"),
+    "ffn_down_exps": ("ffn_down",),
+}
 
 
 def cut_stacks(
@@ -22,36 +29,36 @@ def cut_stacks(
 ) -> dict[str, QuantTensor]:
     """Return `tensors` with every stack replaced by its parts.
 
-    `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked matrix
-    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}). Stacks of experts,
-    (experts, outputs, inputs), are known by name. A tensor that does not fit stays as it is.
+    `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked weight
+    of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts are
+    known by name. A tensor that does not fit stays as it is.
     """
     cut: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
-        if parts and all(part in shapes for part in parts):
-            heights = [shapes[part][0] for part in parts]
-            if sum(heights) == _height(tensor):
-                cut |= zip(parts, _cut(tensor, heights), strict=True)
-                continue
-        cut[name] = tensor
+        heights = [shapes[part][0] for part in parts if part in shapes]
+        if not parts or len(heights) < len(parts) or sum(heights) != _height(tensor):
+            cut[name] = tensor
+            continue
+        start = 0
+        for part, height in zip(parts, heights, strict=True):
+            cut[part] = _rows(tensor, start, start + height)
+            start += height
     return cut
 
 
 def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the names of the parts of `tensor`, from its first row to its last."""
-    experts = _EXPERTS.fullmatch(name)
-    if experts and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
-        kinds = experts[2].split("_")
-        return [
-            f"{experts[1]}{kind}.{index}.weight"
-            for index in range(tensor.shape[0])
-            for kind in kinds
-        ]
     weight = _LAYER_WEIGHT.fullmatch(name)
-    cuttable = len(tensor.shape) == 2 or (len(tensor.shape) == 1 and tensor.format.block_size == 1)
-    if weight and weight[2] in fused and cuttable:
-        return [f"{weight[1]}{part}.{weight[3]}" for part in fused[weight[2]]]
+    if weight is None:
+        return []
+    layer, stack, kind = weight.groups()
+    if stack in _EXPERTS and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
+        experts = range(tensor.shape[0])
+        return [f"{layer}{part}.{expert}.{kind}" for expert in experts for part in _EXPERTS[stack]]
+    is_vector = len(tensor.shape) == 1 and tensor.format.block_size == 1
+    if stack in fused and (is_vector or len(tensor.shape) == 2):
+        return [f"{layer}{part}.{kind}" for part in fused[stack]]
     return []
 
 
@@ -60,14 +67,9 @@ def _height(tensor: QuantTensor) -> int:
     return tensor.shape[0] if len(tensor.shape) == 1 else tensor.num_rows
 
 
-def _cut(tensor: QuantTensor, heights: list[int]) -> Iterator[QuantTensor]:
-    start = 0
-    for height in heights:
-        rows = slice(start, start + height)
-        if len(tensor.shape) == 1:
-            size = tensor.format.num_bytes(1)
-            data = tensor.data[:, start * size : (start + height) * size]
-            yield QuantTensor(tensor.format, (height,), data)
-        else:
-            yield QuantTensor(tensor.format, (height, tensor.shape[-1]), tensor.data[rows])
-        start += height
+def _rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
+    if len(tensor.shape) > 1:
+        shape = (end - start, tensor.shape[-1])
+        return QuantTensor(tensor.format, shape, tensor.data[start:end])
+    size = tensor.format.block_bytes
+    return QuantTensor(tensor.format, (end - start,), tensor.data[:, start * size : end * size])

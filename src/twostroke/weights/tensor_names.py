@@ -47,7 +47,7 @@ _STACKS = {
 _BARE = re.compile(r"(embed_tokens|norm)\.weight|layers\.\d{1,4}\..+")
 # Tables in old checkpoints that follow from the configuration.
 _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-# The parts of a vision model besides its text model, in transformers' old and new naming.
+# The parts of a vision model other than its text model, in transformers' old and new naming.
 _BESIDES_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 _TEXT = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")

@@ -1,4 +1,4 @@
-"""Names of models: what they stand for, and what is in the cache."""
+"""Names of models: their meaning, and the models in the cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pulled(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_catalogue_is_whole() -> None:
+def test_catalogue_entries_are_complete() -> None:
     assert list(catalogue.CATALOGUE) == [
         "smollm2",
         "gemma3-270m",
@@ -84,7 +84,7 @@ def test_a_path_is_resolved_to_itself(tmp_path: Path) -> None:
     assert loading.load(str(path)).name == "own"
 
 
-def test_a_model_that_was_not_pulled_says_how(cache: Path) -> None:
+def test_a_missing_model_says_how_to_pull_it(cache: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="'twostroke pull smollm2'"):
         fetch.resolve("smollm2")
     name = "pypi:some-model==1.0:some_model/a.gguf"
@@ -133,7 +133,7 @@ def test_an_unknown_name_is_not_found(cache: Path, name: str, expected: str) -> 
         "pypi:package>=1.0:file.gguf",
     ],
 )
-def test_a_package_name_of_another_form_is_refused(cache: Path, name: str) -> None:
+def test_malformed_package_names_are_refused(cache: Path, name: str) -> None:
     with pytest.raises(UsageError, match="package==version"):
         loading.pull(name)
 
@@ -168,7 +168,7 @@ def test_verification_sees_one_changed_byte(pulled: Path) -> None:
         fetch.verify("smollm2")
 
 
-def test_a_removed_model_is_gone_with_its_facts(pulled: Path) -> None:
+def test_removing_a_model_deletes_its_record(pulled: Path) -> None:
     size = pulled.stat().st_size
     facts = pulled.with_name(f"{pulled.name}.json")
     facts.write_text("{}")

@@ -1,0 +1,153 @@
+"""The tensors of weight files: from a file's table of them to checked views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from twostroke.core.errors import ModelFormatError
+from twostroke.quant import FORMATS, QuantTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from twostroke.quant import Format
+    from twostroke.weights.mapping import MappedFile
+
+_MAX_VALUES = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """An entry of a file's table: the tensor's values begin at byte `start` of the file.
+
+    `dtype` is the file's word for the number format, and `format` is None if it is not supported.
+    The shape is row-major.
+    """
+
+    name: str
+    dtype: str
+    format: Format | None
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int | None:
+        """How many bytes its values take, None if its format is not supported."""
+        if self.format is None:
+            return None
+        return self.format.block_bytes * prod(self.shape) // self.format.block_size
+
+    @property
+    def shown(self) -> str:
+        """The name as errors show it."""
+        return f"tensor {self.name[:80]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The tensors of one file, or of several that belong together, under their own names.
+
+    Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is
+    not supported. `metadata` is that of a GGUF file, and empty for safetensors.
+    """
+
+    mappings: tuple[MappedFile, ...]
+    tensors: Mapping[str, QuantTensor]
+    unsupported: Mapping[str, str]
+    metadata: Mapping[str, Any]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors the files have, readable or not."""
+        return len(self.tensors) + len(self.unsupported)
+
+
+def map_tensors(
+    mapping: MappedFile, entries: Sequence[TensorEntry], metadata: Mapping[str, Any]
+) -> WeightFiles:
+    """Return the tensors of a file.
+
+    Raises ModelFormatError if one is not whole blocks, leads out of the file or overlaps another.
+    """
+    tensors: dict[str, QuantTensor] = {}
+    spans = []
+    for entry in entries:
+        num_bytes = entry.num_bytes
+        if entry.format is None or num_bytes is None:
+            continue
+        if not entry.shape or not 0 < prod(entry.shape) < _MAX_VALUES:
+            raise mapping.fault(f"is damaged: {entry.shown} has the shape {list(entry.shape)}")
+        if entry.shape[-1] % entry.format.block_size:
+            raise mapping.fault(
+                f"is damaged: {entry.shown} has rows of {entry.shape[-1]} values, "
+                f"not a multiple of {entry.format.name}'s {entry.format.block_size}"
+            )
+        if num_bytes > mapping.size - entry.start:
+            raise mapping.fault(
+                f"is truncated: {entry.shown} needs {num_bytes} bytes at offset {entry.start}, "
+                f"the file has {mapping.size}"
+            )
+        data = mapping.view(entry.start, num_bytes).reshape(prod(entry.shape[:-1]), -1)
+        tensors[entry.name] = QuantTensor(entry.format, entry.shape, data)
+        spans.append((entry.start, entry.start + num_bytes, entry.shown))
+    for (_, end, before), (start, _, after) in pairwise(sorted(spans)):
+        if start < end:
+            raise mapping.fault(f"is damaged: {before} and {after} overlap")
+    unsupported = {entry.name: entry.dtype for entry in entries if entry.format is None}
+    return WeightFiles((mapping,), tensors, unsupported, metadata)
+
+
+def join_files(parts: Sequence[WeightFiles]) -> WeightFiles:
+    """Return all tensors of files that belong together, with the metadata of the first.
+
+    Raises ModelFormatError if two files have the same tensor.
+    """
+    tensors: dict[str, QuantTensor] = {}
+    unsupported: dict[str, str] = {}
+    for part in parts:
+        for name in (*part.tensors, *part.unsupported):
+            if name in tensors or name in unsupported:
+                raise part.mappings[0].fault(
+                    f"is damaged: tensor {name[:80]!r} is in another file, too"
+                )
+        tensors |= part.tensors
+        unsupported |= part.unsupported
+    mappings = tuple(mapping for part in parts for mapping in part.mappings)
+    return WeightFiles(mappings, tensors, unsupported, parts[0].metadata)
+
+
+def check_shapes(
+    file: str,
+    tensors: Mapping[str, QuantTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    reader: str,
+) -> None:
+    """Raise ModelFormatError unless `tensors` are exactly those that `reader` reads.
+
+    An unknown one is refused because answers without it would be wrong.
+    """
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ModelFormatError(f"{file!r} lacks tensor {name!r}, which {reader} reads.")
+        if tensors[name].shape != shape:
+            raise ModelFormatError(
+                f"{file!r} has tensor {name!r} with shape {tensors[name].shape}; {reader} reads "
+                f"{shape}."
+            )
+    if unknown := sorted(tensors.keys() - shapes.keys()):
+        raise ModelFormatError(
+            f"{file!r} has tensor {unknown[0][:80]!r}, which is not one that {reader} "
+            "reads: answers without it would be wrong."
+        )
+
+
+def refuse_unsupported(file: str, unsupported: Mapping[str, str]) -> None:
+    """Raise ModelFormatError if a tensor has a number format that is not supported."""
+    for name, dtype in unsupported.items():
+        raise ModelFormatError(
+            f"{file!r} has tensor {name[:80]!r} of type {dtype}, which is not supported yet; "
+            f"supported: {', '.join(FORMATS)}."
+        )
