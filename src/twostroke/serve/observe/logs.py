@@ -43,25 +43,30 @@ class AccessLog:
         """Do nothing: every line is written."""
 
 
-class TextFormatter(logging.Formatter):
-    """A line for people: time, level, message, and the figures as name=value."""
+class LogFormatter(logging.Formatter):
+    """A line of text for people, with figures as name=value, or a JSON object in one line."""
+
+    def __init__(self, form: str) -> None:
+        """Write `form`: "text" or "json"."""
+        super().__init__()
+        self._is_json = form == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback, if there is one, follows in lines of its own."""
-        found = _fields(record)
-        trace = found.pop("trace", None)
-        parts = [found.pop(name) for name in ("time", "level", "message")]
-        del found["logger"]
-        line = " ".join([*parts, *(f"{name}={_word(value)}" for name, value in found.items())])
+        """Return the line; a traceback follows a line of text, and is a field of JSON."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        found = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": one_line(record.getMessage()),
+        }
+        figures: dict[str, Any] = getattr(record, _FIGURES, {})
+        trace = self.formatException(record.exc_info) if record.exc_info else None
+        if self._is_json:
+            return json.dumps(found | figures | ({"trace": trace} if trace else {}))
+        words = [f"{name}={_word(value)}" for name, value in figures.items()]
+        line = " ".join([found["time"], found["level"], found["message"], *words])
         return f"{line}\n{trace}" if trace else line
-
-
-class JsonFormatter(logging.Formatter):
-    """A JSON object in one line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line, which is ASCII."""
-        return json.dumps(_fields(record))
 
 
 @contextmanager
@@ -71,7 +76,7 @@ def logging_to(stream: TextIO, form: str, level: str) -> Iterator[None]:
     It includes OpenTelemetry's warnings, such as those about a collector that cannot be reached.
     """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(LogFormatter(form))
     loggers = [logging.getLogger(name) for name in ("twostroke", "opentelemetry")]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger, least in zip(loggers, (level, "warning"), strict=True):
@@ -85,20 +90,6 @@ def logging_to(stream: TextIO, form: str, level: str) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.setLevel(old)
             logger.propagate = propagates
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    at = datetime.fromtimestamp(record.created, UTC)
-    found = {
-        "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "level": record.levelname.lower(),
-        "logger": record.name,
-        "message": one_line(record.getMessage()),
-        **getattr(record, _FIGURES, {}),
-    }
-    if record.exc_info:
-        found["trace"] = logging.Formatter().formatException(record.exc_info)
-    return found
 
 
 def _word(value: object) -> str:
