@@ -40,7 +40,7 @@ getComputedStyle(document.querySelector(".busy .body > .markdown > :last-child")
 
 def _fill(visit: Any) -> None:
     """Have something of everything on the page."""
-    visit.page.click("[title='The same messages to two settings']")
+    visit.page.click("[title='Send the same messages with two settings']")
     if visit.page.locator(".settings").is_hidden():
         visit.page.click(".head [aria-label=Settings]")
     for group in ("Tools", "More"):
@@ -82,7 +82,7 @@ def _fill_text(visit: Any) -> None:
     visit.set(max_tokens=12, logprobs=True)
     visit.page.keyboard.press("Escape")
     visit.continue_text()
-    visit.page.click("[title='The same messages to two settings']")
+    visit.page.click("[title='Send the same messages with two settings']")
     visit.page.click("text=Take >> nth=0")
     visit.continue_text()
 

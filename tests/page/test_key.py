@@ -26,7 +26,7 @@ def test_a_key_is_asked_for_until_it_is_right(key_server: Any, visit: Visiting) 
     page = visit.page
     page.wait_for_selector("dialog.wanted")
     assert page.evaluate("document.activeElement.id") == "key-field"
-    assert page.inner_text("#key-why").startswith("Only who has a key may use this server")
+    assert page.inner_text("#key-why").startswith("This server needs an API key")
     assert "header" not in page.inner_text("dialog.wanted").lower()
     _give(page, "two words")
     assert "without spaces" in page.inner_text("#key-why")
@@ -61,7 +61,7 @@ def test_who_has_no_key_is_left_alone_and_can_give_one_later(
     visit.send("hello", wait=False)
     page.wait_for_selector("dialog.wanted")  # who sends wants to be answered
     page.keyboard.press("Escape")
-    page.wait_for_selector(".reply :text('Only who has a key may use this server')")
+    page.wait_for_selector(".reply :text('This server needs an API key')")
     assert page.locator("dialog.wanted").count() == 0
     page.click("#key")
     _give(page, "sk-right")

@@ -90,7 +90,7 @@ def test_escape_stops_and_the_answer_goes_on_from_there(visit: Visiting, server:
     assert "stopped by you" in visit.page.inner_text(".figures summary")
     [begun] = visit.answers()
     visit.set(max_tokens=8)
-    visit.page.click("[aria-label='Go on with the answer']")
+    visit.page.click("[aria-label='Continue the answer']")
     visit.wait_answered()
     [longer] = visit.answers()
     assert "".join(longer.split()).startswith("".join(begun.split())[:20])
@@ -107,7 +107,7 @@ def test_answers_are_made_again_and_turned_through(visit: Visiting, server: Any)
     visit.wait_answered()
     [second] = visit.answers()
     assert first != second
-    visit.page.click("[aria-label='The answer before']")
+    visit.page.click("[aria-label='Previous answer']")
     assert visit.answers() == [first]
     visit.page.click("[aria-label='Delete the answer']")
     assert visit.answers() == [second]
@@ -120,7 +120,7 @@ def test_edited_message_goes_on_from_there(visit: Visiting, server: Any) -> None
     visit.set(max_tokens=6)
     for text in ("First message.", "Second message."):
         visit.send(text)
-    visit.page.click("[aria-label='Edit the message and go on from there'] >> nth=0")
+    visit.page.click("[aria-label='Edit the message and continue from there'] >> nth=0")
     visit.page.fill(".editor textarea", "Another message.")
     visit.page.press(".editor textarea", "Enter")
     visit.wait_answered()
@@ -241,7 +241,7 @@ def test_tokens_of_an_answer_that_goes_on_follow_its_beginning(
     [begun] = visit.answers()
     visit.set(logprobs=True)
     for number in (6, 12):  # of the beginning nothing is known
-        visit.page.click("[aria-label='Go on with the answer']")
+        visit.page.click("[aria-label='Continue the answer']")
         visit.wait_for(f"document.querySelectorAll('.reply .token').length >= {number - 1}")
         visit.wait_answered()
         text = visit.page.inner_text(".reply .token-lead") + visit.page.inner_text(".token-text")

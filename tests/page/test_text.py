@@ -63,12 +63,12 @@ def test_continuations_are_made_again_and_taken_back(visit: Visiting, server: An
     visit.continue_text()
     first = _text(visit)
     visit.set(seed=2)
-    visit.page.click("[aria-label='Continue otherwise']")
+    visit.page.click("[aria-label='Continue differently']")
     visit.wait_continued()
     second = _text(visit)
     assert first != second
     assert visit.page.inner_text(".text-foot .of") == "2 of 2"
-    visit.page.click("[aria-label='The continuation before']")
+    visit.page.click("[aria-label='Previous continuation']")
     assert _text(visit) == first
     visit.page.click("[aria-label='Delete the continuation']")
     assert _text(visit) == second
@@ -77,7 +77,7 @@ def test_continuations_are_made_again_and_taken_back(visit: Visiting, server: An
     visit.page.fill("#text", f"{first} And")  # whoever writes behind it takes it
     assert visit.page.evaluate(WRITTEN) == first.removeprefix("The name of the boat was")
     visit.page.fill("#text", first)
-    visit.page.click("[aria-label='Take back what the model wrote last']")
+    visit.page.click("[aria-label='Remove the model’s last text']")
     assert _text(visit) == "The name of the boat was"
 
 
@@ -126,7 +126,7 @@ def test_marks_move_with_edits(visit: Visiting, server: Any) -> None:
     visit.page.keyboard.type("So: ")
     assert _text(visit) == f"So: {BEGIN}{written}"
     assert visit.page.evaluate(WRITTEN) == written
-    assert visit.page.locator("[aria-label='Continue otherwise']").is_visible()
+    assert visit.page.locator("[aria-label='Continue differently']").is_visible()
     visit.page.keyboard.press("Control+End")
     visit.page.keyboard.press("ArrowLeft")
     visit.page.keyboard.press("Backspace")
@@ -172,7 +172,7 @@ def test_two_settings_continue_one_text(visit: Visiting, server: Any) -> None:
     assert _text(visit) == BEGIN
     assert len(visit.answers()) == 2
     with visit.page.expect_request("**/v1/completions") as sent:
-        visit.page.click("[aria-label='Answer B'] [aria-label='Go on with the answer']")
+        visit.page.click("[aria-label='Answer B'] [aria-label='Continue the answer']")
         visit.wait_continued()
     assert _body(sent)["prompt"].rstrip() == f"{BEGIN} {right.strip()}"
 

@@ -114,7 +114,7 @@ def test_other_results_are_another_way_on(visit: Visiting, server: Any) -> None:
     assert _messages(sent)[-1]["content"] == "-5"
     visit.page.click(".next [aria-label='Answer again']")
     _wait_for_step(visit, "Very cold.")
-    visit.page.click("[aria-label='The answer before'] >> nth=0")  # that of the first step
+    visit.page.click("[aria-label='Previous answer'] >> nth=0")  # that of the first step
     assert "30" in visit.page.inner_text(".call")
     assert "Warm." in visit.page.inner_text(".next")
     visit.page.click("text=Edit the result")
@@ -171,7 +171,7 @@ def test_wrong_tools_are_told_in_sentences(visit: Visiting, server: Any) -> None
     visit = visit(server, allowed=("400 (Bad Request)",))
     visit.set(tools="[{]")
     verdict = visit.page.locator("#verdict-tools")
-    assert "The list of tools is no JSON: look at line 1, column 3" in verdict.inner_text()
+    assert "The list of tools is not JSON: look at line 1, column 3" in verdict.inner_text()
     visit.set(tools="[{}]")
     assert verdict.inner_text() == "Tool 1 needs a “name”."
     visit.set(tools='{"name": "f", "parameters": {"not": {}}, "strict": true}')
@@ -182,4 +182,4 @@ def test_wrong_tools_are_told_in_sentences(visit: Visiting, server: Any) -> None
     visit.page.wait_for_selector("#verdict-tools[data-kind=right]")
     visit.set(form="json_object")
     visit.send("Hello.")
-    assert "exclude each other" in visit.page.inner_text(".reply .trouble")
+    assert "cannot be combined" in visit.page.inner_text(".reply .trouble")

@@ -64,7 +64,7 @@ def test_waiting_for_others_does_not_count(grammars: SlowGrammars) -> None:
     asyncio.run(ask())
 
 
-def test_too_many_that_wait_are_refused_and_those_who_left_are_not_compiled(
+def test_queue_of_constraints_is_bounded_and_drops_clients_that_left(
     grammars: SlowGrammars,
 ) -> None:
     async def ask() -> None:
@@ -147,7 +147,7 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
         assert server.backend.num_steps == 0
 
 
-def test_constraint_that_fails_is_no_failure_of_the_engine(tmp_path: Path) -> None:
+def test_failing_constraint_is_not_counted_as_an_engine_failure(tmp_path: Path) -> None:
     """The grammar is found to be too wide behind its first letter."""
     ways = [f'r{i}: "a" "b" "c{i}"' for i in range(1500)]
     names = " | ".join(f"r{i}" for i in range(1500))

@@ -18,7 +18,6 @@ from twostroke.serve.events import (
     EventReader,
     Finished,
     Opened,
-    Scored,
 )
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ def test_a_whole_answer_has_the_blocks_of_its_stream(shared_server: LiveServer) 
 
 def test_every_token_is_scored_once(shared_server: LiveServer) -> None:
     answer = outputs(shared_server, ANSWER, FinishReason.STOP)
-    scored = [e for e in read(shared_server, READING, answer) if isinstance(e, Scored)]
-    assert sum(len(event.tokens) for event in scored) == len(ANSWER)
-    assert [event.of_reasoning for event in scored] == sorted(
-        (event.of_reasoning for event in scored), reverse=True
-    )
+    added = [e for e in read(shared_server, READING, answer) if isinstance(e, Added)]
+    assert sum(len(event.scored) for event in added) == len(ANSWER)
+    for event in added:
+        if event.block.kind is BlockKind.REASONING:
+            assert event.num_reasoning == len(event.scored)

@@ -116,7 +116,7 @@ def test_request_that_poisons_the_batch_fails_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/messages", "/tokenize"])
-def test_unforeseen_failure_is_told_in_the_protocol_s_form(
+def test_unexpected_failure_has_the_form_of_the_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     with live_server(tmp_path) as server:
@@ -136,7 +136,7 @@ def test_unforeseen_failure_is_told_in_the_protocol_s_form(
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/messages", "/v1/responses"])
-def test_unforeseen_failure_in_mid_stream_is_an_error_event(
+def test_unexpected_failure_in_mid_stream_is_an_error_event(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -184,7 +184,7 @@ def stream_body(path: str) -> dict[str, object]:
     return chat_body(max_tokens=8, **fields)
 
 
-def test_dead_engine_is_seen_and_told(tmp_path: Path) -> None:
+def test_dead_engine_is_reported(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         assert server.http.get("/health").json() == {"status": "ok", "model": "tiny"}
         server.backend.is_broken = True
@@ -214,7 +214,7 @@ def test_stalled_engine_is_seen(tmp_path: Path) -> None:
         assert server.http.get("/health").status_code == 200
 
 
-def test_abort_tells_every_client(tmp_path: Path) -> None:
+def test_abort_sends_an_error_to_every_client(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         server.backend.gate.clear()
         with ThreadPoolExecutor(2) as pool:

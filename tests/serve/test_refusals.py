@@ -237,7 +237,7 @@ def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:
         assert refused(response, 400, f"{field}[1]").startswith(f"{field}[1] has token ids")
 
 
-def test_methods_of_a_path_are_told_in_one_order(server: LiveServer) -> None:
+def test_allowed_methods_are_sorted(server: LiveServer) -> None:
     for path, methods in (("/v1/models", "GET, HEAD"), ("/v1/responses/a", "DELETE, GET, HEAD")):
         response = server.http.put(path)
         assert response.headers["allow"] == methods
@@ -315,7 +315,7 @@ def test_answer_that_cannot_fit_is_refused_at_once(server: LiveServer) -> None:
         ("GET", "/%0d%0aSet-Cookie:%20a=b", 404, "unknown_url"),
     ],
 )
-def test_wrong_method_or_path_is_told_in_openais_form(
+def test_wrong_method_or_path_has_openais_form(
     server: LiveServer, method: str, path: str, status: int, code: str
 ) -> None:
     response = server.http.request(method, path)

@@ -52,7 +52,7 @@ def test_address_that_cannot_be_bound_names_the_knob(host: str, port: int, word:
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_number_that_no_port_has_is_a_wrong_value(port: int) -> None:
+def test_port_out_of_range_is_refused(port: int) -> None:
     with pytest.raises(UsageError, match="port must be from 0 to 65535"):
         bind("127.0.0.1", port)
 

@@ -42,7 +42,7 @@ def test_model_answers_to_each_of_its_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31m"])
-def test_names_that_nobody_can_read_are_refused(name: str) -> None:
+def test_unprintable_names_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         ServeOptions(model_names=("right", name))
     assert str(caught.value) == f"model_names must have printable characters, got {name!r}."

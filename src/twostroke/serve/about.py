@@ -1,8 +1,21 @@
-"""The responses of GET /, /health and /v1/models."""
+"""The server's version, and the responses of GET /, /health and /v1/models."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
 import msgspec
+
+
+def _version() -> str:
+    try:
+        return version("twostroke")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
+
+
+VERSION: Final = _version()
 
 
 class AboutBody(msgspec.Struct, frozen=True):

@@ -6,8 +6,6 @@ import asyncio
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.applications import Starlette
@@ -17,11 +15,18 @@ from starlette.routing import Route
 
 from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve.about import AboutBody, Capabilities, HealthBody, ModelBody, ModelList
+from twostroke.serve.about import (
+    VERSION,
+    AboutBody,
+    Capabilities,
+    HealthBody,
+    ModelBody,
+    ModelList,
+)
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import document
 from twostroke.serve.describe.facts import Facts
-from twostroke.serve.dialect import Reply, encode_json
+from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
@@ -29,10 +34,11 @@ from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import check_choices, check_texts
-from twostroke.serve.observe.exchange import Embedded, exchange_of
+from twostroke.serve.observe.logs import AccessLog
 from twostroke.serve.observe.metrics import Metrics
+from twostroke.serve.observe.served import served_of
 from twostroke.serve.observe.state import State
-from twostroke.serve.observe.watchers import build_watchers
+from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
     from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
+    from twostroke.serve.observe.served import Observer
     from twostroke.serve.running import Running
 
 T = TypeVar("T")
@@ -70,11 +77,14 @@ class Api:
         """Serve `client`'s model; `limits` are the machine's, for the metrics of utilization."""
         self.client = client
         self.options = options
-        self.metrics = Metrics(client, limits, options.objectives, _version())
+        self.metrics = Metrics(client, limits, options.objectives)
         self.names = options.model_names or (client.card.name,)
-        goodput = self.metrics.goodput
-        self._state = State(client, limits, goodput, self.names, _version())
-        self.watchers = build_watchers(options, _version())
+        self._state = State(client, limits, self.metrics.goodput, self.names)
+        self.observers: list[Observer] = []
+        if options.otlp_endpoint is not None:
+            self.observers.append(Traces(exporter(options.otlp_endpoint)))
+        if options.access_log:
+            self.observers.append(AccessLog())  # after the traces, whose ids it logs
         self.site = Site()
         self.is_draining = False
         self._open: set[Running] = set()
@@ -94,15 +104,17 @@ class Api:
             "/v1/models/{model:path}": self.model,
             STATE_PATH: self.state,
         }
-        routes = [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
-        routes.append(Route("/page/{name:path}", self.site.file, include_in_schema=False))
-        for path, dialect in DIALECTS.items():
-            routes.append(Route(path, self._generation(dialect), methods=["POST"], name=path))
-        for path, vectors in EMBEDDINGS.items():
-            routes.append(Route(path, self._embedding(vectors), methods=["POST"], name=path))
-        for path, inquiry in INQUIRIES.items():
-            routes.append(Route(path, self._inquiry(inquiry), methods=["POST"], name=path))
-        return routes + kept_routes(self._tenant)
+        posts = {
+            **{path: self._generation(dialect) for path, dialect in DIALECTS.items()},
+            **{path: self._embedding(dialect) for path, dialect in EMBEDDINGS.items()},
+            **{path: self._inquiry(inquiry) for path, inquiry in INQUIRIES.items()},
+        }
+        return [
+            *(Route(path, endpoint, name=path) for path, endpoint in gets.items()),
+            Route("/page/{name:path}", self.site.file, include_in_schema=False),
+            *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
+            *kept_routes(self._tenant),
+        ]
 
     @property
     def num_running(self) -> int:
@@ -111,28 +123,23 @@ class Api:
 
     def abort(self) -> None:
         """Cut off all running answers; their clients get an error."""
-        for answers in list(self._open):
-            answers.cancel()
+        for running in list(self._open):
+            running.cancel()
 
     def close(self) -> None:
         """Free threads and exporters, after the last request."""
         self._compiler.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
-        for watcher in self.watchers:
-            watcher.close()
+        for observer in self.observers:
+            observer.close()
 
     async def root(self, request: Request) -> Response:
         """Answer a browser with the page, and a program with a description as JSON."""
         if wants_page(request):
             return self.site.respond(request)
-        about = AboutBody(
-            name="twostroke",
-            version=_version(),
-            model=self.names[0],
-            endpoints=["/v1/models", *DIALECTS, *EMBEDDINGS, *INQUIRIES, "/health", "/metrics"],
-            description="/openapi.json",
-        )
-        return _json(about, headers={"vary": "accept"})
+        paths = ["/v1/models", *DIALECTS, *EMBEDDINGS, *INQUIRIES, "/health", "/metrics"]
+        about = AboutBody("twostroke", VERSION, self.names[0], paths, "/openapi.json")
+        return to_json(about, headers={"vary": "accept"})
 
     async def openapi(self, _request: Request) -> Response:
         """Return the OpenAPI document."""
@@ -149,7 +156,7 @@ class Api:
     def facts(self) -> Facts:
         """Return the facts of this server for its description."""
         return Facts(
-            version=_version(),
+            version=VERSION,
             names=self.names,
             context_length=self.client.card.context_length,
             vocab_size=self.client.card.cost.program.vocab_size,
@@ -163,9 +170,9 @@ class Api:
         """Return whether the server would answer a request now."""
         status = self._health
         if status == Health.READY.value:
-            return _json(HealthBody("ok", self.names[0]))
+            return to_json(HealthBody("ok", self.names[0]))
         retry = {"retry-after": str(errors.RETRY_AFTER_S)}
-        return _json(HealthBody(status, self.names[0]), 503, retry)
+        return to_json(HealthBody(status, self.names[0]), 503, retry)
 
     async def scrape(self, request: Request) -> Response:
         """Return the metrics."""
@@ -186,11 +193,11 @@ class Api:
 
     async def models(self, _request: Request) -> Response:
         """List the model under each of its names."""
-        return _json(ModelList([self._model(name) for name in self.names]))
+        return to_json(ModelList([self._model(name) for name in self.names]))
 
     async def model(self, request: Request) -> Response:
         """Describe the model by one of its names."""
-        return _json(self._model(self._name(request.path_params["model"])))
+        return to_json(self._model(self._name(request.path_params["model"])))
 
     @property
     def _health(self) -> str:
@@ -204,7 +211,7 @@ class Api:
 
         def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str]:
             asked = decoder.decode(body)
-            errors.note_names(dialect.names(asked), request.scope)
+            served_of(request.scope).field_names = dialect.names(asked)
             job = dialect.read(asked, self._tenant(request))
             name = self._name(job.model)
             check_choices(job, limits.max_choices)
@@ -212,8 +219,7 @@ class Api:
             return job, job.encode(self.client.card, splits_reasoning=split), name
 
         async def generate(request: Request) -> Any:
-            work = partial(prepare, request=request)
-            job, encoded, name = await self._read(request, work, is_long=dialect.recalls)
+            job, encoded, name = await self._read(request, prepare, is_long=dialect.recalls)
             if (constraint := encoded.params.constraint) is not None:
                 compiling = self._compiler.grammar(encoded.calls or constraint)
                 encoded.grammar = await while_connected(request.receive, compiling)
@@ -227,8 +233,8 @@ class Api:
                 reading=encoded.reading,
             )
             answers = Answers(self.client, job, encoded, self.metrics, self._open)
-            if (exchange := exchange_of(request.scope)) is not None:
-                exchange.generate(reply.id, name, job, answers)
+            served = served_of(request.scope)
+            served.running, served.model, served.response_id = answers, name, reply.id
             encoder, reader = dialect.encoder(reply), reply.reader()
             if job.stream:
                 return EventStream(answers, reader, encoder, self.options)
@@ -236,7 +242,7 @@ class Api:
                 whole = await while_connected(request.receive, answers.whole())
             finally:
                 answers.cancel()
-            return _json(encoder.whole(reader.read_whole(whole, answers.usage)))
+            return to_json(encoder.whole(reader.read_whole(whole, answers.usage)))
 
         return generate
 
@@ -244,58 +250,56 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, tenant: Tenant) -> tuple[EmbeddingJob, list[list[int]], str]:
-            job = dialect.read(decoder.decode(body), tenant)
+        def prepare(body: bytes, request: Request) -> tuple[EmbeddingJob, list[list[int]], str]:
+            job = dialect.read(decoder.decode(body), self._tenant(request))
             name = self._name(job.model)
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.client.card), name
 
         async def embed(request: Request) -> Response:
-            work = partial(prepare, tenant=self._tenant(request))
-            job, texts, name = await self._read(request, work)
+            job, texts, name = await self._read(request, prepare)
             vectors = Vectors(self.client, job, texts, self.metrics, self._open)
-            if (exchange := exchange_of(request.scope)) is not None:
-                exchange.embedded = Embedded(name, job.caller.service, vectors)
+            served = served_of(request.scope)
+            served.running, served.model = vectors, name
             try:
                 parts = await while_connected(request.receive, vectors.whole())
             finally:
                 vectors.cancel()
-            return _json(dialect.whole(name, parts, vectors.num_tokens))
+            return to_json(dialect.whole(name, parts, vectors.num_tokens))
 
         return embed
 
     def _inquiry(self, inquiry: Inquiry[Any]) -> Callable[[Request], Any]:
-        limits = self.options.limits
-        decoder = BodyDecoder(inquiry.request, limits.max_json_depth)
+        decoder = BodyDecoder(inquiry.request, self.options.limits.max_json_depth)
 
-        def answer(body: bytes, request: Request) -> bytes:
+        def answer(body: bytes, request: Request) -> Response:
             asked = decoder.decode(body)
-            errors.note_names(inquiry.names(asked), request.scope)
+            served_of(request.scope).field_names = inquiry.names(asked)
             self._name(asked.model)
-            return encode_json(inquiry.answer(asked, self.client.card))
+            return to_json(inquiry.answer(asked, self.client.card))
 
         async def respond(request: Request) -> Response:
-            found = await self._read(request, partial(answer, request=request))
-            return Response(found, media_type="application/json")
+            return await self._read(request, answer)
 
         return respond
 
     async def _read(
-        self, request: Request, work: Callable[[bytes], T], *, is_long: bool = False
+        self, request: Request, work: Callable[[bytes, Request], T], *, is_long: bool = False
     ) -> T:
         """Return `work` of the body, in a thread if the body or the work (`is_long`) is long."""
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:
-            return work(body)
+            return work(body, request)
 
         async def in_turn() -> T:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, work, body)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._readers, work, body, request)
 
         return await while_connected(request.receive, in_turn())
 
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
-        return Tenant(request.scope.get("state", {}).get("tenant", ""), self._store)
+        return Tenant(served_of(request.scope).tenant, self._store)
 
     def _name(self, asked: str | None) -> str:
         """Return the model's name for the response.
@@ -332,48 +336,33 @@ def build_app(api: Api) -> ASGIApp:
     routes = api.routes()
     paths = [route.path for route in routes]
 
-    async def known(request: Request, error: Exception) -> Response:
-        assert isinstance(error, TwostrokeError)
+    async def respond(request: Request, error: Exception) -> Response:
+        """Return the error in the protocol's form; the outermost layer logs unexpected ones."""
+        if not isinstance(error, TwostrokeError):
+            return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
         if error.http_status >= 500:
-            errors.note_failure(error, request.scope)
+            errors.report(error, request.scope)
         return errors.to_response(error, request.scope)
-
-    async def unforeseen(request: Request, _error: Exception) -> Response:
-        """Answer in the protocol's form; the outermost layer logs the error."""
-        return errors.to_response(TwostrokeError("An unforeseen failure."), request.scope)
 
     async def unrouted(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         method, path = request.method, request.url.path
         if error.status_code == 405:
             allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-            fault = errors.MethodError(f"{path} does not accept {method}, only {allowed}.")
-            response = await known(request, fault)
+            message = f"{path} does not accept {method}, only {allowed}."
+            response = await respond(request, errors.MethodError(message))
             response.headers["allow"] = allowed
             return response
-        hint = nearest(path[:MAX_NAME_LENGTH], paths)
-        return await known(
-            request, errors.UnknownPathError(f"The path {path} does not exist.{hint}")
-        )
+        message = f"The path {path} does not exist.{nearest(path[:MAX_NAME_LENGTH], paths)}"
+        return await respond(request, errors.UnknownPathError(message))
 
     handlers: dict[Any, Any] = {
-        TwostrokeError: known,
+        TwostrokeError: respond,
         HTTPException: unrouted,
-        Exception: unforeseen,
+        Exception: respond,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     keys = api.options.api_keys
     inner = app if keys is None else KeyCheck(app, keys)
-    return Boundary(inner, api.metrics, api.options.limits, api.watchers)
-
-
-def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode_json(body), status, headers, media_type="application/json")
-
-
-def _version() -> str:
-    try:
-        return version("twostroke")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"
+    return Boundary(inner, api.metrics, api.options.limits, api.observers)

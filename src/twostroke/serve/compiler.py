@@ -44,25 +44,13 @@ class Compiler:
         if self._num_waiting >= MAX_WAITING:
             message = f"{self._num_waiting} requests wait for their schemas to be compiled."
             raise OverloadedError(message)
-        self._num_waiting += 1
-        try:
-            return await self._in_turn(constraint, asked)
-        finally:
-            self._num_waiting -= 1
-
-    def close(self) -> None:
-        """Drop the queue, and end the thread after the constraint at hand."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_turn(
-        self, constraint: Constraint, asked: Constraint | ToolForm
-    ) -> GrammarMatcher:
         loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
 
         def compile_() -> GrammarMatcher:
             loop.call_soon_threadsafe(has_begun.set)
             return self._compile(constraint, asked)
 
+        self._num_waiting += 1
         work = loop.run_in_executor(self._thread, compile_)
         try:
             await has_begun.wait()
@@ -71,7 +59,12 @@ class Compiler:
             reason = f"took longer than {self._limit_s:g} s to compile: simplify it."
             raise RequestError(reason, field=constraint.param) from None
         finally:
+            self._num_waiting -= 1
             work.cancel()  # if the client left before its turn
+
+    def close(self) -> None:
+        """Drop the queue, and end the thread after the current constraint."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, constraint: Constraint, asked: Constraint | ToolForm) -> GrammarMatcher:
         try:

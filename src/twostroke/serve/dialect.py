@@ -1,4 +1,4 @@
-"""What a protocol brings: how to read its requests, and how to write its responses."""
+"""The parts of a protocol: how to read its requests, and how to write its responses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.serve.events import EventReader
@@ -28,8 +29,8 @@ encode_json = msgspec.json.Encoder().encode
 class Reply:
     """The facts of one response that do not change while it is written.
 
-    `prompts` are the job's token ids, in order, and `reading` says how the answers are to be read.
-    `created_s` is Unix time.
+    `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
+    Unix time.
     """
 
     id: str
@@ -60,42 +61,33 @@ class Encoder(Protocol):
         """Return the response that is not streamed, from all events of the job."""
 
 
-def _same_names(_asked: object) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[T]):
-    """One protocol.
+    """A protocol for answers.
 
     Attributes:
-        name: its name in metrics.
         prefix: the beginning of its response ids.
         request: the struct of its request bodies.
         read: translates a checked request of a tenant to a job; raises RequestError.
         encoder: makes the encoder of one response.
-        names: what errors call the engine's fields in a request (see `http.errors.note_names`).
+        names: the protocol's names of the engine's fields, for errors (see `ServedRequest`).
         recalls: whether a prompt may be longer than its body, because it continues a stored one.
     """
 
-    name: str
     prefix: str
     request: type[T]
     read: Callable[[T, Tenant], Job]
     encoder: Callable[[Reply], Encoder]
-    names: Callable[[T], Mapping[str, str]] = _same_names
+    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
     recalls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDialect(Generic[T]):
-    """One protocol for embeddings.
+    """A protocol for embeddings; `request` and `read` as in `Dialect`.
 
-    Attributes:
-        request: the struct of its bodies; it has a field `model`.
-        read: translates a checked request of a tenant to a job; raises RequestError.
-        whole: makes the response, from the model's name, a part for each text, and the number of
-            tokens in all texts.
+    `whole` makes the response, from the model's name, a part for each text, and the number of
+    tokens in all texts.
     """
 
     request: type[T]
@@ -105,17 +97,19 @@ class EmbeddingDialect(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Generic[T]):
-    """A request that the model's files answer, without the engine.
+    """A request that needs no engine; `request`, with a field `model`, and `names` as in `Dialect`.
 
-    Attributes:
-        request: the struct of its bodies; it has a field `model`.
-        answer: turns a checked request into the response; raises RequestError.
-        names: as in `Dialect`.
+    `answer` turns a checked request into the response; raises RequestError.
     """
 
     request: type[T]
     answer: Callable[[T, ModelCard], msgspec.Struct]
-    names: Callable[[T], Mapping[str, str]] = _same_names
+    names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+
+
+def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a body of JSON."""
+    return Response(encode_json(body), status, headers, media_type="application/json")
 
 
 def sse(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The events of an answer, neutral of any protocol, and the reader that makes them of outputs.
+"""The events of an answer, for every protocol, and the reader that makes them of outputs.
 
 A choice's answer begins, has content blocks one after the other (each opens, grows and closes),
 and ends. An encoder of a protocol writes these events as its stream, or collects them into its
@@ -76,24 +76,22 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """A block grew by `text`."""
+    """A block grew by `text`, which is empty where only the scores of its tokens are new.
+
+    `scored` are the tokens with log-probabilities since the last piece, which may run ahead of
+    their text; the first `num_reasoning` of them are reasoning.
+    """
 
     block: ContentBlock
     text: str
+    scored: list[tuple[int, TokenLogprobs]] = []
+    num_reasoning: int = 0
 
 
 class Closed(msgspec.Struct, frozen=True):
     """A block is complete."""
 
     block: ContentBlock
-
-
-class Scored(msgspec.Struct, frozen=True):
-    """Tokens with their log-probabilities, which may come ahead of their text."""
-
-    choice: int
-    tokens: list[tuple[int, TokenLogprobs]]
-    of_reasoning: bool = False
 
 
 class PromptScored(msgspec.Struct, frozen=True):
@@ -131,14 +129,14 @@ class Failed(msgspec.Struct, frozen=True):
     request_id: str
 
 
-Event = Began | Opened | Added | Closed | Scored | PromptScored | Ended | Finished | Failed
+Event = Began | Opened | Added | Closed | PromptScored | Ended | Finished | Failed
 
 
 class EventReader:
     """Turns the outputs of a job into events."""
 
     def __init__(self, reading: Reading, tokenizer: Tokenizer, *, has_logprobs: bool) -> None:
-        """Read answers as `reading` says; `has_logprobs` asks for the events of those."""
+        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens."""
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
@@ -177,6 +175,7 @@ class _Answer:
         self._block: ContentBlock | None = None
         self._num_calls = 0
         self._scored: list[tuple[int, TokenLogprobs]] = []  # ahead of their text
+        self._num_scored = 0  # up to the last piece
 
     def read(self, output: Output | Completion) -> list[Event]:
         events: list[Event] = []
@@ -187,7 +186,7 @@ class _Answer:
                 self._add(BlockKind.TEXT, output.text, events)
         else:
             pieces = self._reader.take(output)
-            self._count_reasoning(self._reader.num_reasoning_tokens, events)
+            self.num_reasoning = self._reader.num_reasoning_tokens
             for piece in pieces:
                 self._take(piece, events)
         if output.finish_reason is not None:
@@ -209,10 +208,17 @@ class _Answer:
         block = self._block
         if block is None or block.kind is not kind:
             block = self._open(kind, events)
-        if kind is not BlockKind.REASONING:
-            self._flush_scored(events)
         block.texts.append(text)
-        events.append(Added(block, text))
+        events.append(self._added(block, text) if self._scored else Added(block, text))
+
+    def _added(self, block: ContentBlock, text: str) -> Added:
+        """Return a piece with the scores of its tokens; the last piece, without text, has all."""
+        num_reasoning = max(0, self.num_reasoning - self._num_scored)
+        is_part = text and block.kind is BlockKind.REASONING
+        scored = self._scored[:num_reasoning] if is_part else self._scored
+        self._scored = self._scored[len(scored) :]
+        self._num_scored += len(scored)
+        return Added(block, text, scored, min(num_reasoning, len(scored)))
 
     def _open(self, kind: BlockKind, events: list[Event], name: str = "") -> ContentBlock:
         """Begin the next block, after the end of the one that is open."""
@@ -236,28 +242,15 @@ class _Answer:
             if found is not None:
                 self._scored.append((token, found))
 
-    def _count_reasoning(self, num_reasoning: int, events: list[Event]) -> None:
-        """Note how many tokens were reasoning so far; their log-probabilities need no text."""
-        num_new = num_reasoning - self.num_reasoning
-        self.num_reasoning = num_reasoning
-        if scored := self._scored[:num_new]:
-            events.append(Scored(self._choice, scored, of_reasoning=True))
-            del self._scored[:num_new]
-
-    def _flush_scored(self, events: list[Event]) -> None:
-        if self._scored:
-            events.append(Scored(self._choice, self._scored))
-            self._scored = []
-
     def _end(self, output: Output | Completion, reason: FinishReason, events: list[Event]) -> None:
         """Close the last block, which is an empty text where there was none, and the answer."""
         block = self._block or self._open(BlockKind.TEXT, events)
-        self._flush_scored(events)
+        if self._scored:
+            events.append(self._added(block, ""))
         block.is_cut = reason is FinishReason.LENGTH
         events.append(Closed(block))
         assert output.usage is not None
         assert output.timings is not None
         has_calls = self._reader is not None and self._reader.has_whole_calls
-        events.append(
-            Ended(self._choice, reason, output.stop, has_calls, output.usage, output.timings)
-        )
+        usage, timings = output.usage, output.timings
+        events.append(Ended(self._choice, reason, output.stop, has_calls, usage, timings))

@@ -1,4 +1,4 @@
-"""The internal requests that all protocols are translated to."""
+"""Jobs: the internal form of the requests of all protocols."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
-from twostroke.core.errors import (
-    RequestError,
-)
+from twostroke.core.errors import RequestError
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
     chat_of,
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.tokenize import Prompt as Rendered
-
 
 MAX_MESSAGES: Final = 10_000
 
@@ -114,7 +111,7 @@ class Job:
         model: the name that the client used; None for the default.
         prompts: one conversation, or any number of texts and lists of token ids.
         params: how to choose tokens.
-        caller: who asks, and how urgently.
+        caller: the sender, and the urgency.
         speculate, prediction: become the engine's `Hints`.
         stream: whether to send the answers while they come.
         include_usage: whether a stream ends with the usage.
@@ -152,27 +149,20 @@ class Job:
                 fill in the middle.
             ContextLengthError: a prompt has more tokens than the context.
         """
-        hints = to_hints(card, self.speculate, self.prediction)
-        first = self.prompts[0]
+        hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
         if isinstance(first, Conversation):
-            return self._encode_chat(first, card, hints, splits_reasoning=splits_reasoning)
+            turn = first.turn(card, self.tools)
+            tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
+            reading = turn.reading(splits_reasoning=splits_reasoning)
+            return Encoded([tokens], turn.constrained(self.params), hints, reading, turn.calls)
         params = ending_gaps(card, self.params) if self.suffix else self.params
-        prompts = [self._encode(prompt, card) for prompt in self.prompts]
-        return Encoded(prompts, params, hints)
+        return Encoded([self._encode(prompt, card) for prompt in self.prompts], params, hints)
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
         assert not isinstance(prompt, Conversation)
         if self.suffix:
             return encode_gap(card, prompt, self.suffix)
         return encode_text(card, prompt)
-
-    def _encode_chat(
-        self, prompt: Conversation, card: ModelCard, hints: Hints, *, splits_reasoning: bool
-    ) -> Encoded:
-        turn = prompt.turn(card, self.tools)
-        tokens = [encode_rendered(card, turn.prompt, self.caller.prompt_field)]
-        reading = turn.reading(splits_reasoning=splits_reasoning)
-        return Encoded(tokens, turn.constrained(self.params), hints, reading, turn.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +189,13 @@ class EmbeddingJob:
 
 
 def check_messages(count: int, field: str) -> None:
-    """Check that a conversation does not have too many messages or items.
-
-    Raises:
-        RequestError: too many.
-    """
+    """Raise a RequestError if a conversation has too many messages or items."""
     if count > MAX_MESSAGES:
         raise RequestError(f"takes at most {MAX_MESSAGES} messages, got {count}.", field=field)
 
 
 def check_choices(job: Job, limit: int) -> None:
-    """Check that a job does not ask for too many answers.
-
-    Raises:
-        RequestError: too many.
-    """
+    """Raise a RequestError if a job asks for too many answers."""
     if job.num_choices > limit:
         reason = f"asks for too many answers: prompts times n must be at most {limit}, got "
         field = "prompt" if len(job.prompts) > 1 else "n"
@@ -221,10 +203,6 @@ def check_choices(job: Job, limit: int) -> None:
 
 
 def check_texts(job: EmbeddingJob, limit: int) -> None:
-    """Check that a job does not have too many texts.
-
-    Raises:
-        RequestError: too many.
-    """
+    """Raise a RequestError if a job has too many texts."""
     if len(job.texts) > limit:
         raise RequestError(f"takes at most {limit} texts, got {len(job.texts)}.", field="input")

@@ -16,16 +16,15 @@ from twostroke.serve.openai.responses.request import ResponsesRequest
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": Dialect(
-        "chat", "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder, chat.names
+        "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder, chat.names
     ),
     "/v1/completions": Dialect(
-        "completions", "cmpl-", completions.CompletionRequest, completions.read, CompletionEncoder
+        "cmpl-", completions.CompletionRequest, completions.read, CompletionEncoder
     ),
     "/v1/messages": Dialect(
-        "messages", "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
+        "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
     ),
     "/v1/responses": Dialect(
-        "responses",
         "resp_",
         ResponsesRequest,
         responses.read,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
 
 _BACKLOG = 2048
-_GRACE_S = 5  # after the drain, for what hangs
+_GRACE_S = 5  # after the drain, for connections that hang
 _FLUSH_S = 1  # to write the errors of requests that were cut off
 _logger = logging.getLogger("twostroke.serve")
 
@@ -45,16 +45,12 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"must be from 0 to 65535, got {port}.", field="port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, ValueError):
-        raise PortInUseError(f"'{host}' is not an address of this machine: check --host.") from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
+        family, _, _, _, address = found[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
+    except (OSError, ValueError) as error:
         raise PortInUseError(_why(error, host, port)) from None
     listener.settimeout(0)
     return listener
@@ -120,7 +116,6 @@ class _Shutdown:
         self._server = server
         self._api = api
         self._on_stop = on_stop
-        self._timer: asyncio.TimerHandle | None = None
         self.num_cut = 0
 
     def on_signal(self) -> None:
@@ -131,15 +126,9 @@ class _Shutdown:
         self._server.should_exit = True
         self._api.is_draining = True
         self._api.client.loop.flush()  # so that batching does not wait for more requests
-        drain_s = self._api.options.drain_s
-        self._timer = asyncio.get_running_loop().call_later(drain_s, self._cut)
+        asyncio.get_running_loop().call_later(self._api.options.drain_s, self._cut)
         if self._on_stop is not None:
             self._on_stop(self._api.num_running)
-
-    def close(self) -> None:
-        """Cancel the time limit."""
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _cut(self) -> None:
         num_running = self._api.num_running
@@ -150,8 +139,9 @@ class _Shutdown:
         asyncio.get_running_loop().call_later(_FLUSH_S, self._leave)
 
     def _leave(self) -> None:
-        """Stop waiting for connections that neither send nor read."""
-        self._server.force_exit = True
+        """Close the connections that neither send nor read."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
 
 async def _serve(
@@ -171,7 +161,6 @@ async def _serve(
     try:
         await server.serve(sockets=[listener])
     finally:
-        shutdown.close()
         api.close()
         for number in signals:
             loop.remove_signal_handler(number)
@@ -204,12 +193,10 @@ def _url(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
-def _why(error: OSError, host: str, port: int) -> str:
-    code = error.errno
+def _why(error: Exception, host: str, port: int) -> str:
+    code = error.errno if isinstance(error, OSError) else None
     if code == errno.EADDRINUSE:
         return f"Port {port} on {host} is already in use: stop its program, or choose --port."
     if code == errno.EACCES:
         return f"This user may not bind port {port} on {host}: choose --port above 1023."
-    if code == errno.EADDRNOTAVAIL:
-        return f"'{host}' is not an address of this machine: check --host."
-    return f"Port {port} on {host} cannot be bound: {error.strerror}."
+    return f"'{host}' is not an address of this machine: check --host."

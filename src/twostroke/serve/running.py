@@ -1,9 +1,9 @@
-"""What runs in the engine for a client: answers to a job, or embeddings of texts."""
+"""Work that runs in the engine for a client: answers to a job, or embeddings of texts."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,43 +16,25 @@ from twostroke.core.errors import (
 from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.loop import Health
-from twostroke.engine.output import Usage, join
+from twostroke.engine.output import Timings, Usage, join
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from twostroke.engine.client import Client
-    from twostroke.engine.output import Completion, Output, Timings
+    from twostroke.engine.output import Completion, Output
     from twostroke.serve.job import EmbeddingJob, Encoded, Job
     from twostroke.serve.observe.metrics import Metrics
-
-
-class Running(Protocol):
-    """Work that runs in the engine for a client."""
-
-    def cancel(self) -> None:
-        """Stop the work at once; does nothing after its end."""
 
 
 class Answers:
     """The outputs of a running job. It runs until its end, or until `cancel`, read or not.
 
-    Attributes:
-        ended: finish reason, usage and timings of the choices that have ended, by index.
-        error: the code of the error that ended the job, if one did.
-        num_prompt: tokens in all prompts.
-        num_tokens: tokens generated so far.
-        cached_tokens: prompt tokens found in the prefix cache, by a prompt's first choice.
-        ttft_s: time to first token, seen from here; None before it.
+    `params` are the job's, `num_open` counts the answers that have not ended.
     """
 
     def __init__(
-        self,
-        client: Client,
-        job: Job,
-        encoded: Encoded,
-        metrics: Metrics,
-        running: set[Running],
+        self, client: Client, job: Job, encoded: Encoded, metrics: Metrics, running: set[Running]
     ) -> None:
         """Queue the job in the engine; it is in `running` until `cancel`.
 
@@ -61,25 +43,22 @@ class Answers:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
-        self.ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}
-        self.error: str | None = None
-        self.num_prompt = sum(map(len, encoded.prompts))
-        self.num_tokens = 0
-        self.cached_tokens: dict[int, int] = {}
-        self.ttft_s: float | None = None
-        self._client = client
-        self._metrics = metrics
-        self._num_choices = job.num_choices
-        self._n = job.params.n
-        self._service = job.caller.service
+        self.params = job.params
+        self.num_open = job.num_choices
+        self._num_prompt = sum(map(len, encoded.prompts))
+        self._num_tokens = 0
+        self._num_cached: dict[int, int] = {}  # by a prompt's first choice
+        self._ended: dict[int, tuple[FinishReason, Usage, Timings]] = {}  # by choice
+        self._ttft_s: float | None = None  # measured here
+        self._client, self._job, self._metrics = client, job, metrics
         self._began_s = time.monotonic()
-        self._is_left = False
+        self._is_over = False  # failed or cancelled
         try:
             self._generation = client.generate_many_async(
                 encoded.prompts, encoded.params, job.caller, encoded.hints, encoded.grammar
             )
         except (OverloadedError, EngineStoppedError):
-            metrics.goodput.miss(self._service, self._num_choices)
+            metrics.goodput.miss(job.caller.service, job.num_choices)
             raise
         self._running = running
         running.add(self)
@@ -94,25 +73,20 @@ class Answers:
         """
         try:
             async for output in self._generation:
-                self.num_tokens += len(output.token_ids)
+                self._num_tokens += len(output.token_ids)
                 if output.usage is not None:  # the first output of a choice, or its last
                     self._note(output, output.usage)
                 yield output
-        except EngineStoppedError as error:
-            self._fail(error)
-            raise
-        except RequestError as error:  # the constraint's fault, not the engine's
-            self.error = error.code
-            raise
         except TwostrokeError as error:
-            self._fail(error)
-            if self._client.loop.health is Health.STOPPED:
-                raise EngineStoppedError(str(error)) from error
+            self._is_over = True
+            if not isinstance(error, RequestError):  # the engine's fault, not the constraint's
+                self._metrics.goodput.miss(self._job.caller.service, self.num_open)
+            _count_failure(error, self._client, self._metrics)
             raise
 
     async def whole(self) -> list[Completion]:
         """Return all answers in the order of their index; raises as iterating does."""
-        outputs: list[list[Output]] = [[] for _ in range(self._num_choices)]
+        outputs: list[list[Output]] = [[] for _ in range(self._job.num_choices)]
         async for output in self:
             outputs[output.index].append(output)
         return [join(one) for one in outputs]
@@ -120,24 +94,25 @@ class Answers:
     def cancel(self) -> None:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
-        num_left = self._num_choices - len(self.ended)
-        if num_left:
-            self._generation.cancel()
-        if num_left and self.error is None and not self._is_left:
-            self._is_left = True
-            waited_s, has_begun = time.monotonic() - self._began_s, self.num_tokens > 0
-            self._metrics.goodput.leave(self._service, num_left, waited_s, has_begun=has_begun)
+        if not self.num_open:
+            return
+        self._generation.cancel()
+        if not self._is_over:
+            self._is_over = True
+            waited_s, has_begun = time.monotonic() - self._began_s, self._num_tokens > 0
+            service = self._job.caller.service
+            self._metrics.goodput.leave(service, self.num_open, waited_s, has_begun=has_begun)
 
     @property
     def num_unread(self) -> int:
-        """Outputs that the engine has made and nobody has read."""
+        """Outputs of the engine that have not been read."""
         return self._generation.num_unread
 
     @property
     def usage(self) -> Usage:
         """The usage of the ended choices together; a prompt with several answers counts once."""
-        usages = [usage for _, usage, _ in self.ended.values()]
-        firsts = [usage for index, (_, usage, _) in self.ended.items() if index % self._n == 0]
+        usages = [usage for _, usage, _ in self._ended.values()]
+        firsts = [usage for index, (_, usage, _) in self._ended.items() if self._is_first(index)]
         return Usage(
             sum(usage.prompt_tokens for usage in firsts),
             sum(usage.cached_tokens for usage in firsts),
@@ -146,34 +121,65 @@ class Answers:
             sum(usage.rejected_tokens for usage in usages),
         )
 
-    def _fail(self, error: TwostrokeError) -> None:
-        self.error = error.code or "server_error"
-        self._metrics.failures.inc()
-        self._metrics.goodput.miss(self._service, self._num_choices - len(self.ended))
+    @property
+    def timings(self) -> Timings | None:
+        """From the first answer's beginning to the last one's end; None before any has ended."""
+        all_ = [timings for _, _, timings in self._ended.values()]
+        if not all_:
+            return None
+        return Timings(
+            arrival_s=min(timings.arrival_s for timings in all_),
+            started_s=min(timings.started_s for timings in all_),
+            first_token_s=min(timings.first_token_s for timings in all_),
+            last_token_s=max(timings.last_token_s for timings in all_),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures so far for logs and traces, those of unfinished answers included."""
+        usage, timings = self.usage, self.timings
+        ended = self._ended.values()
+        tpots = [timings.tpot_s(usage.completion_tokens) for _, usage, timings in ended]
+        known = [tpot_s for tpot_s in tpots if tpot_s is not None]
+        return {
+            "class": self._job.caller.service,
+            "stream": self._job.stream,
+            "choices": self._job.num_choices,
+            "prompt_tokens": self._num_prompt,
+            "cached_tokens": sum(self._num_cached.values()),
+            "completion_tokens": self._num_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "rejected_tokens": usage.rejected_tokens,
+            "finish_reasons": [reason.value for reason, _, _ in ended],
+            "queue_s": timings and timings.queue_s,
+            "ttft_s": timings.ttft_s if timings else self._ttft_s,
+            "tpot_s": sum(known) / len(known) if known else None,
+            "e2e_s": timings and timings.e2e_s,
+        }
+
+    def _is_first(self, index: int) -> bool:
+        """Whether a choice is the first of its prompt."""
+        return index % self.params.n == 0
 
     def _note(self, output: Output, usage: Usage) -> None:
-        if output.index % self._n == 0:
-            self.cached_tokens[output.index] = usage.cached_tokens
-        if output.finish_reason is not None:
-            self._end(output, output.finish_reason, usage)
-        elif self.ttft_s is None:
-            self.ttft_s = time.monotonic() - self._began_s
-
-    def _end(self, output: Output, reason: FinishReason, usage: Usage) -> None:
-        assert output.timings is not None
+        if self._is_first(output.index):
+            self._num_cached[output.index] = usage.cached_tokens
+        reason = output.finish_reason
+        if reason is None:
+            if self._ttft_s is None:
+                self._ttft_s = time.monotonic() - self._began_s
+            return
         if reason is FinishReason.CANCEL:  # by the server: the client still reads
             raise EngineStoppedError("The server is shutting down.")
-        self.ended[output.index] = (reason, usage, output.timings)
-        self._metrics.goodput.judge(self._service, usage, output.timings)
+        assert output.timings is not None
+        self._ended[output.index] = (reason, usage, output.timings)
+        self.num_open -= 1
+        self._metrics.goodput.judge(self._job.caller.service, usage, output.timings)
 
 
 class Vectors:
     """The embeddings of a running job.
 
-    Attributes:
-        num_texts: the number of texts.
-        num_tokens: tokens in all texts.
-        num_cached: tokens found in the prefix cache, of the texts that are done.
+    `num_tokens` counts those of all texts, `num_open` the texts whose embedding is not ready.
     """
 
     def __init__(
@@ -191,9 +197,9 @@ class Vectors:
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
-        self.num_texts = len(texts)
+        self.num_open = len(texts)
         self.num_tokens = sum(map(len, texts))
-        self.num_cached = 0
+        self._num_cached = 0
         self._client, self._job, self._metrics = client, job, metrics
         self._generation = client.embed_async(texts, job.params, job.caller)
         self._running = running
@@ -206,16 +212,15 @@ class Vectors:
             EngineStoppedError: the engine or the server stopped.
             TwostrokeError: the engine failed on the job.
         """
-        parts = [msgspec.Raw()] * self.num_texts
+        parts = [msgspec.Raw()] * len(self._job.texts)
         try:
             async for output in self._generation:
                 embedding = Embedding.of(output)
-                self.num_cached += embedding.usage.cached_tokens
+                self._num_cached += embedding.usage.cached_tokens
+                self.num_open -= 1
                 parts[embedding.index] = self._job.write(embedding)
         except TwostrokeError as error:
-            self._metrics.failures.inc()
-            if self._client.loop.health is Health.STOPPED:
-                raise EngineStoppedError(str(error)) from error
+            _count_failure(error, self._client, self._metrics)
             raise
         return parts
 
@@ -223,3 +228,28 @@ class Vectors:
         """Stop the work at once; does nothing after its end."""
         self._running.discard(self)
         self._generation.cancel()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures so far for logs and traces."""
+        return {
+            "class": self._job.caller.service,
+            "texts": len(self._job.texts),
+            "prompt_tokens": self.num_tokens,
+            "cached_tokens": self._num_cached,
+        }
+
+
+Running = Answers | Vectors
+
+
+def _count_failure(error: TwostrokeError, client: Client, metrics: Metrics) -> None:
+    """Count a failure of the engine.
+
+    Raises:
+        EngineStoppedError: the engine has stopped, whatever its error was.
+    """
+    if isinstance(error, RequestError):
+        return
+    metrics.failures.inc()
+    if client.loop.health is Health.STOPPED and not isinstance(error, EngineStoppedError):
+        raise EngineStoppedError(str(error)) from error

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 MAX_CONVERSATION_BYTES: Final = 8 * 1024 * 1024
 MAX_CONVERSATION_ITEMS: Final = 10_000
@@ -20,8 +20,7 @@ _ITEM_BYTES: Final = 200  # of an item in the index, besides its id
 class Kept:
     """One stored response, with its request and the response that it continues.
 
-    A response that was removed cannot be found, but its memory is free only when no later response
-    continues it.
+    A removed response cannot be found, but keeps its memory as long as a later one continues it.
 
     Attributes:
         id: the response's id.
@@ -71,6 +70,10 @@ class _Shelf:
     items: dict[str, Kept] = field(default_factory=dict)
     num_bytes: int = 0
 
+    @property
+    def oldest(self) -> Kept:
+        return next(iter(self.answers.values()))
+
     def hold(self, kept: Kept | None) -> None:
         """Add a reference; the first one counts the memory of the response and those before it."""
         while kept is not None:
@@ -101,96 +104,39 @@ class Store:
         """Store at most `max_answers` responses of `max_bytes` together; 0 stores none."""
         self.max_answers = max_answers
         self.max_bytes = max_bytes
-        self._num_answers = 0
-        self._num_bytes = 0
-        self._shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
-        self._lock = Lock()
+        self.shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
+        self.lock = Lock()
 
     def __len__(self) -> int:
         """The number of responses that can be found."""
-        return self._num_answers
+        return sum(len(shelf.answers) for shelf in self.shelves.values())
 
     @property
     def num_bytes(self) -> int:
         """The memory of all responses, and of those that they continue."""
-        return self._num_bytes
+        return sum(shelf.num_bytes for shelf in self.shelves.values())
 
-    def fits(self, kept: Kept) -> bool:
-        """Whether a response, with its conversation, is within the bounds."""
-        return (
-            self.max_answers > 0
-            and kept.total_bytes <= min(self.max_bytes, MAX_CONVERSATION_BYTES)
-            and kept.total_items <= MAX_CONVERSATION_ITEMS
-        )
-
-    def put(self, tenant: str, kept: Kept) -> bool:
-        """Store a response as the newest; return whether it fits."""
-        if not self.fits(kept):
-            return False
-        with self._lock:
-            shelf = self._shelves.setdefault(tenant, _Shelf())
-            shelf.answers[kept.id] = kept
-            shelf.items |= dict.fromkeys(kept.item_ids, kept)
-            before = shelf.num_bytes
-            shelf.hold(kept)
-            self._num_answers += 1
-            self._num_bytes += shelf.num_bytes - before
-            self._evict(
-                kept,
-                lambda: self._num_answers > self.max_answers,
-                lambda shelf: len(shelf.answers),
-            )
-            self._evict(
-                kept, lambda: self._num_bytes > self.max_bytes, lambda shelf: shelf.num_bytes
-            )
-        return True
-
-    def find(self, tenant: str, id_: str) -> Kept | None:
-        """Return a tenant's response; None if it is not stored."""
-        with self._lock:
-            shelf = self._shelves.get(tenant)
-            return shelf.answers.get(id_) if shelf else None
-
-    def find_item(self, tenant: str, id_: str) -> Kept | None:
-        """Return the response that an item belongs to; None if it is not stored."""
-        with self._lock:
-            shelf = self._shelves.get(tenant)
-            return shelf.items.get(id_) if shelf else None
-
-    def remove(self, tenant: str, id_: str) -> bool:
-        """Remove a response; return whether it was stored."""
-        with self._lock:
-            shelf = self._shelves.get(tenant)
-            is_there = shelf is not None and id_ in shelf.answers
-            if is_there:
-                self._remove(tenant, id_)
-            return is_there
-
-    def _evict(
-        self, newest: Kept, is_over: Callable[[], bool], size: Callable[[_Shelf], int]
-    ) -> None:
+    def evict(self, newest: Kept) -> None:
         """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
-        while is_over():
-            evictable = [
-                tenant
-                for tenant, shelf in self._shelves.items()
-                if next(iter(shelf.answers.values())) is not newest
-            ]
-            tenant = max(evictable, key=lambda tenant: size(self._shelves[tenant]))
-            self._remove(tenant, next(iter(self._shelves[tenant].answers)))
+        while (has_many := len(self) > self.max_answers) or self.num_bytes > self.max_bytes:
+            sizes = {
+                tenant: len(shelf.answers) if has_many else shelf.num_bytes
+                for tenant, shelf in self.shelves.items()
+                if shelf.oldest is not newest
+            }
+            largest = max(sizes, key=sizes.__getitem__)
+            self.remove(largest, self.shelves[largest].oldest.id)
 
-    def _remove(self, tenant: str, id_: str) -> None:
-        shelf = self._shelves[tenant]
+    def remove(self, tenant: str, id_: str) -> None:
+        """Remove a response, which is stored; the caller holds the lock."""
+        shelf = self.shelves[tenant]
         kept = shelf.answers.pop(id_)
         for item in kept.item_ids:
             if shelf.items.get(item) is kept:
                 del shelf.items[item]
-        before = shelf.num_bytes
         shelf.release(kept)
-        self._num_answers -= 1
-        self._num_bytes += shelf.num_bytes - before
         if not shelf.answers:
-            del self._shelves[tenant]
+            del self.shelves[tenant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +147,43 @@ class Tenant:
     store: Store
 
     def fits(self, kept: Kept) -> bool:
-        """Whether a response is within the bounds."""
-        return self.store.fits(kept)
+        """Whether a response, with its conversation, is within the bounds."""
+        return (
+            self.store.max_answers > 0
+            and kept.total_bytes <= min(self.store.max_bytes, MAX_CONVERSATION_BYTES)
+            and kept.total_items <= MAX_CONVERSATION_ITEMS
+        )
 
     def put(self, kept: Kept) -> bool:
-        """Store a response; return whether it fits."""
-        return self.store.put(self.name, kept)
+        """Store a response as the newest; return whether it fits."""
+        if not self.fits(kept):
+            return False
+        with self.store.lock:
+            shelf = self.store.shelves.setdefault(self.name, _Shelf())
+            shelf.answers[kept.id] = kept
+            shelf.items |= dict.fromkeys(kept.item_ids, kept)
+            shelf.hold(kept)
+            self.store.evict(kept)
+        return True
 
     def find(self, id_: str) -> Kept | None:
         """Return a response of this tenant; None if it is not stored."""
-        return self.store.find(self.name, id_)
+        with self.store.lock:
+            return self._shelf.answers.get(id_)
 
     def find_item(self, id_: str) -> Kept | None:
         """Return the response of this tenant that an item belongs to; None if not stored."""
-        return self.store.find_item(self.name, id_)
+        with self.store.lock:
+            return self._shelf.items.get(id_)
 
     def remove(self, id_: str) -> bool:
         """Remove a response of this tenant; return whether it was stored."""
-        return self.store.remove(self.name, id_)
+        with self.store.lock:
+            is_there = id_ in self._shelf.answers
+            if is_there:
+                self.store.remove(self.name, id_)
+            return is_there
+
+    @property
+    def _shelf(self) -> _Shelf:
+        return self.store.shelves.get(self.name) or _Shelf()

@@ -45,7 +45,7 @@ def test_every_route_and_method_asks_for_a_key(guarded: LiveServer) -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_health_and_the_pages_files_need_none(guarded: LiveServer) -> None:
+def test_health_and_page_files_need_no_key(guarded: LiveServer) -> None:
     assert guarded.http.get("/health").status_code == 200
     browser = {"accept": "text/html,*/*"}
     page = guarded.http.get("/", headers=browser)
@@ -86,7 +86,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("headers", WRONG)
-def test_what_is_no_key_is_refused(guarded: LiveServer, headers: dict[str, Any]) -> None:
+def test_wrong_keys_are_refused(guarded: LiveServer, headers: dict[str, Any]) -> None:
     response = guarded.http.post("/v1/chat/completions", json=MESSAGE, headers=headers)
     assert response.status_code == 401
     error = response.json()["error"]
@@ -169,10 +169,9 @@ def test_the_variables_key_is_never_passed_over_for_being_empty(
         (b"x" * (MAX_LENGTH + 1), "Line 1 of"),
         (b"se\x07cret", "Line 1 of"),
         ("sécret".encode(), "ASCII"),
-        (b"secret\n" * 200_000, "larger than"),
     ],
 )
-def test_a_file_that_has_none_is_refused_without_a_key_in_the_sentence(
+def test_malformed_key_file_is_refused_without_showing_a_key(
     tmp_path: Path, text: bytes, said: str
 ) -> None:
     file = tmp_path / "keys"
@@ -182,7 +181,7 @@ def test_a_file_that_has_none_is_refused_without_a_key_in_the_sentence(
     assert "secret" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read_and_keys_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_files_and_malformed_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         ApiKeys.read(tmp_path / "none", None)
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):

@@ -102,7 +102,7 @@ def test_too_many_headers_are_refused(strict: LiveServer) -> None:
 @pytest.mark.parametrize(
     "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01", b"GET\r\n\r\n", b"\x00" * 100, b"hello\n\n"]
 )
-def test_what_is_no_http_is_refused(strict: LiveServer, garbage: bytes) -> None:
+def test_invalid_http_is_refused(strict: LiveServer, garbage: bytes) -> None:
     answer = talk(strict, garbage)
     assert answer == b"" or b"400" in answer.split(b"\r\n")[0]
 
@@ -130,7 +130,7 @@ def test_deep_json_is_refused(server: LiveServer, opening: bytes) -> None:
         b'{"messages":[]} {}',
     ],
 )
-def test_body_that_is_no_json_object_is_refused(server: LiveServer, body: bytes) -> None:
+def test_body_must_be_a_json_object(server: LiveServer, body: bytes) -> None:
     response = server.http.post(PATH, content=body, headers=JSON)
     assert response.status_code == 400
     assert response.json()["error"]["code"] in {"invalid_json", "invalid_value"}
@@ -160,7 +160,7 @@ def test_body_must_say_that_it_is_json(server: LiveServer, kind: str) -> None:
     assert "application/json" in response.json()["error"]["message"]
 
 
-def test_large_prompt_is_read_beside_the_event_loop(server: LiveServer) -> None:
+def test_large_prompt_does_not_block_the_event_loop(server: LiveServer) -> None:
     error = server.complete(prompt="the world " * 100_000).json()["error"]
     assert error["code"] == "context_length_exceeded"
 

@@ -43,7 +43,7 @@ def log() -> Iterator[Log]:
         yield Log(stream)
 
 
-def test_a_request_is_a_line_with_what_it_took(tmp_path: Path, log: Log) -> None:
+def test_log_has_a_line_for_a_request(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         response = server.chat(max_tokens=4, ignore_eos=True, n=2, service_tier="flex")
         (entry,) = log.entries(1)
@@ -85,7 +85,7 @@ def test_streams_are_logged_at_their_end(tmp_path: Path, log: Log) -> None:
     assert (entry["stream"], entry["completion_tokens"], entry["status"]) == (True, 3, 200)
 
 
-def test_what_is_refused_is_logged_with_its_code(tmp_path: Path, log: Log) -> None:
+def test_refused_requests_are_logged_with_their_code(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         server.chat(max_tokens=0)
         server.chat(model="other")
@@ -97,7 +97,7 @@ def test_what_is_refused_is_logged_with_its_code(tmp_path: Path, log: Log) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_left_is_told_of(tmp_path: Path, log: Log, stream: bool) -> None:
+def test_client_that_left_is_reported(tmp_path: Path, log: Log, stream: bool) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": stream}
         with server.connect() as connection:
@@ -115,7 +115,7 @@ def test_a_client_that_left_is_told_of(tmp_path: Path, log: Log, stream: bool) -
     assert entry["finish_reasons"] == []
 
 
-def test_a_failure_of_the_engine_is_told_of(tmp_path: Path, log: Log) -> None:
+def test_engine_failure_is_logged(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         server.backend.poison = server.client.card.tokenizer.encode("hello")[0]
         server.complete(max_tokens=3, stream=False)
@@ -126,7 +126,7 @@ def test_a_failure_of_the_engine_is_told_of(tmp_path: Path, log: Log) -> None:
     assert entries[1]["error"]
 
 
-def test_nothing_that_was_said_is_logged(tmp_path: Path, log: Log) -> None:
+def test_log_has_no_text_of_requests(tmp_path: Path, log: Log) -> None:
     with live_server(tmp_path, _OPTIONS) as server:
         server.complete(prompt="hello my secret", max_tokens=2, stop=["password"], user="somebody")
         text = json.dumps(log.entries(1))
@@ -144,7 +144,7 @@ def test_ids_of_clients_are_kept_where_they_are_harmless(tmp_path: Path, log: Lo
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_no_line_can_be_smuggled_in(tmp_path: Path, form: str) -> None:
+def test_path_cannot_add_lines_to_the_log(tmp_path: Path, form: str) -> None:
     stream = io.StringIO()
     path = "/x%0A2030-01-01T00:00:00.000Z%20error%20forged%1b[31m%E2%80%A8y%22%5C"
     with logging_to(stream, form, "info"), live_server(tmp_path, _OPTIONS) as server:
@@ -184,7 +184,7 @@ def test_lines_can_be_left_out(tmp_path: Path, access: bool, level: str) -> None
 
 
 @pytest.mark.parametrize("level", ["info", "debug"])
-def test_what_programs_poll_is_for_those_who_debug(tmp_path: Path, level: str) -> None:
+def test_polled_paths_are_logged_at_level_debug(tmp_path: Path, level: str) -> None:
     stream = io.StringIO()
     with logging_to(stream, "text", level), live_server(tmp_path, _OPTIONS) as server:
         for path in ("/health", "/metrics", "/api/state"):
@@ -194,7 +194,7 @@ def test_what_programs_poll_is_for_those_who_debug(tmp_path: Path, level: str) -
     assert stream.getvalue().count("\n") == (4 if level == "debug" else 1)
 
 
-def test_faults_have_their_trace_in_the_line() -> None:
+def test_log_line_has_the_traceback() -> None:
     stream = io.StringIO()
     with logging_to(stream, "json", "debug"):
         try:
@@ -214,17 +214,17 @@ def test_loggers_are_as_they_were_afterwards() -> None:
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 
 
-def test_a_watcher_that_fails_harms_nobody(server: LiveServer) -> None:
+def test_failing_observer_does_not_fail_the_request(server: LiveServer) -> None:
     class Broken:
-        def watch(self, exchange: object) -> None:
+        def observe(self, exchange: object) -> None:
             raise RuntimeError
 
         def close(self) -> None:
             pass
 
     broken = Broken()
-    server.api.watchers.append(broken)
+    server.api.observers.append(broken)
     try:
         assert server.complete(max_tokens=1).status_code == 200
     finally:
-        server.api.watchers.remove(broken)
+        server.api.observers.remove(broken)

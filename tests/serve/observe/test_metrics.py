@@ -91,7 +91,7 @@ def test_utilization_is_shown_where_the_limits_are_known(server: LiveServer) -> 
 
 
 @pytest.mark.parametrize("tier", ["auto", "flex", "priority"])
-def test_classes_of_service_are_told_apart(tmp_path: Path, tier: str) -> None:
+def test_classes_of_service_are_counted_separately(tmp_path: Path, tier: str) -> None:
     service = "default" if tier == "auto" else tier
     with live_server(tmp_path) as server:
         server.chat(max_tokens=3, ignore_eos=True, service_tier=tier)
@@ -103,7 +103,7 @@ def test_classes_of_service_are_told_apart(tmp_path: Path, tier: str) -> None:
         assert found["twostroke_inter_token_latency_seconds_count", one] == 2 * count
 
 
-def test_histograms_are_whole(server: LiveServer) -> None:
+def test_histograms_are_complete(server: LiveServer) -> None:
     server.chat(max_tokens=3, ignore_eos=True)
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     histograms = [family for family in families if family.type == "histogram"]
@@ -139,7 +139,7 @@ def test_objectives_are_counted_and_goodput_is_shown(tmp_path: Path) -> None:
     assert found["twostroke_objective_limit_seconds", "flex", "tpot"] == 1e-9
 
 
-def test_document_has_every_metric_and_no_other(server: LiveServer) -> None:
+def test_document_lists_exactly_the_metrics(server: LiveServer) -> None:
     ours = {(family.name, family.type) for family in _ours(server)}
     rows = re.findall(r"^\| `(twostroke_\w+)` \| (\w+) \|", _DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))

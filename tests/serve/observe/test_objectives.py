@@ -26,34 +26,21 @@ def test_objectives_are_read(text: str, objective: Objective) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("", "must be NAME=SECONDS"),
-        ("ttft", "NAME=SECONDS"),
-        ("ttft:0.5", "NAME=SECONDS"),
-        ("tttf=0.5", "Did you mean 'ttft'?"),
-        ("priorty:ttft=1", "Did you mean 'priority'?"),
-        (":ttft=1", "must name a class"),
-        ("ttft=", "greater than 0"),
-        ("ttft=fast", "greater than 0"),
-        ("ttft=0", "greater than 0"),
-        ("ttft=-1", "greater than 0"),
-        ("ttft=inf", "greater than 0"),
-        ("ttft=nan", "greater than 0"),
-        ("ttft=1h", "greater than 0"),
-        ("ttft=1\ntpot=1", "greater than 0"),
-        ("x" * 1000, "must be NAME=SECONDS"),
+        *("", "ttft", "ttft:0.5", "tttf=0.5", "priorty:ttft=1", ":ttft=1", "ttft=", "ttft=fast"),
+        *("ttft=0", "ttft=-1", "ttft=inf", "ttft=nan", "ttft=1.2.3", "ttft=1h", "ttft=1\ntpot=1"),
+        "x" * 1000,
     ],
 )
-def test_a_malformed_objective_is_one_sentence(text: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_a_malformed_objective_is_one_sentence(text: str) -> None:
+    with pytest.raises(UsageError, match="must be NAME=SECONDS") as caught:
         parse_objective(text)
-    assert words in str(caught.value)
     assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 400
 
 
-def test_a_class_s_own_limit_goes_before_that_of_all() -> None:
+def test_limit_of_a_class_overrides_the_common_limit() -> None:
     limits = limits_of(
         [Objective("ttft", 0.5), Objective("ttft", 0.2, "priority"), Objective("e2e", 9, "flex")]
     )
@@ -77,19 +64,20 @@ def test_an_answer_is_good_if_it_meets_all_that_is_asked() -> None:
     goodput.judge("default", _usage(11), _timings(first=0.6, last=1.4))
     goodput.judge("flex", _usage(1), _timings(first=0.5, last=0.5))
     kept = goodput.read()
-    assert kept.met["default", "ttft"] == 2
-    assert kept.missed["default", "ttft"] == 1
-    assert kept.met["default", "tpot"] == 2
-    assert kept.missed["default", "tpot"] == 1
-    assert (kept.met["default", "all"], kept.missed["default", "all"]) == (1, 2)
-    assert kept.met["flex", "tpot"] == 1  # of one token
-    assert kept.good_tokens == {"default": 11, "flex": 1}
+    assert kept["default", "ttft", "met"] == 2
+    assert kept["default", "ttft", "missed"] == 1
+    assert kept["default", "tpot", "met"] == 2
+    assert kept["default", "tpot", "missed"] == 1
+    assert (kept["default", "all", "met"], kept["default", "all", "missed"]) == (1, 2)
+    assert kept["flex", "tpot", "met"] == 1  # of one token
+    assert kept["default", "all", "good_tokens"] == 11
+    assert kept["flex", "all", "good_tokens"] == 1
 
 
-def test_answers_that_never_came_missed_everything() -> None:
+def test_failed_answers_miss_all_objectives() -> None:
     goodput = Goodput([Objective("ttft", 0.5), Objective("e2e", 9)])
     goodput.miss("default", 3)
-    assert goodput.read().missed == {("default", name): 3 for name in ("ttft", "e2e", "all")}
+    assert goodput.read() == {("default", name, "missed"): 3 for name in ("ttft", "e2e", "all")}
 
 
 @pytest.mark.parametrize(
@@ -102,21 +90,21 @@ def test_answers_that_never_came_missed_everything() -> None:
         (10, True, {"e2e", "all"}),
     ],
 )
-def test_who_leaves_is_counted_where_it_had_waited_too_long(
+def test_client_that_left_late_misses_objectives(
     waited_s: float, has_begun: bool, missed: set[str]
 ) -> None:
     goodput = Goodput([Objective("ttft", 0.5), Objective("e2e", 9)])
     goodput.leave("default", 1, waited_s, has_begun=has_begun)
-    assert {measure for _, measure in goodput.read().missed} == missed
+    assert {measure for _, measure, _ in goodput.read()} == missed
 
 
-def test_nothing_is_judged_where_nothing_is_asked() -> None:
+def test_classes_without_objectives_are_not_judged() -> None:
     goodput = Goodput([Objective("ttft", 0.5, "priority")])
     goodput.judge("default", _usage(5), _timings(first=9, last=9))
     goodput.miss("default", 1)
     goodput.leave("default", 1, 100, has_begun=False)
     assert goodput.has_objectives
-    assert goodput.read().met == goodput.read().missed == {}
+    assert goodput.read() == {}
 
 
 def test_goodput_is_that_of_the_last_minute() -> None:
@@ -127,13 +115,17 @@ def test_goodput_is_that_of_the_last_minute() -> None:
     goodput.judge("default", _usage(7), _timings(first=0.1, last=0.1))
     now[0] = 150.0
     kept, seconds = goodput.recent()
-    assert (kept.met["default", "all"], seconds) == (2, 50)
+    assert (kept["default", "all", "met"], seconds) == (2, 50)
     now[0] = 165.0
     kept, seconds = goodput.recent()
-    assert (kept.met["default", "all"], kept.good_tokens["default"], seconds) == (1, 7, 60)
+    assert (kept["default", "all", "met"], kept["default", "all", "good_tokens"], seconds) == (
+        1,
+        7,
+        60,
+    )
     now[0] = 300.0
-    assert goodput.recent()[0].met["default", "all"] == 0
-    assert goodput.read().met["default", "all"] == 2
+    assert goodput.recent()[0]["default", "all", "met"] == 0
+    assert goodput.read()["default", "all", "met"] == 2
 
 
 def _usage(completion: int) -> Usage:

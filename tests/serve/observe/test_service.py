@@ -25,7 +25,7 @@ _PATHS = ("/v1/chat/completions", "/v1/completions")
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("path", _PATHS)
-def test_the_class_of_service_is_told_back(server: LiveServer, path: str, tier: str) -> None:
+def test_response_has_the_class_of_service(server: LiveServer, path: str, tier: str) -> None:
     told = _post(server, path, service_tier=tier).json()
     assert told["service_tier"] == TIERS[tier]
     assert told["service_tier"] in SERVICES
@@ -39,7 +39,7 @@ def test_every_event_of_a_stream_tells_it(server: LiveServer, path: str) -> None
 
 @pytest.mark.parametrize("fields", [{}, {"service_tier": None}])
 @pytest.mark.parametrize("path", _PATHS)
-def test_nothing_is_told_that_was_not_asked(
+def test_response_without_service_tier_has_no_class(
     server: LiveServer, path: str, fields: dict[str, Any]
 ) -> None:
     assert "service_tier" not in _post(server, path, **fields).json()
@@ -78,7 +78,7 @@ def test_priority_goes_first_and_flex_last(tmp_path: Path) -> None:
     assert order == ["priority", "default", "flex"]
 
 
-def test_a_priority_of_its_own_goes_before_the_class(tmp_path: Path) -> None:
+def test_explicit_priority_overrides_the_class(tmp_path: Path) -> None:
     with live_server(tmp_path, max_running=1) as server:
         server.backend.gate.clear()
         stats, order = server.client.loop.snapshot, list[str]()

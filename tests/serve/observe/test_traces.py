@@ -90,7 +90,7 @@ def test_spans_join_the_trace_of_their_client(server: LiveServer) -> None:
 
 @needs_extra
 @pytest.mark.parametrize("parent", ["", "rubbish", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_parent_that_is_none_begins_a_trace(server: LiveServer, parent: str) -> None:
+def test_invalid_traceparent_starts_a_new_trace(server: LiveServer, parent: str) -> None:
     with _traced(server) as spans:
         server.http.post(
             "/v1/completions", json={"prompt": "hello"}, headers={"traceparent": parent}
@@ -101,7 +101,7 @@ def test_a_parent_that_is_none_begins_a_trace(server: LiveServer, parent: str) -
 
 
 @needs_extra
-def test_what_is_refused_is_a_span_without_parts(server: LiveServer) -> None:
+def test_refused_request_is_a_span_without_parts(server: LiveServer) -> None:
     with _traced(server) as spans:
         server.chat(model="other")
         server.http.get("/health")
@@ -121,7 +121,7 @@ def test_failures_of_the_server_are_errors_of_the_span(tmp_path: Path) -> None:
 
 
 @needs_extra
-def test_a_client_that_left_is_told_of(server: LiveServer) -> None:
+def test_client_that_left_is_reported(server: LiveServer) -> None:
     with _traced(server) as spans:
         body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with server.connect() as connection:
@@ -133,7 +133,7 @@ def test_a_client_that_left_is_told_of(server: LiveServer) -> None:
 
 
 @needs_extra
-def test_nothing_that_was_said_is_traced(server: LiveServer) -> None:
+def test_spans_have_no_text_of_requests(server: LiveServer) -> None:
     with _traced(server) as spans:
         server.complete(prompt="hello my secret", max_tokens=2, stop=["password"], user="somebody")
         text = "".join(span.to_json() for span in spans(4).values())
@@ -162,7 +162,7 @@ def test_spans_arrive_at_a_collector(tmp_path: Path) -> None:
 
 
 @needs_extra
-def test_a_collector_that_is_not_there_harms_nobody(tmp_path: Path) -> None:
+def test_missing_collector_does_not_fail_requests(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     options = ServeOptions(otlp_endpoint=f"http://127.0.0.1:{port}", drain_s=1)
@@ -175,7 +175,7 @@ def test_a_collector_that_is_not_there_harms_nobody(tmp_path: Path) -> None:
 
 
 @needs_extra
-def test_an_address_gets_otlp_s_path_where_it_has_none() -> None:
+def test_address_without_a_path_gets_the_otlp_path() -> None:
     assert check_endpoint("http://localhost:4318") == "http://localhost:4318/v1/traces"
     assert check_endpoint("http://localhost:4318/") == "http://localhost:4318/v1/traces"
     assert check_endpoint("https://c.example/otlp/x") == "https://c.example/otlp/x"
@@ -184,7 +184,7 @@ def test_an_address_gets_otlp_s_path_where_it_has_none() -> None:
 @pytest.mark.parametrize(
     "url", ["", "localhost:4318", "ftp://x", "http://", "grpc://x:4317", "http://[", "http://x:y"]
 )
-def test_what_is_no_address_is_refused_in_one_sentence(url: str) -> None:
+def test_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="must be the address of a collector"):
         check_endpoint(url)
 
@@ -215,11 +215,11 @@ def _traced(server: LiveServer) -> Iterator[Any]:
         assert len(found) == count
         return found
 
-    server.api.watchers.append(traces)
+    server.api.observers.append(traces)
     try:
         yield spans
     finally:
-        server.api.watchers.remove(traces)
+        server.api.observers.remove(traces)
         traces.close()
 
 

@@ -59,7 +59,7 @@ def test_every_file_is_served_with_its_type(http: httpx.Client) -> None:
         assert answer.headers["content-type"] == MEDIA_TYPES[path.suffix]
 
 
-def test_what_is_known_is_not_sent_again(http: httpx.Client) -> None:
+def test_unchanged_file_is_not_sent_again(http: httpx.Client) -> None:
     first = http.get("/page/app.js")
     tag = first.headers["etag"]
     assert first.headers["cache-control"] == "no-cache"
@@ -122,7 +122,7 @@ def test_files_are_only_read(server: LiveServer) -> None:
     assert answer.startswith(b"HTTP/1.1 405 ")
 
 
-def test_no_file_names_another_host() -> None:
+def test_files_do_not_name_other_hosts() -> None:
     known = {"http://www.w3.org/2000/svg"}  # a name, not an address
     for path in SOURCES:
         for address in re.findall(r"https?://[a-z0-9][^\s\"'`)<>]*", path.read_text()):
@@ -147,7 +147,7 @@ def test_every_file_that_is_named_is_there_and_used() -> None:
     assert used == {path.resolve() for path in SOURCES}
 
 
-def test_what_a_script_imports_is_exported_there() -> None:
+def test_imported_names_are_exported() -> None:
     for path in SCRIPTS:
         for names, source in IMPORT.findall(path.read_text()):
             exporting = (path.parent / source).read_text()

@@ -164,23 +164,25 @@ class MessageEncoder:
     def write(self, event: events.Event) -> bytes:
         """Return the named server-sent events of an event."""
         match event:
-            case events.Added():
-                block = event.block
+            case events.Added(block=block):
                 return named_sse(BlockDelta(block.index, _DELTAS[block.kind](event.text)))
-            case events.Opened():
-                block = event.block
+            case events.Opened(block=block):
                 start = named_sse(BlockStart(block.index, _begun(block)))
                 return start if block.index else start + _PING
-            case events.Closed():
-                return _close(event.block)
+            case events.Closed(block=block):
+                last = b""
+                if block.kind is events.BlockKind.REASONING:
+                    signature = SignatureDelta(_signature(block.text))
+                    last = named_sse(BlockDelta(block.index, signature))
+                return last + named_sse(BlockStop(block.index))
             case events.Began():
                 assert event.usage is not None
                 return named_sse(MessageStart(self._message([], event.usage)))
             case events.Ended():
                 self._end(event, has_calls=event.has_calls)
             case events.Finished():
-                last = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
-                return named_sse(last) + named_sse(MessageStop())
+                last_delta = MessageDelta(self._stop, _usage_body(event.usage), self._timings)
+                return named_sse(last_delta) + named_sse(MessageStop())
             case events.Failed():
                 error = ANTHROPIC.body(event.error, event.request_id, str)
                 return b"event: error\ndata: %b\n\n" % error
@@ -189,7 +191,6 @@ class MessageEncoder:
     def whole(self, stream: Iterable[events.Event]) -> MessageBody:
         """Return the response that is not streamed."""
         content: list[BlockBody] = []
-        usage: Usage | None = None
         for event in stream:
             match event:
                 case events.Closed():
@@ -198,9 +199,7 @@ class MessageEncoder:
                     is_called = any(isinstance(block, ToolUseBody) for block in content)
                     self._end(event, has_calls=event.has_calls and is_called)
                 case events.Finished():
-                    usage = event.usage
-        assert usage is not None
-        message = self._message(content, usage)
+                    message = self._message(content, event.usage)
         message.stop_reason = self._stop.stop_reason
         message.stop_sequence = self._stop.stop_sequence
         message.timings = self._timings
@@ -208,10 +207,8 @@ class MessageEncoder:
 
     def _message(self, content: list[BlockBody], usage: Usage) -> MessageBody:
         """Return the message, which has not ended yet."""
-        reply = self._reply
-        return MessageBody(
-            reply.id, "assistant", reply.model, content, None, None, _usage_body(usage)
-        )
+        id_, model = self._reply.id, self._reply.model
+        return MessageBody(id_, "assistant", model, content, None, None, _usage_body(usage))
 
     def _end(self, event: events.Ended, *, has_calls: bool) -> None:
         """Note why the answer ended."""
@@ -236,13 +233,6 @@ def _begun(block: events.ContentBlock) -> BlockBody:
             return ThinkingBody("", "")
         case events.BlockKind.CALL:
             return ToolUseBody(f"toolu_{secrets.token_hex(12)}", block.name, {})
-
-
-def _close(block: events.ContentBlock) -> bytes:
-    last = b""
-    if block.kind is events.BlockKind.REASONING:
-        last = named_sse(BlockDelta(block.index, SignatureDelta(_signature(block.text))))
-    return last + named_sse(BlockStop(block.index))
 
 
 def _complete(block: events.ContentBlock) -> BlockBody:

@@ -1,7 +1,4 @@
-"""What goes wrong in a request, and how OpenAI's clients want to hear of it.
-
-Other protocols have forms of their own (`ErrorForm`).
-"""
+"""The errors of requests, and OpenAI's form of them; `ErrorForm` is for all protocols."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
-from twostroke.serve.observe.exchange import exchange_of
+from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,73 +29,73 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class BodySyntaxError(RequestError):
-    """A body that is not JSON, or nested too deeply."""
+    """The body is not JSON, or is nested too deeply."""
 
     code = "invalid_json"
 
 
 class UnknownFieldError(RequestError):
-    """A field that no such request has."""
+    """The protocol does not have this field."""
 
     code = "unknown_parameter"
 
 
 class MissingFieldError(RequestError):
-    """A field that every such request needs."""
+    """A required field is missing."""
 
     code = "missing_required_parameter"
 
 
 class UnsupportedFieldError(RequestError):
-    """A field or value of the protocol that would change the answer and that we do not have."""
+    """The protocol has this field or value, and it is not supported."""
 
     code = "unsupported_parameter"
 
 
 class UnknownPathError(TwostrokeError):
-    """No such route."""
+    """No route has this path."""
 
     http_status = 404
     code = "unknown_url"
 
 
 class MethodError(TwostrokeError):
-    """A route that is there, asked with a method that it does not take."""
+    """The route does not accept this method."""
 
     http_status = 405
     code = "method_not_allowed"
 
 
 class BodySizeError(TwostrokeError):
-    """A request body over the limit."""
+    """The body is over the limit."""
 
     http_status = 413
     code = "request_too_large"
 
 
 class HeaderSizeError(TwostrokeError):
-    """Request line and headers over the limit."""
+    """The path and the headers are over the limit."""
 
     http_status = 431
     code = "headers_too_large"
 
 
 class BodyTimeoutError(TwostrokeError):
-    """A request body that came too slowly."""
+    """The body came too slowly."""
 
     http_status = 408
     code = "request_timeout"
 
 
 class ContentTypeError(TwostrokeError):
-    """A body that does not say that it is JSON, or says that it is compressed."""
+    """The headers do not say that the body is JSON, or say that it is compressed."""
 
     http_status = 415
     code = "unsupported_media_type"
 
 
 class ClientGoneError(TwostrokeError):
-    """The client left before its answer was ready; nobody will read this."""
+    """The client left before its response began; nobody reads this."""
 
     http_status = 499
     code = "client_gone"
@@ -121,13 +118,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How one protocol tells of errors.
+    """How a protocol reports errors.
 
     Attributes:
-        status: the HTTP status of an error.
-        body: the JSON of one, of the request's id, and with the client's names of fields.
-        struct: what that JSON is.
-        id_header: a further name for the header with the request's id.
+        status: returns the HTTP status of an error.
+        body: returns the JSON, from the error, the request's id and the names of fields.
+        struct: the type of that JSON.
+        id_header: a second header for the request's id.
     """
 
     status: Callable[[TwostrokeError], int]
@@ -137,10 +134,9 @@ class ErrorForm:
 
 
 def to_message(error: TwostrokeError, naming: Naming = str) -> str:
-    """Return what a client may read of an error; `naming` gives the client's names of fields.
+    """Return the message for a client; `naming` gives the protocol's names of fields.
 
-    Failures of the engine are told without their inner message, which may speak of memory and
-    paths; the server's log has it.
+    The message of a failed engine may have paths and addresses; only the server's log has it.
     """
     if error.http_status < 500:
         return one_line(error.sentence(naming))
@@ -150,23 +146,18 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
 
 
 def to_response(error: TwostrokeError, scope: Scope) -> Response:
-    """Return the response that tells of an error, as the protocol of `scope`'s path has it."""
-    form: ErrorForm = scope.get("state", {}).get("error_form", OPENAI)
+    """Return the response for an error, in the form of the protocol of `scope`'s path."""
+    served = served_of(scope)
+    served.error = error.code or "server_error"
+    form = served.error_form
     headers, status = {}, form.status(error)
-    if (exchange := exchange_of(scope)) is not None:
-        exchange.error = error.code or "server_error"
     if status in RETRY_STATUSES:
         headers["retry-after"] = str(RETRY_AFTER_S)
-    if status in {408, 413, 431}:  # what may still come is not worth waiting for
+    if status in {408, 413, 431}:  # the rest of the request may be long
         headers["connection"] = "close"
-    names = scope.get("state", {}).get("field_names", {})
-    body = form.body(error, request_id_of(scope), partial(_rename, names=names))
+    naming = partial(_rename, names=served.field_names)
+    body = form.body(error, served.request_id, naming)
     return Response(body, status, headers, media_type="application/json")
-
-
-def note_names(names: Mapping[str, str], scope: Scope) -> None:
-    """Note what the client calls fields; a place in a list is `[]`, as in `tools[].name`."""
-    scope.setdefault("state", {})["field_names"] = names
 
 
 def _rename(field: str, names: Mapping[str, str]) -> str:
@@ -175,33 +166,25 @@ def _rename(field: str, names: Mapping[str, str]) -> str:
     return field if named is None else named.replace("[]", "{}").format(*places)
 
 
-def request_id_of(scope: Scope) -> str:
-    """Return the request id that the outermost layer noted; empty without it."""
-    found: str = scope.get("state", {}).get("request_id", "")
-    return found
+def report(error: Exception, scope: Scope) -> TwostrokeError:
+    """Log an error and note it in the served request; return the error that the client may read.
 
-
-def note_fault(error: Exception, scope: Scope) -> None:
-    """Log what nobody foresaw; the trace only for those who debug the server itself."""
-    if (exchange := exchange_of(scope)) is not None:
-        exchange.error = "server_error"
-    _logger.error(
-        "Request %s failed: %s: %s",
-        request_id_of(scope),
-        type(error).__name__,
-        one_line(str(error)),
-        exc_info=error if _logger.isEnabledFor(logging.DEBUG) else None,
-    )
-
-
-def note_failure(error: TwostrokeError, scope: Scope) -> None:
-    """Log an error that is no fault of this program, such as a failure of the engine."""
-    level = logging.ERROR if error.http_status >= 500 else logging.WARNING
-    _logger.log(level, "Request %s failed: %s", request_id_of(scope), one_line(str(error)))
+    The traceback of an unexpected error is logged at level DEBUG only.
+    """
+    served, text, trace = served_of(scope), str(error), None
+    known = error if isinstance(error, TwostrokeError) else None
+    if known is None:
+        known, text = TwostrokeError("An unforeseen failure."), f"{type(error).__name__}: {text}"
+        trace = error if _logger.isEnabledFor(logging.DEBUG) else None
+    level = logging.ERROR if known.http_status >= 500 else logging.WARNING
+    message, id_ = "Request %s failed: %s", served.request_id
+    _logger.log(level, message, id_, one_line(text), exc_info=trace)
+    served.error = known.code or "server_error"
+    return known
 
 
 def one_line(text: str) -> str:
-    """Return `text` with line breaks and other control characters spelled out, and not too long."""
+    """Return `text` with control characters escaped, and not too long."""
     text = text[: MAX_MESSAGE_LENGTH + 1]
     if not text.isprintable():
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

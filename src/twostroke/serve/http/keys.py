@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.serve.http.errors import to_response
+from twostroke.serve.observe.served import served_of
 from twostroke.serve.page.site import wants_page
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_LENGTH: Final = 512  # of a key or a tenant's name
-_MAX_FILE_BYTES: Final = 1 << 20
 _WORD: Final = re.compile(rf"[!-~]{{1,{MAX_LENGTH}}}")
 _FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
 OPEN_PATH: Final = "/health"  # for load balancers
 _FILES: Final = "/page/"
+_MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY'."
 
 
 class KeyMissingError(TwostrokeError):
@@ -68,8 +69,7 @@ class ApiKeys:
         found = _read(path) if path is not None else {}
         if key is not None:
             if not _WORD.fullmatch(key):
-                message = f"The key in TWOSTROKE_API_KEY must be {_FORM}."
-                raise UsageError(message)
+                raise UsageError(f"The key in TWOSTROKE_API_KEY must be {_FORM}.")
             found.setdefault(key, "")
         return cls(found)
 
@@ -95,12 +95,13 @@ class KeyCheck:
             key = _key(scope)
             tenant = self._keys.tenant_of(key) if key is not None else None
             if tenant is None:
-                response = to_response(_refusal(key), scope)
+                reason = "is not valid." if key is not None else _MISSING
+                response = to_response(KeyMissingError(f"The API key {reason}"), scope)
                 response.headers["www-authenticate"] = "Bearer"
                 response.headers["connection"] = "close"  # without waiting for the body
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            served_of(scope).tenant = tenant
         await self._app(scope, receive, send)
 
 
@@ -127,39 +128,25 @@ def _key(scope: Scope) -> bytes | None:
     return found
 
 
-def _refusal(key: bytes | None) -> KeyMissingError:
-    if key is None:
-        return KeyMissingError(
-            "The API key is missing: send the header 'Authorization: Bearer KEY'."
-        )
-    return KeyMissingError("The API key is not valid.")
-
-
 def _read(path: Path) -> dict[str, str]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1).decode("ascii")
-    except OSError as error:
-        message = f"The keys in {path} cannot be read: {error.strerror}."
-        raise UsageError(message) from None
-    except UnicodeDecodeError:
-        message = f"The keys in {path} must be ASCII characters."
-        raise UsageError(message) from None
-    if len(text) > _MAX_FILE_BYTES:
-        raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes.")
+        text = path.read_text("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "keys are ASCII characters"
+        raise UsageError(f"The keys in {path} cannot be read: {why}.") from None
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
+        *tenants, key = words
         if len(words) > 2 or not all(_WORD.fullmatch(word) for word in words):
             message = f"Line {number} of {path} is neither 'KEY' nor 'TENANT KEY'."
             raise UsageError(message)
-        *tenant, key = words
         if key in found:
             message = f"Line {number} of {path} repeats a key of an earlier line."
             raise UsageError(message)
-        found[key] = tenant[0] if tenant else ""
+        found[key] = "".join(tenants)
     if not found:
         raise UsageError(f"{path} has no keys.")
     return found

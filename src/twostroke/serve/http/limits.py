@@ -45,7 +45,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
 
     Raises:
         ContentTypeError: the body is not JSON, or is compressed.
-        BodySizeError: the body is too long, or announces to be.
+        BodySizeError: the body is too long, or its Content-Length is.
         BodyTimeoutError: the body came too slowly.
         ClientGoneError: the client left before the end.
     """
@@ -57,27 +57,20 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     if encoding not in {"", "identity"}:
         message = f"The body must not be compressed, got the Content-Encoding '{encoding}'."
         raise ContentTypeError(message)
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > limits.max_body_bytes:
-        raise _too_large(limits)
+    too_large = BodySizeError(f"The body is larger than {limits.max_body_bytes} bytes.")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limits.max_body_bytes:
+        raise too_large
+    body = bytearray()
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await _read(request, limits)
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.max_body_bytes:
+                    raise too_large
     except TimeoutError:
         message = f"The body took longer than {limits.body_timeout_s:g} s to arrive."
         raise BodyTimeoutError(message) from None
     except ClientDisconnect:
         raise ClientGoneError("The client left before its request was complete.") from None
-
-
-async def _read(request: Request, limits: Limits) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limits.max_body_bytes:
-            raise _too_large(limits)
     return bytes(body)
-
-
-def _too_large(limits: Limits) -> BodySizeError:
-    return BodySizeError(f"The body is larger than {limits.max_body_bytes} bytes.")

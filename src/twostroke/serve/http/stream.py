@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from twostroke.core.errors import TwostrokeError
 from twostroke.serve.events import Failed
-from twostroke.serve.http.errors import ClientGoneError, note_failure, note_fault, request_id_of
+from twostroke.serve.http.errors import ClientGoneError, report
+from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ABORT: Final = "twostroke.abort"  # the ASGI extension that drops a connection, unsent data and all
+ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
 
 _COMMENT = b": keep-alive\n\n"
 _HEADERS = [
@@ -32,21 +31,20 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
 ]
-_logger = logging.getLogger("twostroke.serve")
 
 
 class EventStream:
     """A response of server-sent events.
 
-    The headers wait for the first event, so that an early failure has an ordinary status; if that
-    takes long, they are sent with a comment. A later failure is an event. If the stream ends early
-    (the client left or does not read, or the server failed), the job is cancelled.
+    The headers wait for the first event, so that an early failure has an ordinary status; if the
+    event takes long, they are sent with a comment. A later failure is an event. A stream that ends
+    early (the client left or does not read, or the server failed) cancels its job.
     """
 
     def __init__(
         self, answers: Answers, reader: EventReader, encoder: Encoder, options: ServeOptions
     ) -> None:
-        """Stream `answers`: `reader` makes events of them, and `encoder` writes these."""
+        """Stream `answers`, from which `reader` makes events for `encoder`."""
         self._answers = answers
         self._reader = reader
         self._encoder = encoder
@@ -96,16 +94,10 @@ class EventStream:
                 if data := b"".join([write(event) for event in read(output)]):
                     yield data
             yield write(self._reader.finish(self._answers.usage))
-        except TwostrokeError as error:
-            if not self._has_begun:
-                raise
-            note_failure(error, scope)
-            yield write(Failed(error, request_id_of(scope)))
         except Exception as error:
             if not self._has_begun:
                 raise
-            note_fault(error, scope)
-            yield write(Failed(TwostrokeError("An unforeseen failure."), request_id_of(scope)))
+            yield write(Failed(report(error, scope), served_of(scope).request_id))
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()
@@ -118,16 +110,15 @@ class EventStream:
 
     def _is_stuck(self) -> bool:
         """Whether the client reads too slowly."""
-        since, limits = self._sending_since_s, self._options.limits
-        if since is None:
+        since_s, limits = self._sending_since_s, self._options.limits
+        if since_s is None:
             return False
-        waited_s = time.monotonic() - since
-        return waited_s > limits.reader_timeout_s or self._answers.num_unread > limits.max_unread
+        is_late = time.monotonic() - since_s > limits.reader_timeout_s
+        return is_late or self._answers.num_unread > limits.max_unread
 
     def _is_silent(self) -> bool:
-        if self._sending_since_s is not None:
-            return False
-        return time.monotonic() - self._last_sent_s >= self._options.keep_alive_s
+        elapsed_s = time.monotonic() - self._last_sent_s
+        return self._sending_since_s is None and elapsed_s >= self._options.keep_alive_s
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
@@ -155,7 +146,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _drop(scope: Scope) -> None:
-    """Cut the connection, and drop what was not read."""
+    """Close the connection at once, without the data that the client has not read."""
     abort = scope.get("extensions", {}).get(ABORT)
     if abort is not None:
         abort()

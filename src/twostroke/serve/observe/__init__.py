@@ -1,1 +1,1 @@
-"""What operators see of a server: metrics, its state, logs, traces."""
+"""The operator's view of a server: metrics, its state, logs, traces."""

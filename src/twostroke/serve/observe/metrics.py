@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 
 from twostroke.core.request import FinishReason
 from twostroke.engine.loop import Health
-from twostroke.serve.observe.objectives import ALL, Goodput
+from twostroke.serve.about import VERSION
+from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED, Goodput
 from twostroke.serve.observe.state import WINDOWS
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from twostroke.engine.limits import Limits
     from twostroke.serve.observe.objectives import Objective
 
-    Family = CounterMetricFamily | GaugeMetricFamily
     Samples = Iterable[tuple[tuple[str, ...], float]]
+
+Family = CounterMetricFamily | GaugeMetricFamily
 
 _TOKEN_S: Final = (
     *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
@@ -61,34 +63,34 @@ _STROKES: Final = (
     ("time_s", "time_seconds", "Seconds in steps."),
     ("kernel_s", "kernel_seconds", "Seconds inside kernels."),
 )
-_STATES: Final = (
-    ("num_running", "requests_running", "Answers that hold pages."),
-    ("num_waiting", "requests_waiting", "Answers in the queue."),
-    ("num_waiting_tokens", "waiting_tokens", "Tokens of the answers in the queue."),
-    ("num_free_pages", "free_pages", "Empty pages."),
-    ("num_cached_pages", "cached_pages", "Pages that only the prefix cache refers to."),
-    ("num_referenced_pages", "referenced_pages", "Pages that running requests hold."),
-)
-_SCHEDULER: Final = (
-    ("num_preemptions", "preemptions", "Times that a request lost its pages."),
+_SCHEDULER: Final[tuple[tuple[str, type[Family], str, str], ...]] = (
+    ("num_running", GaugeMetricFamily, "requests_running", "Answers that hold pages."),
+    ("num_waiting", GaugeMetricFamily, "requests_waiting", "Answers in the queue."),
+    ("num_waiting_tokens", GaugeMetricFamily, "waiting_tokens", "Tokens of answers in the queue."),
+    ("num_free_pages", GaugeMetricFamily, "free_pages", "Empty pages."),
+    ("num_cached_pages", GaugeMetricFamily, "cached_pages", "Pages that only the cache holds."),
+    ("num_referenced_pages", GaugeMetricFamily, "referenced_pages", "Pages that requests hold."),
+    ("num_preemptions", CounterMetricFamily, "preemptions", "Times a request lost its pages."),
     (
         "num_prompt_tokens",
+        CounterMetricFamily,
         "prefix_cache_asked_tokens",
         "Prompt tokens looked up in the prefix cache.",
     ),
-    ("num_hit_tokens", "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."),
+    (
+        "num_hit_tokens",
+        CounterMetricFamily,
+        "prefix_cache_hit_tokens",
+        "Prompt tokens found in the prefix cache.",
+    ),
 )
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts HTTP responses; reads everything else when Prometheus asks."""
 
     def __init__(
-        self,
-        client: Client,
-        limits: Limits | None = None,
-        objectives: Iterable[Objective] = (),
-        version: str = "unknown",
+        self, client: Client, limits: Limits | None = None, objectives: Iterable[Objective] = ()
     ) -> None:
         """Measure `client`'s engine; utilization is left out where `limits` are unknown.
 
@@ -96,6 +98,8 @@ class Metrics:
             UsageError: the objectives contradict each other.
         """
         self.goodput = Goodput(objectives)
+        self._client = client
+        self._limits = limits
         self._registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
@@ -108,8 +112,7 @@ class Metrics:
             "Requests that the engine began and could not finish.",
             registry=self._registry,
         )
-        self._registry.register(_EngineCollector(client, limits, version))
-        self._registry.register(_GoodputCollector(self.goodput))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
@@ -117,38 +120,28 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-
-class _EngineCollector(Collector):
-    def __init__(self, client: Client, limits: Limits | None, version: str) -> None:
-        self._client = client
-        self._limits = limits
-        self._version = version
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics as of now."""
+        """Yield the metrics of the engine and of goodput as of now."""
         loop = self._client.loop
         snapshot, facts = loop.snapshot(), loop.facts
         is_ready = loop.health is Health.READY
-        yield GaugeMetricFamily("twostroke_ready", "Whether the engine can answer.", is_ready)
+        yield _gauge("ready", "Whether the engine can answer.", value=is_ready)
         yield self._model()
         yield from _services(snapshot.services)
-        for key, name, text in _STATES:
-            value = getattr(snapshot.scheduler, key)
-            yield GaugeMetricFamily(f"twostroke_{name}", text, value)
-        text = "Pages of keys and values, whatever they hold."
-        yield GaugeMetricFamily("twostroke_pages", text, facts.num_pages)
-        yield GaugeMetricFamily("twostroke_page_tokens", "Tokens in a page.", facts.page_size)
-        for key, name, text in _SCHEDULER:
-            value = getattr(snapshot.scheduler, key)
-            yield CounterMetricFamily(f"twostroke_{name}", text, value)
+        for key, family, name, text in _SCHEDULER:
+            yield family(f"twostroke_{name}", text, getattr(snapshot.scheduler, key))
+        yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
+        yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
         yield from _strokes(snapshot)
         yield from self._utilization()
         yield from _speculation(snapshot.speculation)
+        if self.goodput.has_objectives:
+            yield from _goodput(self.goodput)
 
     def _model(self) -> Metric:
         card = self._client.card
         facts = {
-            "version": self._version,
+            "version": VERSION,
             "name": card.name,
             "architecture": card.architecture,
             "format": card.format,
@@ -168,11 +161,10 @@ class _EngineCollector(Collector):
         hardware = self._limits.above(strokes, may_measure=False) if self._limits else None
         if hardware is None:
             return
-        for name, text, value in (
-            ("peak_flops_per_second", "The machine's peak arithmetic.", hardware.peak),
-            ("peak_bytes_per_second", "The machine's peak bandwidth.", hardware.bandwidth),
-        ):
-            yield GaugeMetricFamily(f"twostroke_{name}", text, value)
+        text = "The machine's peak arithmetic."
+        yield _gauge("peak_flops_per_second", text, value=hardware.peak)
+        text = "The machine's peak bandwidth."
+        yield _gauge("peak_bytes_per_second", text, value=hardware.bandwidth)
         when = f"while steps ran in the last {seconds} seconds."
         mfu = {label: stroke.mfu(hardware) for label, stroke in both.items()}
         yield _gauge("mfu", f"Share of peak FLOP/s {when}", "stroke", samples=mfu.items())
@@ -180,42 +172,31 @@ class _EngineCollector(Collector):
         yield _gauge("mbu", f"Share of peak bandwidth {when}", "stroke", samples=mbu.items())
 
 
-class _GoodputCollector(Collector):
-    def __init__(self, goodput: Goodput) -> None:
-        self._goodput = goodput
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield limits, counts since the start, and goodput in the last minute, if any."""
-        goodput = self._goodput
-        if not goodput.has_objectives:
-            return
-        limits = {
-            (service, measure): limit_s
-            for service, measures in goodput.limits.items()
-            for measure, limit_s in measures.items()
-        }
-        text = "The limit of an objective."
-        yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
-        totals, (recent, seconds) = goodput.read(), goodput.recent()
-        services = [service for service, measures in goodput.limits.items() if measures]
-        keys = [*limits, *((service, ALL) for service in services)]
-        answers = [
-            ((*key, result), counts.get(key, 0))
-            for key in keys
-            for result, counts in (("met", totals.met), ("missed", totals.missed))
-        ]
-        text = "Answers that met or missed an objective, or all of them."
-        yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
-        tokens = [((one,), totals.good_tokens.get(one, 0)) for one in services]
-        text = "Tokens of answers that met all objectives."
-        yield _counter("good_tokens", text, "class", samples=tokens)
-        elapsed = max(1, seconds)
-        rates = [((one,), recent.met.get((one, ALL), 0) / elapsed) for one in services]
-        text = "Answers that met all objectives, over the last minute."
-        yield _gauge("goodput_requests_per_second", text, "class", samples=rates)
-        rates = [((one,), recent.good_tokens.get(one, 0) / elapsed) for one in services]
-        text = "Tokens of answers that met all objectives, over the last minute."
-        yield _gauge("goodput_tokens_per_second", text, "class", samples=rates)
+def _goodput(goodput: Goodput) -> Iterator[Metric]:
+    """Yield limits, counts since the start, and goodput in the last minute."""
+    limits = {
+        (service, measure): limit_s
+        for service, measures in goodput.limits.items()
+        for measure, limit_s in measures.items()
+    }
+    text = "The limit of an objective."
+    yield _gauge("objective_limit_seconds", text, "class", "objective", samples=limits.items())
+    counts, (recent, seconds) = goodput.read(), goodput.recent()
+    services = [service for service, measures in goodput.limits.items() if measures]
+    answers = [
+        ((*key, result), counts[*key, result])
+        for key in (*limits, *((service, ALL) for service in services))
+        for result in (MET, MISSED)
+    ]
+    text = "Answers that met or missed an objective, or all of them."
+    yield _counter("objective_answers", text, "class", "objective", "result", samples=answers)
+    tokens = [((one,), counts[one, ALL, GOOD_TOKENS]) for one in services]
+    text = "Tokens of answers that met all objectives."
+    yield _counter("good_tokens", text, "class", samples=tokens)
+    for name, subject, result in (("requests", "Answers", MET), ("tokens", "Tokens", GOOD_TOKENS)):
+        rates = [((one,), recent[one, ALL, result] / max(1, seconds)) for one in services]
+        text = f"{subject} that met all objectives, over the last minute."
+        yield _gauge(f"goodput_{name}_per_second", text, "class", samples=rates)
 
 
 def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
@@ -230,10 +211,8 @@ def _services(services: Mapping[str, ServiceTotals]) -> Iterator[Metric]:
         counts = [((service,), getattr(totals, name)) for service, totals in services.items()]
         yield _counter(name, text, "class", samples=counts)
     for key, name, text, bounds in _LATENCIES:
-        family = HistogramMetricFamily(f"twostroke_{name}_seconds", text, labels=("class",))
-        for service, totals in services.items():
-            _add(family, service, totals.latencies[key], bounds)
-        yield family
+        latencies = {service: totals.latencies[key] for service, totals in services.items()}
+        yield _histogram(f"{name}_seconds", text, "class", latencies, bounds)
 
 
 def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
@@ -242,10 +221,8 @@ def _strokes(snapshot: Snapshot) -> Iterator[Metric]:
         counts = [((label,), getattr(stroke, key)) for label, stroke in both]
         yield _counter(f"step_{name}", text, "stroke", samples=counts)
     text = "Rows of a step: prompt tokens, newest tokens and guesses."
-    family = HistogramMetricFamily("twostroke_rows_per_step", text, labels=("stroke",))
-    _add(family, "prefill", snapshot.prefill_rows, snapshot.prefill_rows.bounds)
-    _add(family, "decode", snapshot.decode_rows, snapshot.decode_rows.bounds)
-    yield family
+    rows = {"prefill": snapshot.prefill_rows, "decode": snapshot.decode_rows}
+    yield _histogram("rows_per_step", text, "stroke", rows, snapshot.decode_rows.bounds)
 
 
 def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:
@@ -261,15 +238,19 @@ def _speculation(guesses: SpeculationTotals) -> Iterator[Metric]:
     text = "Steps of an answer with guesses; each brought one token besides the accepted ones."
     yield CounterMetricFamily("twostroke_speculation_passes", text, guesses.passes)
     text = "Time that guesses have saved; negative where they cost more than they brought."
-    yield GaugeMetricFamily("twostroke_speculation_saved_seconds", text, guesses.saved_s)
+    yield _gauge("speculation_saved_seconds", text, value=guesses.saved_s)
 
 
 def _counter(name: str, text: str, *labels: str, samples: Samples) -> Metric:
     return _filled(CounterMetricFamily(f"twostroke_{name}", text, labels=labels), samples)
 
 
-def _gauge(name: str, text: str, *labels: str, samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(f"twostroke_{name}", text, labels=labels), samples)
+def _gauge(
+    name: str, text: str, *labels: str, samples: Samples = (), value: float | None = None
+) -> Metric:
+    """Return a gauge: one `value`, or `samples` by `labels`."""
+    family = GaugeMetricFamily(f"twostroke_{name}", text, value, labels or None)
+    return _filled(family, samples)
 
 
 def _filled(family: Family, samples: Samples) -> Metric:
@@ -278,11 +259,15 @@ def _filled(family: Family, samples: Samples) -> Metric:
     return family
 
 
-def _add(
-    family: HistogramMetricFamily,
+def _histogram(
+    name: str,
+    text: str,
     label: str,
-    distribution: Distribution,
+    distributions: Mapping[str, Distribution],
     bounds: tuple[float, ...],
-) -> None:
-    below = [(repr(bound), count) for bound, count in distribution.cumulative(bounds)]
-    family.add_metric((label,), [*below, ("+Inf", distribution.count)], distribution.sum)
+) -> Metric:
+    family = HistogramMetricFamily(f"twostroke_{name}", text, labels=(label,))
+    for value, found in distributions.items():
+        below = [(repr(bound), count) for bound, count in found.cumulative(bounds)]
+        family.add_metric((value,), [*below, ("+Inf", found.count)], found.sum)
+    return family

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import UsageError, nearest
+from twostroke.core.errors import UsageError
 from twostroke.core.service import SERVICES
 from twostroke.engine.seconds import MAX_SECONDS, Seconds
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
     from twostroke.engine.output import Timings, Usage
 
+    Counts = Counter[tuple[str, str, str]]  # by class, measure (or `ALL`) and result
+
 MEASURES: Final = ("queue", "ttft", "tpot", "e2e")
 ALL: Final = "all"  # the objectives of a class together
+MET, MISSED = "met", "missed"
+GOOD_TOKENS: Final = "good_tokens"  # the result that counts tokens of answers that met `ALL`
 
-_FORM = re.compile(r"(?:([^:=]*):)?([^:=]*)=\s*(.*?)\s*(ms|s)?\s*", re.DOTALL)
+_FORM = re.compile(
+    rf"(?:({'|'.join(SERVICES)}):)?({'|'.join(MEASURES)})\s*=\s*([0-9.]+(?:e-?[0-9]+)?)\s*(ms|s)?"
+)
 _MAX_SHOWN: Final = 60
 
 
@@ -40,25 +46,19 @@ def parse_objective(text: str) -> Objective:
     Raises:
         UsageError: it has another form.
     """
-    shown = ascii(text[:_MAX_SHOWN])
-    found = _FORM.fullmatch(text)
-    if found is None:
-        reason = "must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5, got {value}."
-        raise UsageError(reason, field="objectives", value=shown)
-    service, measure, number, unit = (part and part.strip() for part in found.groups())
-    for kind, word, known in (("class", service, [*SERVICES]), ("measure", measure, [*MEASURES])):
-        if word is not None and word not in known:
-            reason = f"must name a {kind} out of {', '.join(known)}, got {{value}}.{{hint}}"
-            hint = nearest(word, known)
-            raise UsageError(reason, field="objectives", value=shown, hint=hint)
-    try:
-        limit_s = float(number or "") * (1e-3 if unit == "ms" else 1)
-    except ValueError:
-        limit_s = math.nan
-    if not 0 < limit_s < math.inf:
-        reason = "must have a limit greater than 0, in seconds or ms, got {value}."
-        raise UsageError(reason, field="objectives", value=shown)
-    return Objective(measure or "", limit_s, service)
+    if (found := _FORM.fullmatch(text.strip())) is not None:
+        service, measure, number, unit = found.groups()
+        try:
+            limit_s = float(number) * (1e-3 if unit == "ms" else 1)
+        except ValueError:
+            limit_s = math.nan
+        if 0 < limit_s < math.inf:
+            return Objective(measure, limit_s, service)
+    reason = (
+        f"must be NAME=SECONDS or CLASS:NAME=SECONDS, such as ttft=0.5 or flex:tpot=50ms, with a "
+        f"name of {', '.join(MEASURES)} and a class of {', '.join(SERVICES)}, got {{value}}."
+    )
+    raise UsageError(reason, field="objectives", value=ascii(text[:_MAX_SHOWN]))
 
 
 def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
@@ -84,31 +84,11 @@ def limits_of(objectives: Iterable[Objective]) -> dict[str, dict[str, float]]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class GoodputTotals:
-    """How often objectives were met and missed, by class and measure (or `ALL`).
-
-    `good_tokens` are the tokens of answers that met all objectives, by class.
-    """
-
-    met: Counter[tuple[str, str]]
-    missed: Counter[tuple[str, str]]
-    good_tokens: Counter[str]
-
-    def __sub__(self, earlier: GoodputTotals) -> GoodputTotals:
-        """Return what was added since `earlier`."""
-        return GoodputTotals(
-            self.met - earlier.met,
-            self.missed - earlier.missed,
-            self.good_tokens - earlier.good_tokens,
-        )
-
-
 class Goodput:
     """Judges answers as they end. It belongs to the event loop.
 
-    An answer that failed, or was refused because the queue was full, misses all objectives. One
-    of client disconnected misses those of limit had passed by then.
+    An answer that failed, or was refused because the queue was full, misses all objectives. If the
+    client left, the answer misses those whose limit had passed by then.
     """
 
     def __init__(
@@ -121,9 +101,7 @@ class Goodput:
         """
         self.limits = limits_of(objectives)
         self._clock = clock
-        self._met: Counter[tuple[str, str]] = Counter()
-        self._missed: Counter[tuple[str, str]] = Counter()
-        self._good_tokens: Counter[str] = Counter()
+        self._counts: Counts = Counter()
         self._seconds = Seconds(self.read, clock)
 
     @property
@@ -141,43 +119,47 @@ class Goodput:
         }
         limits = self.limits[service]
         missed = {measure for measure, limit_s in limits.items() if taken_s[measure] > limit_s}
-        self._count(service, met=limits.keys() - missed, missed=missed)
+        self._count(service, MISSED, missed)
+        self._count(service, MET, limits.keys() - missed, is_all=not missed)
         if limits and not missed:
-            self._good_tokens[service] += usage.completion_tokens
+            self._counts[service, ALL, GOOD_TOKENS] += usage.completion_tokens
 
     def miss(self, service: str, count: int) -> None:
         """Count answers that failed or were refused."""
-        self._count(service, missed=self.limits[service], count=count)
+        self._count(service, MISSED, self.limits[service], count)
 
     def leave(self, service: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count answers of client disconnected after `waited_s`, if an objective was missed.
+        """Count answers whose client left after `waited_s`, if an objective was missed.
 
         `has_begun` says whether their first token had come.
         """
         late = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
         limits = self.limits[service]
         missed = [name for name in late if waited_s > limits.get(name, math.inf)]
-        if missed:
-            self._count(service, missed=missed, count=count)
+        self._count(service, MISSED, missed, count)
 
-    def read(self) -> GoodputTotals:
+    def read(self) -> Counts:
         """Return the counts so far."""
-        return GoodputTotals(Counter(self._met), Counter(self._missed), Counter(self._good_tokens))
+        return Counter(self._counts)
 
-    def recent(self, seconds: int = MAX_SECONDS) -> tuple[GoodputTotals, int]:
+    def recent(self, seconds: int = MAX_SECONDS) -> tuple[Counts, int]:
         """Return the counts of the last whole seconds, and the number of seconds."""
         span = self._seconds.span(seconds)
         return span.last - span.first, span.seconds
 
     def _count(
-        self, service: str, *, met: Iterable[str] = (), missed: Iterable[str] = (), count: int = 1
+        self,
+        service: str,
+        result: str,
+        measures: Iterable[str],
+        count: int = 1,
+        *,
+        is_all: bool = True,
     ) -> None:
-        met, missed = list(met), list(missed)
-        if not met and not missed:
+        """Count a result for some measures, and for all together where `is_all`."""
+        names = list(measures)
+        if not names:
             return
         self._seconds.turn(self._clock())
-        (missed or met).append(ALL)
-        for measure in met:
-            self._met[service, measure] += count
-        for measure in missed:
-            self._missed[service, measure] += count
+        for name in (*names, ALL) if is_all else names:
+            self._counts[service, name, result] += count

@@ -1,4 +1,4 @@
-"""A map of the key-value pages: which are free, cached, held, and by whom."""
+"""A map of the key-value pages: which are free, cached or held, and by which request."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 MOST_CELLS: Final = 4096
 
-_FREE, _CACHED, _HELD = 0, 1, 2
+_FREE, _CACHED = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """How often each page is referred to, and the pages that requests hold.
+    """How many requests hold each page, and which pages each of them holds.
 
-    `held` are those of all requests together, the last request's first; of each stands beside it
-    which request holds it (`holders`, 1 + its place) and for which cache group (`groups`, 1 + its
-    place).
+    `held` has the pages of all running requests, those of the last request first. `holders` and
+    `groups` have the request and the cache group of each, as 1 + index.
     """
 
     counts: NDArray[np.int32]
@@ -55,13 +54,9 @@ class Pages:
 
     def per_request(self, num_requests: int) -> tuple[list[int], list[int]]:
         """Return how many pages each request holds, and how many of them others hold as well."""
-        is_shared = self.counts[self.held] > 1
-        size = num_requests + 1
-        all_, shared = (
-            np.bincount(holders, minlength=size)[1:].tolist()
-            for holders in (self.holders, self.holders[is_shared])
-        )
-        return all_, shared
+        shared = self.holders[self.counts[self.held] > 1]
+        counts = [np.bincount(one, minlength=num_requests + 1) for one in (self.holders, shared)]
+        return counts[0][1:].tolist(), counts[1][1:].tolist()
 
     @property
     def num_shared(self) -> int:
@@ -70,12 +65,12 @@ class Pages:
 
 
 def page_map(pages: Pages, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
-    """Return the map's arrays, a cell for each page or, of many pages, for some in a row.
+    """Return the map's arrays, with a cell for each page or, of many pages, for several in a row.
 
     `cells`: 0 free, 1 cached, n held by n - 1 requests (255: by 254 or more). A cell of several
-    pages is what most of them are, and if held, by the most. `owners`: 0 nobody, else 1 + the
-    place, among those who run, of the first that holds it. `cell_groups`: 0 nobody, else 1 + the
-    cache group; None where there is but one. All in base64, owners as little-endian uint16.
+    pages shows the one that most requests hold. `owners`: 0 nobody, else 1 + the index of the first
+    running request that holds it. `cell_groups`: 0 none, else 1 + the cache group; None if there
+    is only one. All in base64, owners as little-endian uint16.
     """
     counts = pages.counts
     cells = np.minimum(counts + 1, 255).astype(np.uint8)
@@ -83,11 +78,13 @@ def page_map(pages: Pages, cached: tuple[int, ...], num_groups: int) -> dict[str
     cells[_array(cached)] = _CACHED
     owners = np.zeros(len(counts), np.uint16)
     groups = np.zeros(len(counts), np.uint8)
-    owners[pages.held] = pages.holders  # of several holders the last stands, which is the first
+    owners[pages.held] = pages.holders  # the last assignment wins, which is the first request's
     groups[pages.held] = pages.groups
     size = max(1, -(-len(counts) // MOST_CELLS))
     if size > 1:
-        cells, owners, groups = _together(cells, owners, groups, size)
+        rows = [_rows(one, size) for one in (cells, owners, groups)]
+        most = rows[0].argmax(1, keepdims=True)
+        cells, owners, groups = (np.take_along_axis(one, most, 1) for one in rows)
     return {
         "pages_per_cell": size,
         "cells": _base64(cells),
@@ -96,28 +93,9 @@ def page_map(pages: Pages, cached: tuple[int, ...], num_groups: int) -> dict[str
     }
 
 
-def _together(
-    cells: NDArray[np.uint8], owners: NDArray[np.uint16], groups: NDArray[np.uint8], size: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint8]]:
-    """Return the arrays with `size` pages to a cell."""
-    kinds = _columns(np.minimum(cells, _HELD), size, _HELD + 1)
-    most = np.stack([(kinds == kind).sum(0) for kind in (_HELD, _CACHED, _FREE)])
-    kind = _HELD - most.argmax(0)  # of equally many, what is held is shown first
-    is_held = kind == _HELD
-    most_held, owner, group = (_columns(one, size, 0) for one in (cells, owners, groups))
-    first = np.where(owner == 0, np.iinfo(np.uint16).max, owner).argmin(0)
-    at = first, np.arange(kinds.shape[1])
-    return (
-        np.where(is_held, most_held.max(0), kind).astype(np.uint8),
-        np.where(is_held, owner[at], 0).astype(np.uint16),
-        np.where(is_held, group[at], 0).astype(np.uint8),
-    )
-
-
-def _columns(pages: NDArray[Any], size: int, padding: int) -> NDArray[Any]:
-    """Return an array (size, cells): numpy is quick along the second axis."""
-    padded = np.pad(pages, (0, -len(pages) % size), constant_values=padding)
-    return np.ascontiguousarray(padded.reshape(-1, size).T)
+def _rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
+    """Return an array (cells, size)."""
+    return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 
 def _array(numbers: Iterable[int]) -> NDArray[np.int32]:

@@ -11,8 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
+from twostroke.serve.about import VERSION
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.observe.objectives import ALL
+from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED
 from twostroke.serve.observe.pages import Pages, page_map
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client, ModelCard
     from twostroke.engine.counters import ServiceTotals, Snapshot, Stroke
-    from twostroke.engine.histogram import Distribution
     from twostroke.engine.limits import Limits
     from twostroke.engine.seconds import Span
     from twostroke.engine.view import RequestView, View
@@ -37,19 +37,13 @@ class State:
     """Describes a server. A description is kept for half a second."""
 
     def __init__(
-        self,
-        client: Client,
-        limits: Limits | None,
-        goodput: Goodput,
-        names: Sequence[str],
-        version: str,
+        self, client: Client, limits: Limits | None, goodput: Goodput, names: Sequence[str]
     ) -> None:
         """Describe `client`'s engine, which serves its model under `names`."""
         self._client = client
         self._goodput = goodput
         self._limits = limits
         self._model = _model(client.card, names)
-        self._version = version
         self._body = b""
         self._made_s = 0.0
 
@@ -64,16 +58,17 @@ class State:
     def _describe(self, health: str, now_s: float) -> dict[str, Any]:
         loop = self._client.loop
         view, snapshot = loop.view(), loop.snapshot()
-        pages = Pages.of(view)
+        pages, totals = Pages.of(view), _sums(snapshot.services.values())
         hardware = None
         if self._limits:
             hardware = self._limits.above(snapshot.strokes, may_measure=False)
+        limits = asdict(hardware) if hardware else None
         return {
-            "version": self._version,
+            "version": VERSION,
             "uptime_s": snapshot.age_s,
             "health": health,
             "model": self._model,
-            "hardware": None if hardware is None else _hardware(hardware),
+            "hardware": limits and limits | {"cores": limits.pop("num_threads")},
             "engine": {
                 "backend": loop.facts.detail,
                 "speculation": loop.speculator.methods,
@@ -93,7 +88,7 @@ class State:
                 | _objectives(self._goodput, seconds)
                 for seconds in WINDOWS
             },
-            "totals": _totals(snapshot),
+            "totals": totals | {"preemptions": snapshot.scheduler.num_preemptions},
         }
 
     def _pages(self, view: View, pages: Pages) -> dict[str, Any]:
@@ -120,16 +115,17 @@ def _objectives(goodput: Goodput, seconds: int) -> dict[str, Any]:
     objectives: dict[str, dict[str, Any]] = {}
     for service, limits in goodput.limits.items():
         for measure in (*limits, ALL):
-            met, missed = recent.met[service, measure], recent.missed[service, measure]
-            if met + missed:
-                objectives.setdefault(service, {})[measure] = {"met": met, "missed": missed}
-    good = sum(of[ALL]["met"] for of in objectives.values())
-    bad = sum(of[ALL]["missed"] for of in objectives.values())
+            counts = {result: recent[service, measure, result] for result in (MET, MISSED)}
+            if any(counts.values()):
+                objectives.setdefault(service, {})[measure] = counts
+    good = sum(of[ALL][MET] for of in objectives.values())
+    bad = sum(of[ALL][MISSED] for of in objectives.values())
+    tokens = sum(recent[service, ALL, GOOD_TOKENS] for service in goodput.limits)
     return {
         "objectives": objectives,
         "goodput": {
             "requests_per_s": good / max(1, elapsed),
-            "tokens_per_s": recent.good_tokens.total() / max(1, elapsed),
+            "tokens_per_s": tokens / max(1, elapsed),
             "share": good / (good + bad) if good + bad else None,
         },
     }
@@ -157,11 +153,6 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
         "experts_used": mixture.num_used if mixture else 0,
         "licence": card.licence,
     }
-
-
-def _hardware(hardware: Hardware) -> dict[str, Any]:
-    fields = asdict(hardware)
-    return fields | {"cores": fields.pop("num_threads")}
 
 
 def _requests(view: View, pages: Pages, now_s: float) -> dict[str, Any]:
@@ -206,11 +197,6 @@ def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
     }
 
 
-def _totals(snapshot: Snapshot) -> dict[str, Any]:
-    preemptions = snapshot.scheduler.num_preemptions
-    return _sums(snapshot.services.values()) | {"preemptions": preemptions}
-
-
 def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
     first, last, seconds = span.first, span.last, max(1, span.seconds)
     early, late = _sums(first.services.values()), _sums(last.services.values())
@@ -241,23 +227,17 @@ def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
 
 
 def _latencies(early: ServiceTotals, late: ServiceTotals) -> dict[str, Any]:
-    """Return the latencies of one class; empty if there are none."""
+    """Return the latencies of one class, without percentiles of too few samples; empty if none."""
     found = {name: late.latencies[name] - early.latencies[name] for name in late.latencies}
-    if not any(distribution.count for distribution in found.values()):
+    if not any(one.count for one in found.values()):
         return {}
-    return {name: _summary(distribution) for name, distribution in found.items()}
-
-
-def _summary(distribution: Distribution) -> dict[str, Any]:
-    """Return percentiles; None where there are too few samples."""
-    count = distribution.count
     return {
-        "count": count,
-        "mean": distribution.mean,
-        **{
-            name: distribution.percentile(share) if count >= least else None
-            for name, (share, least) in _PERCENTILES.items()
-        },
+        name: {"count": one.count, "mean": one.mean}
+        | {
+            key: one.percentile(share) if one.count >= least else None
+            for key, (share, least) in _PERCENTILES.items()
+        }
+        for name, one in found.items()
     }
 
 

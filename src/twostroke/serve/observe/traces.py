@@ -1,9 +1,9 @@
 """Traces for OpenTelemetry: a span for each request, and in it the queue, prefill and decode.
 
-Spans are made when a request is over, from times that are known by then, so that a running request
-costs nothing. They are sent by a thread of OpenTelemetry's own, out of a bounded queue: what cannot
-be delivered is dropped. Attributes are OpenTelemetry's conventions for generative AI
-(https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/); no text is among them.
+Spans are made at a request's end, from times that are known by then, so that a running request
+costs nothing. A thread of OpenTelemetry's sends them from a bounded queue: spans that cannot be
+delivered are dropped. Attributes follow OpenTelemetry's conventions for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/), without any text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from twostroke.core.errors import UsageError
+from twostroke.serve.about import VERSION
+from twostroke.serve.running import Answers
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Span
 
     from twostroke.engine.output import Timings
-    from twostroke.serve.observe.exchange import Embedded, Exchange, Generated
+    from twostroke.serve.observe.served import ServedRequest
 
 _PATH: Final = "/v1/traces"
 _TIMEOUT_S: Final = 5.0
-_CLOSE_S: Final = 2.0  # for what is left, at the end
+_CLOSE_S: Final = 2.0  # to send the last spans
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
@@ -32,19 +33,44 @@ _OPERATIONS: Final = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-_SAME_NAME: Final = (
+_ATTRIBUTES: Final = {  # of the figures of a served request
+    "request_id": "twostroke.request_id",
+    "method": "http.request.method",
+    "status": "http.response.status_code",
+    "client_gone": "twostroke.client_gone",
+    "error": "error.type",
+    "response_id": "gen_ai.response.id",
+    "class": "twostroke.class",
+    "stream": "gen_ai.request.stream",
+    "choices": "gen_ai.request.choice.count",
+    "texts": "twostroke.texts",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "accepted_tokens": "twostroke.usage.accepted_tokens",
+    "rejected_tokens": "twostroke.usage.rejected_tokens",
+    "finish_reasons": "gen_ai.response.finish_reasons",
+    "ttft_s": "gen_ai.response.time_to_first_chunk",
+    "tpot_s": "twostroke.time_per_output_token",
+}
+_PARAMS: Final = (
     *("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"),
     "seed",
 )
 
 
 def check_endpoint(url: str) -> str:
-    """Return where to send traces: a collector's address gets OTLP's path where it has none.
+    """Return where to send traces: OTLP's path is added to a collector's address without a path.
 
     Raises:
-        UsageError: it is no address, or the extra `[traces]` is not installed.
+        UsageError: it is not an address, or the extra `[traces]` is not installed.
     """
-    if not _is_address(url):
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
         shown = ascii(url[:100])
         reason = "must be the address of a collector, such as http://HOST:4318, got {value}."
         raise UsageError(reason, field="otlp_endpoint", value=shown)
@@ -59,16 +85,8 @@ def check_endpoint(url: str) -> str:
     return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_PATH}"
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
 def exporter(url: str) -> SpanExporter:
-    """Return what sends spans to a collector.
+    """Return an exporter to a collector.
 
     Raises:
         UsageError: as `check_endpoint`.
@@ -82,129 +100,74 @@ def exporter(url: str) -> SpanExporter:
 class Traces:
     """Makes spans of exchanges."""
 
-    def __init__(self, exporter: SpanExporter, version: str = "unknown") -> None:
-        """Hand spans to `exporter`, in a thread beside."""
+    def __init__(self, exporter: SpanExporter) -> None:
+        """Send spans by `exporter`, in another thread."""
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        named = Resource({"service.name": "twostroke", "service.version": version})
+        named = Resource({"service.name": "twostroke", "service.version": VERSION})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("twostroke", version)
+        self._tracer = self._provider.get_tracer("twostroke", VERSION)
         self._propagator = TraceContextTextMapPropagator()
         self._epoch_s = time.time() - time.monotonic()
 
-    def watch(self, exchange: Exchange) -> None:
-        """Make the spans of an exchange, unless it only asked how the server is."""
-        if exchange.method != "POST":
+    def observe(self, served: ServedRequest) -> None:
+        """Make the spans of a served request that is over; GET and DELETE have none."""
+        if served.method != "POST":
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        generated = exchange.generated
+        operation = _OPERATIONS.get(served.endpoint, "generate_content")
+        is_run = served.running is not None
+        name = f"{operation} {served.model}" if is_run else f"POST {served.endpoint}"
         span = self._tracer.start_span(
-            _name(exchange),
-            context=self._propagator.extract({"traceparent": exchange.traceparent}),
+            name,
+            context=self._propagator.extract({"traceparent": served.traceparent}),
             kind=SpanKind.SERVER,
-            attributes=_attributes(exchange),
-            start_time=self._ns(exchange.began_s),
+            attributes=_attributes(served, operation),
+            start_time=self._ns(served.began_s),
         )
-        exchange.trace_id = f"{span.get_span_context().trace_id:032x}"
-        if exchange.status >= 500:
-            span.set_status(Status(StatusCode.ERROR, exchange.error))
-        timings = generated.timings if generated is not None else None
-        if timings is not None:
+        served.trace_id = f"{span.get_span_context().trace_id:032x}"
+        if served.status >= 500:
+            span.set_status(Status(StatusCode.ERROR, served.error))
+        if isinstance(served.running, Answers) and (timings := served.running.timings):
             self._phases(timings, set_span_in_context(span))
-        span.end(self._ns(exchange.ended_s))
+        span.end(self._ns(served.ended_s))
 
     def close(self) -> None:
-        """Send what is left, within a few seconds."""
+        """Send the remaining spans, within a few seconds."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
-    def _phases(self, timings: Timings, inside: Any) -> None:
+    def _phases(self, timings: Timings, context: Any) -> None:
         """Make a span for each part of the answer's time."""
         times = (timings.arrival_s, timings.started_s, timings.first_token_s, timings.last_token_s)
         for place, name in enumerate(("queue", "prefill", "decode")):
-            began_s, ended_s = times[place : place + 2]
-            child: Span = self._tracer.start_span(
-                name, context=inside, start_time=self._ns(began_s)
-            )
-            child.end(self._ns(ended_s))
+            began, ended = map(self._ns, times[place : place + 2])
+            self._tracer.start_span(name, context=context, start_time=began).end(ended)
 
     def _ns(self, at_s: float) -> int:
         """Return a time of the monotonic clock in nanoseconds since 1970."""
         return int((self._epoch_s + at_s) * 1e9)
 
 
-def _name(exchange: Exchange) -> str:
-    asked = exchange.generated or exchange.embedded
-    if asked is None:
-        return f"{exchange.method} {exchange.endpoint}"
-    return f"{_operation(exchange)} {asked.model}"
-
-
-def _operation(exchange: Exchange) -> str:
-    return _OPERATIONS.get(exchange.endpoint, "generate_content")
-
-
-def _attributes(exchange: Exchange) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "http.request.method": exchange.method,
-        "http.route": exchange.endpoint,
-        "http.response.status_code": exchange.status,
-        "twostroke.request_id": exchange.request_id,
-        "twostroke.client_gone": exchange.is_client_gone,
-    }
-    if exchange.error is not None:
-        found["error.type"] = exchange.error
-    if exchange.generated is not None:
-        found |= _generated(exchange, exchange.generated)
-    if exchange.embedded is not None:
-        found |= _embedded(exchange, exchange.embedded)
-    return found
-
-
-def _model(exchange: Exchange, name: str) -> dict[str, Any]:
-    return {
-        "gen_ai.operation.name": _operation(exchange),
-        "gen_ai.provider.name": "twostroke",
-        "gen_ai.request.model": name,
-        "gen_ai.response.model": name,
-    }
-
-
-def _embedded(exchange: Exchange, embedded: Embedded) -> dict[str, Any]:
-    return _model(exchange, embedded.model) | {
-        "gen_ai.usage.input_tokens": embedded.vectors.num_tokens,
-        "gen_ai.usage.cache_read.input_tokens": embedded.vectors.num_cached,
-        "twostroke.class": embedded.service,
-        "twostroke.texts": embedded.vectors.num_texts,
-    }
-
-
-def _generated(exchange: Exchange, generated: Generated) -> dict[str, Any]:
-    usage, params = generated.usage, generated.params
-    found: dict[str, Any] = {
-        **_model(exchange, generated.model),
-        "gen_ai.response.id": generated.response_id,
-        "gen_ai.request.choice.count": generated.num_choices,
-        "gen_ai.request.stream": generated.is_stream,
-        "gen_ai.usage.input_tokens": generated.num_prompt,
-        "gen_ai.usage.output_tokens": generated.num_tokens,
-        "gen_ai.usage.cache_read.input_tokens": generated.num_cached,
-        "gen_ai.response.finish_reasons": [reason.value for reason in generated.ends],
-        "twostroke.class": generated.service,
-        "twostroke.usage.accepted_tokens": usage.accepted_tokens,
-        "twostroke.usage.rejected_tokens": usage.rejected_tokens,
-    }
-    for name in _SAME_NAME:
-        if (value := getattr(params, name)) is not None:
-            found[f"gen_ai.request.{name}"] = value
-    if generated.ttft_s is not None:
-        found["gen_ai.response.time_to_first_chunk"] = generated.ttft_s
-    if generated.tpot_s is not None:
-        found["twostroke.time_per_output_token"] = generated.tpot_s
+def _attributes(served: ServedRequest, operation: str) -> dict[str, Any]:
+    figures = served.figures()
+    found = {_ATTRIBUTES[name]: value for name, value in figures.items() if name in _ATTRIBUTES}
+    found["http.route"] = served.endpoint
+    if served.running is not None:
+        found |= {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "twostroke",
+            "gen_ai.request.model": served.model,
+            "gen_ai.response.model": served.model,
+        }
+    if isinstance(served.running, Answers):
+        params = served.running.params
+        values = {f"gen_ai.request.{name}": getattr(params, name) for name in _PARAMS}
+        found |= {name: value for name, value in values.items() if value is not None}
     return found

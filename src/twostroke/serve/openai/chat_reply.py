@@ -10,14 +10,13 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
-from twostroke.serve.http.errors import OPENAI
-from twostroke.serve.openai.logprobs import ChatLogprobs, TokenLogprob, chat_logprobs
+from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.usage import (
-    DONE,
     TimingsBody,
     UsageBody,
+    fail_stream,
     finish_reason,
-    tier_of,
+    finish_stream,
     timings_body,
     usage_body,
 )
@@ -76,7 +75,7 @@ class ChatCompletion(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """What a chunk adds to the message; clients look for reasoning under either name."""
+    """An addition to the message; clients look for reasoning under either name."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -121,56 +120,54 @@ class ChatEncoder:
             reply.model,
             [self._choice],
             None if reply.job.include_usage else UNSET,
-            tier_of(reply.job),
+            reply.job.tier or UNSET,
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
-        self._scored: dict[int, list[TokenLogprob]] = {}  # by choice; until its next chunk
 
     def write(self, event: events.Event) -> bytes:
         """Return the chunks of an event."""
         match event:
-            case events.Added(block=block) if block.kind is events.BlockKind.TEXT:
-                return self._write_text(block.choice, event.text)
             case events.Added():
+                if event.scored:
+                    self._choice.logprobs = self._logprobs(event)
+                elif event.block.kind is events.BlockKind.TEXT:
+                    return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
             case events.Began():
                 return self._write(event.choice, Delta("assistant", ""))
             case events.Opened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
-            case events.Scored():
-                told = self._scored.setdefault(event.choice, [])
-                told += chat_logprobs(self._reply.tokenizer, event.tokens)
             case events.Ended():
-                return self._end(event)
+                self._end(self._choice, event)
+                return self._write(event.choice, Delta())
             case events.Finished():
-                return self._finish(event)
+                return finish_stream(self._chunk, event)
             case events.Failed():
-                return sse(OPENAI.body(event.error, event.request_id, str)) + DONE
+                return fail_stream(event)
         return b""
 
     def whole(self, stream: Iterable[events.Event]) -> ChatCompletion:
         """Return the response that is not streamed."""
         reply = self._reply
-        usage: UsageBody | None = None
         choices: list[ChatChoice] = []
         for event in stream:
             match event:
                 case events.Began():
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
-                    choices.append(
-                        ChatChoice(event.choice, AnswerMessage("assistant", ""), logprobs, "")
-                    )
-                case events.Scored():
-                    told = choices[-1].logprobs
-                    assert told is not None
-                    told.content.extend(chat_logprobs(reply.tokenizer, event.tokens))
+                    message = AnswerMessage("assistant", "")
+                    choices.append(ChatChoice(event.choice, message, logprobs, ""))
+                case events.Added(scored=[_, *_]):
+                    if (found := choices[-1].logprobs) is not None:
+                        found.content.extend(self._logprobs(event).content)
                 case events.Closed():
                     _add(choices[-1].message, event.block)
                 case events.Ended():
-                    self._end_whole(choices[-1], event)
+                    message = choices[-1].message
+                    if message.tool_calls is not UNSET or reply.reading.is_forced:
+                        message.content = message.content or None
+                    self._end(choices[-1], event)
                 case events.Finished():
                     usage = usage_body(event.usage, event.num_reasoning)
-        assert usage is not None
         return ChatCompletion(
             reply.id,
             "chat.completion",
@@ -178,13 +175,11 @@ class ChatEncoder:
             reply.model,
             choices,
             usage,
-            tier_of(reply.job),
+            reply.job.tier or UNSET,
         )
 
     def _write_text(self, index: int, text: str) -> bytes:
-        """Write what most chunks have; all of it but the text is encoded once for each choice."""
-        if index in self._scored:
-            return self._write(index, Delta(content=text))
+        """Write a chunk that only has text; the rest of it is encoded once for each choice."""
         around = self._around_text.get(index)
         if around is None:
             before, key, after = self._write(index, Delta(content="")).partition(b'"content":')
@@ -194,34 +189,15 @@ class ChatEncoder:
 
     def _write(self, index: int, delta: Delta) -> bytes:
         choice = self._choice
-        choice.index, choice.delta, choice.logprobs = index, delta, None
-        if self._scored and (told := self._scored.pop(index, None)):
-            choice.logprobs = ChatLogprobs(told)
-        return sse(encode_json(self._chunk))
+        choice.index, choice.delta = index, delta
+        data = sse(encode_json(self._chunk))
+        choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
+        return data
 
-    def _end(self, event: events.Ended) -> bytes:
-        rest = b""
-        if event.choice in self._scored:  # of tokens that have no text
-            rest = self._write(event.choice, Delta(content=""))
-        choice = self._choice
-        choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
-        if self._reply.job.timings:
-            choice.timings = timings_body(event.usage, event.timings)
-        last = self._write(event.choice, Delta())
-        choice.finish_reason, choice.timings = None, UNSET
-        return rest + last
+    def _logprobs(self, event: events.Added) -> ChatLogprobs:
+        return ChatLogprobs(chat_logprobs(self._reply.tokenizer, event.scored))
 
-    def _finish(self, event: events.Finished) -> bytes:
-        if not self._reply.job.include_usage:
-            return DONE
-        self._chunk.choices = []
-        self._chunk.usage = usage_body(event.usage, event.num_reasoning)
-        return sse(encode_json(self._chunk)) + DONE
-
-    def _end_whole(self, choice: ChatChoice, event: events.Ended) -> None:
-        message = choice.message
-        if message.tool_calls is not UNSET or self._reply.reading.is_forced:
-            message.content = message.content or None
+    def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

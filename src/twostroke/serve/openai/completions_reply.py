@@ -9,15 +9,14 @@ from msgspec import UNSET, UnsetType
 
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
-from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.job import Conversation
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.usage import (
-    DONE,
     TimingsBody,
     UsageBody,
+    fail_stream,
     finish_reason,
-    tier_of,
+    finish_stream,
     timings_body,
     usage_body,
 )
@@ -62,7 +61,7 @@ class CompletionEncoder:
             reply.model,
             [self._choice],
             None if reply.job.include_usage else UNSET,
-            tier_of(reply.job),
+            reply.job.tier or UNSET,
         )
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
@@ -70,21 +69,20 @@ class CompletionEncoder:
         """Return the server-sent events of an event."""
         match event:
             case events.Added():
+                if event.scored:
+                    self._score(event)
                 return self._write(event.block.choice, event.text)
             case events.Began():
                 text = self._begin(event.choice)
                 return self._write(event.choice, text) if text else b""
-            case events.Scored() | events.PromptScored():
+            case events.PromptScored():
                 self._score(event)
             case events.Ended():
                 return self._end(event)
             case events.Finished():
-                if not self._reply.job.include_usage:
-                    return DONE
-                self._body.choices, self._body.usage = [], usage_body(event.usage)
-                return sse(encode_json(self._body)) + DONE
+                return finish_stream(self._body, event)
             case events.Failed():
-                return sse(OPENAI.body(event.error, event.request_id, str)) + DONE
+                return fail_stream(event)
         return b""
 
     def whole(self, stream: Iterable[events.Event]) -> CompletionBody:
@@ -95,8 +93,9 @@ class CompletionEncoder:
                 case events.Began():
                     choices.append(CompletionChoice(event.choice, self._begin(event.choice)))
                 case events.Added():
+                    self._score(event)
                     choices[-1].text += event.text
-                case events.Scored() | events.PromptScored():
+                case events.PromptScored():
                     self._score(event)
                 case events.Ended():
                     if scorer := self._scorers.get(event.choice):
@@ -108,7 +107,7 @@ class CompletionEncoder:
         return self._body
 
     def _begin(self, choice: int) -> str:
-        """Begin a choice, and return the text before its answer: the prompt where it is echoed."""
+        """Begin a choice; return the prompt to echo before its answer, or an empty string."""
         reply, tokens, text = self._reply, list[int](), ""
         if reply.job.echo:
             place = choice // reply.job.params.n
@@ -119,28 +118,26 @@ class CompletionEncoder:
             self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text)
         return text
 
-    def _score(self, event: events.Scored | events.PromptScored) -> None:
-        scorer = self._scorers[event.choice]
-        if isinstance(event, events.Scored):
-            scorer.add(event.tokens)
-        else:
-            scorer.add_prompt(event.logprobs)
+    def _score(self, event: events.Added | events.PromptScored) -> None:
+        if isinstance(event, events.PromptScored):
+            self._scorers[event.choice].add_prompt(event.logprobs)
+        elif event.scored:
+            self._scorers[event.block.choice].add(event.scored)
 
     def _write(self, index: int, text: str) -> bytes:
         choice = self._choice
-        choice.index, choice.text, choice.logprobs = index, text, None
-        if (scorer := self._scorers.get(index)) is not None:
-            choice.logprobs = scorer.take()
+        choice.index, choice.text = index, text
+        choice.logprobs = self._scorers[index].take() if self._scorers else None
         return sse(encode_json(self._body))
 
     def _end(self, event: events.Ended) -> bytes:
-        scorer, choice = self._scorers.get(event.choice), self._choice
-        rest = self._write(event.choice, "") if scorer is not None and scorer.has_news else b""
-        choice.index, choice.text, choice.logprobs = event.choice, "", None
+        choice, scorer = self._choice, self._scorers.get(event.choice)
+        choice.index, choice.text = event.choice, ""
+        choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
         self._finish(choice, event)
         last = sse(encode_json(self._body))
         choice.finish_reason, choice.timings = None, UNSET
-        return rest + last
+        return last
 
     def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason)

@@ -60,10 +60,10 @@ def chat_logprobs(tokenizer: Tokenizer, scored: Scores) -> list[TokenLogprob]:
     for token, found in scored:
         data = tokenizer.token_bytes(token)
         top = [
-            TopLogprob(_chat_name(other), logprob, list(other))
+            TopLogprob(_name(other), logprob, list(other))
             for other, logprob in _top(tokenizer, found)
         ]
-        content.append(TokenLogprob(_chat_name(data), found.logprob, list(data), top))
+        content.append(TokenLogprob(_name(data), found.logprob, list(data), top))
     return content
 
 
@@ -104,14 +104,14 @@ class CompletionScorer:
     def _add(self, token: int, found: TokenLogprobs | None, offsets: Offsets) -> None:
         body, tokenizer = self._body, self._tokenizer
         data = tokenizer.token_bytes(token)
-        name = _completion_name(data)
+        name = _name(data, "bytes:")
         body.tokens.append(name)
         body.text_offset.append(offsets.place(token, data))
         if found is None:
             body.token_logprobs.append(None)
             body.top_logprobs.append(None)
             return
-        top = {_completion_name(other): logprob for other, logprob in _top(tokenizer, found)}
+        top = {_name(other, "bytes:"): logprob for other, logprob in _top(tokenizer, found)}
         body.token_logprobs.append(found.logprob)
         body.top_logprobs.append(top | {name: found.logprob})
 
@@ -151,19 +151,9 @@ def _top(tokenizer: Tokenizer, found: TokenLogprobs) -> Iterator[tuple[bytes, fl
         yield tokenizer.token_bytes(token), logprob
 
 
-def _chat_name(data: bytes) -> str:
+def _name(data: bytes, prefix: str = "") -> str:
+    """Return a token's text; the bytes of a part of a character are escaped after `prefix`."""
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return _escaped(data)
-
-
-def _completion_name(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return f"bytes:{_escaped(data)}"
-
-
-def _escaped(data: bytes) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in data)
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,19 +1,21 @@
-"""The parts that OpenAI's responses have in common: usage, timings, finish reasons."""
+"""The parts that OpenAI's responses have in common: usage, timings, finish reasons, ends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.core.request import FinishReason
+from twostroke.serve.dialect import encode_json, sse
+from twostroke.serve.http.errors import OPENAI
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
-    from twostroke.serve.job import Job
+    from twostroke.serve.events import Failed, Finished
 
-DONE: Final = b"data: [DONE]\n\n"  # the end of a stream
+_DONE: Final = b"data: [DONE]\n\n"
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -58,6 +60,13 @@ class TimingsBody(msgspec.Struct, frozen=True):
     rejected_tokens: int
 
 
+class StreamBody(Protocol):
+    """An event of a stream that may have the usage."""
+
+    choices: list[Any]
+    usage: UsageBody | UnsetType | None
+
+
 def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
     """Return OpenAI's form of a usage."""
     return UsageBody(
@@ -84,13 +93,21 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def tier_of(job: Job) -> str | UnsetType:
-    """Return the class of service to report, if the request named one."""
-    return UNSET if job.tier is None else job.tier
-
-
 def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
     """Return OpenAI's finish reason."""
     if reason is FinishReason.LENGTH:
         return "length"
     return "tool_calls" if has_calls else "stop"
+
+
+def finish_stream(chunk: StreamBody, event: Finished) -> bytes:
+    """Return the end of a stream; `chunk` has a usage if the request asked for it."""
+    if chunk.usage is UNSET:
+        return _DONE
+    chunk.choices, chunk.usage = [], usage_body(event.usage, event.num_reasoning)
+    return sse(encode_json(chunk)) + _DONE
+
+
+def fail_stream(event: Failed) -> bytes:
+    """Return the end of a stream that failed."""
+    return sse(OPENAI.body(event.error, event.request_id, str)) + _DONE

@@ -1,4 +1,4 @@
-"""Serves the page's files from memory; names are looked up in a table, never in a file system."""
+"""Serves the page's files from memory: a name is a key of a table, never a path of a file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MEDIA_TYPES: Final = {
     ".svg": "image/svg+xml",
 }
 
-# Nothing from elsewhere, nothing inline, and no text that becomes markup: the browser enforces
-# that a model's text reaches the page as text nodes only.
+# No foreign or inline scripts, and no text that becomes markup: the browser enforces that a model's
+# text reaches the page as text nodes only.
 _POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -72,11 +72,7 @@ class Site:
         return iter(self._files)
 
     async def file(self, request: Request) -> Response:
-        """Answer with one file.
-
-        Raises:
-            HTTPException: no file has that name.
-        """
+        """Answer with one file."""
         return self.respond(request, request.path_params["name"])
 
     def respond(self, request: Request, name: str = INDEX) -> Response:
@@ -91,7 +87,8 @@ class Site:
         headers = _HEADERS | {"etag": found.etag}
         if name == INDEX:
             headers["vary"] = "accept"
-        if _has(request.headers.get("if-none-match", ""), found.etag):
+        known = request.headers.get("if-none-match", "").split(",")
+        if any(tag.strip().removeprefix("W/") in {found.etag, "*"} for tag in known):
             return Response(status_code=304, headers=headers)
         return Response(found.body, headers=headers, media_type=found.media_type)
 
@@ -111,8 +108,3 @@ def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
         if media_type is not None:
             body = entry.read_bytes()
             yield name, _File(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', media_type)
-
-
-def _has(if_none_match: str, etag: str) -> bool:
-    tags = (tag.strip().removeprefix("W/") for tag in if_none_match.split(","))
-    return any(tag in {etag, "*"} for tag in tags)

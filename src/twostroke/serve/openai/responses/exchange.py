@@ -1,7 +1,8 @@
-"""From a request of the Responses protocol to the job, with what was said before it."""
+"""Requests of the Responses protocol: the job, with the conversation that it continues."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ from twostroke.serve.store import Kept
 from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
@@ -31,22 +32,20 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
     from twostroke.tokenize import Prompt as Rendered
 
-# Of the context, for an answer of no given length, where the oldest messages make room for it.
-_ANSWER_SHARE: Final = 4
+_ANSWER_SHARE: Final = 4  # truncation leaves 1/4 of the context for an answer without a limit
 
 
 class PreviousNotFoundError(RequestError):
-    """The response that is to be gone on from is not kept."""
+    """The response to continue is not stored."""
 
     code = "previous_response_not_found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange(Conversation):
-    """The conversation of one response, and what the answer will be kept with.
+    """The conversation of one response, and the request to store with it.
 
-    `draft` is what will be kept, without the answer; None if nothing: because the request says so,
-    or what was said is too much.
+    `draft` will be stored with the answer; None if the request says so, or if it is too large.
     """
 
     asked: ResponsesRequest
@@ -54,57 +53,43 @@ class Exchange(Conversation):
     draft: Kept | None
 
     def keep(self, id_: str, answer: bytes, item_ids: Sequence[str]) -> bool:
-        """Keep the answer for later requests, if it is to be and can be; return whether it is."""
+        """Store the answer for later requests, if possible; return whether it is stored."""
         if self.draft is None:
             return False
         ids = (*self.draft.item_ids, *item_ids)
         return self.tenant.put(Kept(id_, self.draft.asked, answer, ids, self.draft.previous))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Return what the chat template makes of it, or of its newest messages.
-
-        Raises:
-            RequestError: the chat template is missing or refuses the messages.
-        """
+        """Render the chat template with all messages, or with the newest that fit."""
         whole = Conversation.render(self, card)
         return self._newest(card, whole) if self.asked.truncation == "auto" else whole
 
     def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
         """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
 
-        An exchange begins with a message of the user's, so that neither a call nor its result is
-        left alone. Instructions stay.
+        An exchange begins with a message of the user, so that calls stay with their results.
+        Instructions stay.
         """
         room = self.asked.max_output_tokens or card.context_length // _ANSWER_SHARE
-        starts = list(self._starts())
-        low, high = 0, len(starts) - 1
+        most = card.context_length - room
+        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
 
         def fits(rendered: Rendered) -> bool:
-            most = card.context_length - room
             try:
                 return len(card.tokenizer.encode_prompt(rendered, most=most)) <= most
             except TooManyTokensError:
                 return False
 
-        if high < 1 or fits(whole):
+        def render_from(start: int) -> Rendered:
+            rest = (*instructions, *self.messages[start:])
+            return Conversation(rest, self.tools, thinking=self.thinking).render(card)
+
+        starts = [place for place, one in enumerate(self.messages) if one["role"] == "user"]
+        if len(starts) < 2 or fits(whole):
             return whole
-        while low < high:
-            middle = (low + high) // 2
-            if fits(self._from(starts[middle], card)):
-                high = middle
-            else:
-                low = middle + 1
-        return self._from(starts[low], card)
-
-    def _starts(self) -> Iterator[int]:
-        for place, message in enumerate(self.messages):
-            if message["role"] == "user":
-                yield place
-
-    def _from(self, start: int, card: ModelCard) -> Rendered:
-        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
-        rest = (*instructions, *self.messages[start:])
-        return Conversation(rest, self.tools, thinking=self.thinking).render(card)
+        earlier = starts[:-1]
+        first = bisect_left(earlier, x=True, key=lambda start: fits(render_from(start)))
+        return render_from(starts[first])
 
 
 def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
@@ -129,7 +114,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
 
 
 def names(asked: ResponsesRequest) -> Mapping[str, str]:
-    """Return what errors call the engine's fields; those that were sent are refused as they are."""
+    """Return the protocol's names of the engine's fields, but not of those that were sent."""
     here = {"max_tokens": "max_output_tokens", "messages": "input"}
     return {name: own for name, own in here.items() if getattr(asked, name) is None}
 
@@ -151,23 +136,15 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
     messages = to_messages([*earlier, *own], len(earlier))
     if not messages:
         raise RequestError("must have at least one message.", field="input")
+    draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
     return Exchange(
         tuple(messages),
         () if tools is None else tools.shown,
         thinking=_thinking(asked),
         asked=asked,
         tenant=tenant,
-        draft=_draft(asked, own, tenant, previous),
+        draft=draft if asked.store is not False and tenant.fits(draft) else None,
     )
-
-
-def _draft(
-    asked: ResponsesRequest, own: list[RawItem], tenant: Tenant, previous: Kept | None
-) -> Kept | None:
-    if asked.store is False:
-        return None
-    draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
-    return draft if tenant.fits(draft) else None
 
 
 def _thinking(asked: ResponsesRequest) -> Thinking:
@@ -179,10 +156,8 @@ def _thinking(asked: ResponsesRequest) -> Thinking:
 
 
 def _previous(id_: str | None, tenant: Tenant) -> Kept | None:
-    if id_ is None:
-        return None
-    found = tenant.find(id_)
-    if found is None:
+    found = None if id_ is None else tenant.find(id_)
+    if id_ is not None and found is None:
         reason, field = "Previous response with id '{id}' not found.", "previous_response_id"
         raise PreviousNotFoundError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
     return found

@@ -1,4 +1,4 @@
-"""What was said before, from what is kept of it."""
+"""Reads the items of stored responses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from twostroke.serve.store import Kept, Tenant
 
-RawItem = dict[str, Any]  # as JSON has it
+RawItem = dict[str, Any]  # from JSON
 
 MAX_REFERENCES: Final = 1024
 
 
 def items_of(kept: Kept) -> list[RawItem]:
-    """Return what was asked and answered at one point of a conversation."""
+    """Return the items of one response and of its request."""
     asked: list[RawItem] = msgspec.json.decode(kept.asked)
     answer: dict[str, Any] = msgspec.json.decode(kept.answer)
     return [*asked, *answer["output"]]
@@ -31,10 +31,10 @@ def items_of(kept: Kept) -> list[RawItem]:
 def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     """Return the items that a request refers to, by the places of the references in its input.
 
-    Each answer that has some of them is read once.
+    Each stored response that has some of them is read once.
 
     Raises:
-        RequestError: there are too many references, or one leads nowhere, or they lead to too much.
+        RequestError: there are too many references, an item is not found, or all are too large.
     """
     if len(ids) > MAX_REFERENCES:
         reason = f"takes at most {MAX_REFERENCES} items of type item_reference."
@@ -43,20 +43,16 @@ def recall(ids: Mapping[int, str], tenant: Tenant) -> dict[int, RawItem]:
     for place, id_ in ids.items():
         kept = tenant.find_item(id_)
         if kept is None:
-            reason = "Item with id '{id}' not found: items are kept with the response that they "
-            reason += "belong to, unless store is false. Send the item itself."
+            reason = "Item with id '{id}' not found: items are stored with their response, "
+            reason += "unless store is false. Send the item itself."
             field = f"input[{place}].id"
             raise RequestError(reason, field=field, id=id_[:MAX_NAME_LENGTH])
         wanted.setdefault(kept, set()).add(id_)
     found: dict[str, RawItem] = {}
     for kept, names in wanted.items():
         found |= {item["id"]: item for item in items_of(kept) if item["id"] in names}
-    _check_size(ids, found)
-    return {place: found[id_] for place, id_ in ids.items()}
-
-
-def _check_size(ids: Mapping[int, str], found: dict[str, RawItem]) -> None:
     sizes = {id_: len(encode_json(item)) for id_, item in found.items()}
     if sum(sizes[id_] for id_ in ids.values()) > MAX_CONVERSATION_BYTES:
         reason = f"refers to items of more than {MAX_CONVERSATION_BYTES} bytes together."
         raise RequestError(reason, field="input")
+    return {place: found[id_] for place, id_ in ids.items()}

@@ -44,7 +44,6 @@ class ResponsesEncoder:
         self._body = begun(reply)
         self._body.output = []
         self._block: events.ContentBlock | None = None  # the open one
-        self._scored: list[TokenLogprob] = []  # of tokens ahead of their text
         self._logprobs: list[TokenLogprob] = []  # of the open block
         self._num_events = 0
 
@@ -68,11 +67,9 @@ class ResponsesEncoder:
         """Apply an event to the response, and yield the stream's events of it."""
         match event:
             case events.Added():
-                yield from self._add(event.block, event.text)
+                yield self._add(event)
             case events.Began():
                 yield from self._begin()
-            case events.Scored(of_reasoning=False):
-                self._scored += chat_logprobs(self._reply.tokenizer, event.tokens)
             case events.Opened():
                 yield from self._open(event.block)
             case events.Closed():
@@ -99,23 +96,22 @@ class ResponsesEncoder:
         if part := _begun_part(item):
             yield sent.ContentPartAdded(item.id, block.index, 0, part)
 
-    def _add(self, block: events.ContentBlock, text: str) -> Iterator[sent.StreamEvent]:
-        place = block.index
+    def _add(self, event: events.Added) -> sent.StreamEvent:
+        place = event.block.index
         id_ = self._body.output[place].id
-        match block.kind:
+        match event.block.kind:
             case events.BlockKind.TEXT:
-                told, self._scored = self._scored, []
-                self._logprobs += told
-                yield sent.OutputTextDelta(id_, place, 0, text, told)
+                scored = event.scored[event.num_reasoning :]
+                logprobs = chat_logprobs(self._reply.tokenizer, scored)
+                self._logprobs += logprobs
+                return sent.OutputTextDelta(id_, place, 0, event.text, logprobs)
             case events.BlockKind.REASONING:
-                yield sent.ReasoningTextDelta(id_, place, 0, text)
+                return sent.ReasoningTextDelta(id_, place, 0, event.text)
             case events.BlockKind.CALL:
-                yield sent.CallArgumentsDelta(id_, place, text)
+                return sent.CallArgumentsDelta(id_, place, event.text)
 
     def _close(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
         """End the item of a block."""
-        if block.kind is events.BlockKind.TEXT and self._scored:  # of tokens that have no text
-            yield from self._add(block, "")
         item, place = self._complete(block, is_cut=block.is_cut), block.index
         match item:
             case OutputCall():

@@ -1,4 +1,4 @@
-"""GET, DELETE and the rest of /v1/responses/{id}: what was answered before."""
+"""/v1/responses/{id}: reads and deletes stored responses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
-from twostroke.serve.dialect import encode_json
+from twostroke.serve.dialect import to_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
-from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
+from twostroke.serve.http.errors import UnknownFieldError
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import check_include
 
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 PATH: Final = "/v1/responses/{response_id}"
 MAX_LISTED: Final = 100
 LISTED: Final = 20
-_INCLUDE: Final = ("include", "include[]")
 
 
 class ResponseNotFoundError(TwostrokeError):
-    """No such response is kept for this tenant."""
+    """The tenant has no stored response with this id."""
 
     http_status = 404
     code = "response_not_found"
 
 
 class ItemList(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of what a response answered."""
+    """A page of the items that a response answered."""
 
     object: str = "list"
     data: list[dict[str, Any]]
@@ -47,7 +46,7 @@ class ItemList(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Deleted(msgspec.Struct, kw_only=True, frozen=True):
-    """A response is gone."""
+    """A response was deleted."""
 
     id: str
     object: str = "response"
@@ -55,29 +54,30 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
-    """Return what is answered about kept responses; `tenant_of` says who asks."""
+    """Return the routes of stored responses; `tenant_of` returns the sender of a request."""
+
+    def find(request: Request) -> Kept:
+        id_ = request.path_params["response_id"]
+        kept = tenant_of(request).find(id_)
+        if kept is None:
+            raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
+        return kept
 
     async def one(request: Request) -> Response:
-        tenant, id_ = tenant_of(request), request.path_params["response_id"]
-        kept = _find(tenant, id_)
+        kept = find(request)
+        _query(request, ())
         if request.method == "DELETE":
-            _query(request, ())
-            tenant.remove(id_)
-            return _json(Deleted(id=id_))
-        asked = _query(request, ("include_obfuscation", "starting_after", "stream"))
-        if asked.get("stream", "false") != "false" or "starting_after" in asked:
-            reason = "A stored response cannot be streamed: leave stream and starting_after out."
-            raise UnsupportedFieldError(reason, field="stream")
+            tenant_of(request).remove(kept.id)
+            return to_json(Deleted(id=kept.id))
         return Response(kept.answer, media_type="application/json")
 
     async def items(request: Request) -> Response:
-        kept = _find(tenant_of(request), request.path_params["response_id"])
-        asked = _query(request, ("after", "limit", "order"))
-        # A conversation takes long to read, while streams would wait.
-        return _json(await asyncio.to_thread(_page, kept, asked))
+        kept, asked = find(request), _query(request, ("after", "limit", "order"))
+        # In a thread: reading a long conversation would delay streams.
+        return to_json(await asyncio.to_thread(_page, kept, asked))
 
     async def cancel(request: Request) -> Response:
-        _find(tenant_of(request), request.path_params["response_id"])
+        find(request)
         reason = "Background mode is not supported: to stop a response, close its connection."
         raise RequestError(reason, field="response_id")
 
@@ -88,47 +88,36 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
     ]
 
 
-def _find(tenant: Tenant, id_: str) -> Kept:
-    kept = tenant.find(id_)
-    if kept is None:
-        raise ResponseNotFoundError(f"Response with id '{id_[:MAX_NAME_LENGTH]}' not found.")
-    return kept
-
-
 def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
     """Return the fields of a request's query.
 
     Raises:
-        UnknownFieldError: there is another one.
+        RequestError: there is an unknown one, or `include` has an unknown word.
     """
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
-        if name in _INCLUDE:
+        if name in {"include", "include[]"}:
             check_include((value,))
         elif name in known:
             found[name] = value
         else:
             word = name[:MAX_NAME_LENGTH]
-            hint = nearest(word, (*known, _INCLUDE[0]))
+            hint = nearest(word, (*known, "include"))
             raise UnknownFieldError("is not a known field.{hint}", field=word, hint=hint)
     return found
 
 
-def _items(kept: Kept) -> list[dict[str, Any]]:
-    """Return all that a response answered: what led to it, and what its request said."""
-    *earlier, last = kept.conversation()
-    items = [item for step in earlier for item in items_of(step)]
-    return [*items, *msgspec.json.decode(last.asked, type=list[dict[str, Any]])]
-
-
 def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
+    """Return a page of the items that a response answered: earlier ones, and its request's."""
     order = asked.get("order", "desc")
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
     limit = asked.get("limit", str(LISTED))
     if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"must be from 1 to {MAX_LISTED}.", field="limit")
-    items = _items(kept)
+    *earlier, last = kept.conversation()
+    items = [item for step in earlier for item in items_of(step)]
+    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
     if order == "desc":
         items.reverse()
     if after := asked.get("after"):
@@ -144,7 +133,3 @@ def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
         last_id=data[-1]["id"] if data else None,
         has_more=len(items) > len(data),
     )
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(encode_json(body), media_type="application/json")

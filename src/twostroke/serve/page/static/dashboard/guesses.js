@@ -20,7 +20,7 @@ export class Guesses {
       return h("li", {}, h("span", {}, source), bar, h("span.share", {}, `${count(accepted)} of ${count(proposed)} right, ${percent(share)}`));
     });
     this.#list.replaceChildren(...items);
-    const who = engine.speculation?.length ? `Can guess: ${engine.speculation.join(", ")}${engine.draft ? ` (draft: ${engine.draft})` : ""}.` : "Nobody guesses on this server.";
+    const who = engine.speculation?.length ? `Can guess: ${engine.speculation.join(", ")}${engine.draft ? ` (draft: ${engine.draft})` : ""}.` : "Speculation is off on this server.";
     this.#note.textContent = items.length ? who : `No guesses in this time. ${who}`;
   }
 }

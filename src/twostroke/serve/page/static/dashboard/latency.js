@@ -40,7 +40,7 @@ export class Latency {
 
   #judge(window, objectives) {
     if (objectives.length) return [h("h4", {}, "Objectives"), h("ul", {}, told(window, objectives))];
-    return ["No objectives are set: with “--objective ttft=0.5” and the like the server counts the answers that met them."];
+    return ["No objectives are set. With “--objective ttft=0.5”, for example, the server counts the answers that meet it."];
   }
 }
 

@@ -88,7 +88,7 @@ export class PageMap {
   #tell() {
     const cell = this.#chosen;
     if (cell < 0) {
-      this.#readout.textContent = "Point at a page to see who holds it.";
+      this.#readout.textContent = "Point at a page to see which request holds it.";
       return;
     }
     const per = this.#pages.pages_per_cell;
@@ -97,7 +97,7 @@ export class PageMap {
     const owner = this.#running[this.#owners[cell] - 1]?.id;
     const window = this.#windowOf(cell);
     const held = owner ? `held by ${holders > 1 ? `${counted(holders, "request")}, first by ${owner}` : owner}` : `held by ${counted(holders, "request")}`;
-    this.#readout.textContent = `${which}: ${holders < 0 ? "free" : holders === 0 ? "cached, held by nobody" : held}${window}.`;
+    this.#readout.textContent = `${which}: ${holders < 0 ? "free" : holders === 0 ? "cached, held by no request" : held}${window}.`;
   }
 
   #windowOf(cell) {

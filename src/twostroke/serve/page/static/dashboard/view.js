@@ -25,10 +25,10 @@ export class Dashboard {
     running: new Tile("Running"),
     out: new Tile("Tokens out"),
     in: new Tile("Tokens in"),
-    ttft: new Tile("TTFT p50", "Time to first token, the middle one"),
-    itl: new Tile("ITL p50", "Inter-token latency, the middle one"),
+    ttft: new Tile("TTFT p50", "Median time to first token"),
+    itl: new Tile("ITL p50", "Median inter-token latency"),
     cache: new Tile("Cache hits", "Share of prompt tokens that were found in the prefix cache"),
-    goodput: new Tile("Goodput", "Answers a second that met every objective"),
+    goodput: new Tile("Goodput", "Answers per second that met all objectives"),
   };
   #batch = new Chart("Batch and queue", [{ name: "running", kind: "warm" }, { name: "waiting", kind: "cool" }], this.#history, count);
   #flow = new Chart("Tokens a second", [{ name: "out", kind: "warm" }, { name: "in", kind: "cool" }], this.#history, rate);

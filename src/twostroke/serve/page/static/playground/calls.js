@@ -37,7 +37,7 @@ export class CallsView {
       this.update(this.#choice, false);
       this.element.querySelector("textarea").focus();
     };
-    const change = h("button.small", { type: "button", title: "Go on from there with other results", onclick: edit }, calls.length > 1 ? "Edit the results" : "Edit the result");
+    const change = h("button.small", { type: "button", title: "Continue with other results", onclick: edit }, calls.length > 1 ? "Edit the results" : "Edit the result");
     this.element.replaceChildren(...calls.map((call) => drawCall(call, sentResult(call))), h("div.row", {}, change));
   }
 
@@ -70,7 +70,7 @@ export class CallsView {
       calls.map((call, index) => drawCall(call, h("div.result", {}, h("label", { for: areas[index].id }, "Result"), areas[index]))),
       h("div.row", {},
         h("button.primary", { type: "submit" }, calls.length > 1 ? "Send the results" : "Send the result"),
-        isAnew ? h("button", { type: "button", onclick: cancel }, "Cancel") : h("span.hint", {}, "Enter sends. Calls without results are left out of what follows.")),
+        isAnew ? h("button", { type: "button", onclick: cancel }, "Cancel") : h("span.hint", {}, "Press Enter to send. Calls without results are left out.")),
       verdict);
     form.addEventListener("submit", (event) => {
       event.preventDefault();

@@ -34,7 +34,7 @@ export function checkedField(field, { put, read, toTry, tidy = null }) {
       say("Asking the server …", "");
       const { path, body } = toTry();
       await ask(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), isForUser: true });
-      say("The server takes this.", "right");
+      say("The server accepts this.", "right");
     } catch (error) {
       say(error.message, "wrong");
     }

@@ -15,7 +15,7 @@ const KINDS = {
     ),
   },
   regex: { label: "Regular expression, for the whole answer", rows: 2, example: "[0-9]{4}-[0-9]{2}-[0-9]{2}" },
-  choice: { label: "Texts, one a line", rows: 4, example: "yes\nno\nnobody knows" },
+  choice: { label: "Texts, one per line", rows: 4, example: "yes\nno\nnobody knows" },
   grammar: { label: "Grammar, in Lark’s notation or GBNF", rows: 7, example: 'root ::= "{" pair ("," pair)* "}"\npair ::= [a-z]+ "=" [0-9]+' },
 };
 

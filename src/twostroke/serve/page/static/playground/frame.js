@@ -24,7 +24,7 @@ export class Frame {
   constructor(place, parts, act) {
     this.#place = place;
     this.#parts = parts;
-    this.#split = h("button.with-words", { type: "button", "aria-pressed": "false", title: "The same messages to two settings", onclick: () => act.split(this.#split.getAttribute("aria-pressed") !== "true") }, icon("columns"), h("span", {}, "Side by side"));
+    this.#split = h("button.with-words", { type: "button", "aria-pressed": "false", title: "Send the same messages with two settings", onclick: () => act.split(this.#split.getAttribute("aria-pressed") !== "true") }, icon("columns"), h("span", {}, "Side by side"));
     this.#columns = h("div.tabs.columns", { role: "tablist", "aria-label": "Whose settings", hidden: true }, ["A", "B"].map((name, column) =>
       h("button", { type: "button", role: "tab", id: `column-${name}`, "aria-controls": "column-settings", "aria-selected": String(column === 0), tabindex: column ? "-1" : "0" }, name)));
     makeTabs(this.#columns, (tab) => act.column(tab.id === "column-A" ? 0 : 1));
@@ -32,7 +32,7 @@ export class Frame {
     const aside = h("aside.settings", { id: "settings", "aria-label": "Settings" }, h("header", {}, h("h2", {}, "Settings"), this.#columns, this.#closer()), settings);
     parts.sidebar.element.firstChild.append(this.#closer());
     const code = h("button.with-words", { type: "button", title: "This request as curl or Python", onclick: act.request }, icon("code"), h("span", {}, "Code"));
-    this.#kinds = h("div.kinds", { role: "group", "aria-label": "What the model gets" }, KINDS.map(([kind, word, title]) =>
+    this.#kinds = h("div.kinds", { role: "group", "aria-label": "The model’s input" }, KINDS.map(([kind, word, title]) =>
       h("button", { type: "button", "aria-pressed": "false", "data-kind": kind, title, onclick: () => act.kind(kind) }, word)));
     const tools = h("div.head", {}, this.#side("menu", "Conversations", parts.sidebar.element), this.#kinds, this.#title, this.#split, code, this.#side("sliders", "Settings", aside));
     const middle = h("div.middle", {}, tools, parts.transcript.element, parts.composer.element, parts.text.element, this.#news);

@@ -129,17 +129,17 @@ export class ReplyView {
     const buttons = [];
     if (choices.length > 1) {
       buttons.push(
-        iconButton("left", "The answer before", () => this.#turnTo(shown - 1), { disabled: shown === 0 }),
+        iconButton("left", "Previous answer", () => this.#turnTo(shown - 1), { disabled: shown === 0 }),
         h("span.of", {}, `${shown + 1} of ${choices.length}`),
-        iconButton("right", "The next answer", () => this.#turnTo(shown + 1), { disabled: shown === choices.length - 1 }),
+        iconButton("right", "Next answer", () => this.#turnTo(shown + 1), { disabled: shown === choices.length - 1 }),
       );
     }
-    if (this.#isRaw && choice?.text) buttons.push(h("button.small", { type: "button", title: "Put this into the text and go on from it", onclick: () => this.#act.take() }, "Take"));
+    if (this.#isRaw && choice?.text) buttons.push(h("button.small", { type: "button", title: "Add this to the text and continue from it", onclick: () => this.#act.take() }, "Take"));
     if (choice?.text) buttons.push(iconButton("copy", "Copy the answer", () => copy(choice.text, "Answer copied.")));
     buttons.push(iconButton("again", choice ? "Answer again" : "Answer", () => this.#act.again()));
     if (choice?.text) buttons.push(iconButton("edit", "Edit the answer", () => this.#edit()));
     if (["length", "stopped"].includes(choice?.finish) && choice.text && !choice.calls.length) {
-      buttons.push(iconButton("onward", "Go on with the answer", () => this.#act.goOn()));
+      buttons.push(iconButton("onward", "Continue the answer", () => this.#act.goOn()));
     }
     if (choice) buttons.push(iconButton("trash", "Delete the answer", () => this.#act.remove()));
     return buttons;

@@ -7,7 +7,7 @@ import { whereBroken } from "../shared/json.js";
  * typed number is no error, and an empty one leaves the field out of the request.
  */
 export const FIELDS = [
-  { name: "system", label: "System prompt", kind: "text", start: "", rows: 3, hint: "How the model is to behave" },
+  { name: "system", label: "System prompt", kind: "text", start: "", rows: 3, hint: "Instructions for the model" },
 
   { name: "temperature", label: "Temperature", kind: "number", start: "0.7", min: 0, max: 2, step: 0.1, hint: "1" },
   { name: "max_tokens", label: "Max tokens", kind: "integer", start: "1024", min: 1, step: 64, hint: "all there is" },
@@ -28,7 +28,7 @@ export const FIELDS = [
     name: "service_tier", label: "Class of service", kind: "choice", start: "",
     options: [["", "default"], ["priority", "priority"], ["flex", "flex"]],
   },
-  { name: "stop", label: "Stop strings, one a line", kind: "text", start: "", rows: 2, hint: "" },
+  { name: "stop", label: "Stop strings, one per line", kind: "text", start: "", rows: 2, hint: "" },
   { name: "logprobs", label: "Log-probabilities of tokens", kind: "switch", start: false },
 
   {
@@ -47,7 +47,7 @@ export const FIELDS = [
   },
   { name: "parallel_tool_calls", label: "Several calls at once", kind: "switch", start: true },
 
-  { name: "extra", label: "Further fields of the request", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
+  { name: "extra", label: "More fields of the request", kind: "text", start: "", rows: 3, isCode: true, hint: '{"logit_bias": {"42": -100}}' },
 ];
 
 const OF_THEIR_OWN = new Set(["form", "tool_choice"]); // what they mean depends on other settings
@@ -104,7 +104,7 @@ export function formFields(settings) {
   const typed = settings[`form_${settings.form}`]?.trim() ?? "";
   if (settings.form === "") return {};
   if (settings.form === "json_object") return { response_format: { type: "json_object" } };
-  if (typed === "") throw new Error("Say in the settings what the answer has to look like, or choose “any text”.");
+  if (typed === "") throw new Error("Describe the form of the answer in the settings, or choose “any text”.");
   if (settings.form === "json_schema") {
     const schema = readObject(typed, "The schema");
     return { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } };
@@ -126,7 +126,7 @@ export function toolFields(settings, isFirst) {
   const fields = { tools: readTools(settings.tools) };
   if (settings.tool_choice === "none" || (settings.tool_choice && isFirst)) fields.tool_choice = settings.tool_choice;
   if (!settings.parallel_tool_calls) fields.parallel_tool_calls = false;
-  if (settings.form) throw new Error("Tools and a form of the answer exclude each other: choose “any text”, or clear the tools.");
+  if (settings.form) throw new Error("Tools cannot be combined with a form of the answer: choose “any text”, or clear the tools.");
   return fields;
 }
 
@@ -157,6 +157,6 @@ function readJson(typed, what) {
   try {
     return JSON.parse(typed);
   } catch {
-    throw new Error(`${what} is no JSON: ${whereBroken(typed)}.`);
+    throw new Error(`${what} is not JSON: ${whereBroken(typed)}.`);
   }
 }

@@ -98,10 +98,10 @@ export function importAll(text) {
   try {
     body = JSON.parse(text);
   } catch {
-    throw new Error("This file is no JSON.");
+    throw new Error("This file is not JSON.");
   }
   if (body?.format !== FORMAT || !Array.isArray(body.conversations)) {
-    throw new Error("This file holds no conversations of this page.");
+    throw new Error("This file has no conversations of this page.");
   }
   return body.conversations.map(readConversation);
 }

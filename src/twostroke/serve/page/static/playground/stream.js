@@ -18,7 +18,7 @@ export async function* chunks(path, body, signal, onSend) {
     isForUser: true,
     onSend,
   });
-  const broken = new ServerError("The connection broke before the answer was whole.");
+  const broken = new ServerError("The connection broke before the answer was complete.");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -41,8 +41,8 @@ export class TextView {
   constructor(act) {
     this.#act = act;
     this.#pad = new Pad("text", "Text", (value, caret) => this.#edit(value, caret));
-    this.#suffix = h("textarea", { id: "suffix", rows: "3", spellcheck: "false", placeholder: "The model writes what is missing before this" });
-    this.#gap = h("div.gap", {}, h("label", { for: "suffix" }, "Text behind the gap"), this.#suffix);
+    this.#suffix = h("textarea", { id: "suffix", rows: "3", spellcheck: "false", placeholder: "The model fills the gap before this" });
+    this.#gap = h("div.gap", {}, h("label", { for: "suffix" }, "Text after the gap"), this.#suffix);
     this.area.placeholder = "Begin a text. The model continues it as it stands, without a chat template.";
     this.#suffix.addEventListener("input", () => {
       this.#turn.suffix = this.#suffix.value;
@@ -234,16 +234,16 @@ export class TextView {
     const buttons = [];
     if (!this.#isSplit && reply.choices.length > 1) {
       buttons.push(
-        iconButton("left", "The continuation before", () => this.#turnTo(-1), { disabled: reply.shown === 0 }),
+        iconButton("left", "Previous continuation", () => this.#turnTo(-1), { disabled: reply.shown === 0 }),
         h("span.of", {}, `${reply.shown + 1} of ${reply.choices.length}`),
-        iconButton("right", "The next continuation", () => this.#turnTo(1), { disabled: reply.shown === reply.choices.length - 1 }),
+        iconButton("right", "Next continuation", () => this.#turnTo(1), { disabled: reply.shown === reply.choices.length - 1 }),
       );
     }
-    if (choice) buttons.push(iconButton("again", "Continue otherwise", () => this.#act.again(goal)));
+    if (choice) buttons.push(iconButton("again", "Continue differently", () => this.#act.again(goal)));
     if (this.area.value) buttons.push(iconButton("copy", "Copy the text", () => copy(this.area.value, "Text copied.")));
     if (choice) buttons.push(iconButton("trash", "Delete the continuation", () => this.#act.remove(goal)));
     else if (prompt && marks.at(-1)?.end === prompt.length) {
-      buttons.push(iconButton("trash", "Take back what the model wrote last", () => this.#act.undoable("Taken back.", () => takeBack(this.#turn))));
+      buttons.push(iconButton("trash", "Remove the model’s last text", () => this.#act.undoable("Taken back.", () => takeBack(this.#turn))));
     }
     return buttons;
   }

@@ -79,7 +79,7 @@ export class Transcript {
       "div.tools",
       {},
       iconButton("copy", "Copy the message", () => copy(turn.prompt, "Message copied.")),
-      iconButton("edit", "Edit the message and go on from there", edit),
+      iconButton("edit", "Edit the message and continue from there", edit),
       iconButton("trash", "Delete the message and its answer", () => this.#act.removeTurn(turn)),
     );
     return h("article.prompt", { "aria-label": "You" }, text, tools);

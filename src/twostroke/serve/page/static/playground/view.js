@@ -237,7 +237,7 @@ export class Playground {
   /** Make a column's continuation a part of the text, so that the next one goes on from it. */
   #take({ turn, reply }) {
     this.stop();
-    this.#withUndo("Taken into the text.", () => {
+    this.#withUndo("Added to the text.", () => {
       takeInto(turn, shownOf(reply));
       turn.replies = [newReply(), newReply()];
     });
@@ -252,7 +252,7 @@ export class Playground {
     const change = () => {
       turns.splice(place, turns.length - place, newTurn(text));
     };
-    if (later) this.#withUndo("What came after the message was removed.", change);
+    if (later) this.#withUndo("Later messages were removed.", change);
     else change();
     this.#keep();
     this.#showTurns();

@@ -58,7 +58,7 @@ function open(why, resolve) {
   },
     h("label", { for: "key-field" }, "Key"),
     field,
-    h("p.hint", { id: "key-hint" }, "It goes with each request to this server, and is kept until this tab is closed."),
+    h("p.hint", { id: "key-hint" }, "The page sends it with each request to this server, and keeps it until this tab is closed."),
     h("footer", {}, h("button.primary", { type: "submit" }, "Use it")));
   const dialog = h("dialog.wanted", { "aria-labelledby": "key-title" },
     h("header", {}, h("h2", { id: "key-title" }, "This server asks for a key"), close), note, form);

@@ -14,7 +14,7 @@ export class ServerError extends Error {
 }
 
 // The server's own sentence is for those who write clients.
-const KEY_NEEDED = "Only who has a key may use this server: whoever runs it gives you one.";
+const KEY_NEEDED = "This server needs an API key: ask its operator for one.";
 export const GONE = "The server cannot be reached. Is it running?";
 
 /**

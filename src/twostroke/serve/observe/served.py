@@ -1,0 +1,98 @@
+"""One request and its response, as errors, logs and traces report it: figures without any text."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Scope
+
+    from twostroke.serve.http.errors import ErrorForm
+    from twostroke.serve.running import Running
+
+STATE_KEY: Final = "served"  # in the state of the ASGI scope
+_CLIENT_GONE: Final = 499  # nginx's status for a client that left before its response
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """The facts of a request; each layer of the server adds those that it finds out.
+
+    Attributes:
+        request_id: the client's id, or a new one.
+        error_form: how the protocol writes errors.
+        method, path, traceparent: as the client sent them.
+        began_s, ended_s: times of the monotonic clock.
+        tenant: the owner of the API key.
+        field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
+            place in a list, as in `tools[].name`.
+        endpoint: the route that answers.
+        status: 0 until a response begins.
+        error: the code of the error that ended the request.
+        model, response_id: as the response has them.
+        running: the work that the engine does for the request, if any.
+        trace_id: empty without traces.
+    """
+
+    request_id: str
+    error_form: ErrorForm
+    method: str
+    path: str
+    traceparent: str = ""
+    began_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    tenant: str = ""
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    endpoint: str = "unknown"
+    status: int = 0
+    error: str | None = None
+    model: str = ""
+    response_id: str = ""
+    running: Running | None = None
+    is_client_gone: bool = False
+    trace_id: str = ""
+
+    def end(self) -> None:
+        """Note the end of the response."""
+        self.ended_s = time.monotonic()
+        is_cut = self.running is not None and self.running.num_open > 0
+        self.is_client_gone = is_cut and self.error is None
+        if not self.status or self.status == _CLIENT_GONE:
+            self.is_client_gone, self.status = True, _CLIENT_GONE
+
+    def figures(self) -> dict[str, Any]:
+        """Return the facts by the names that the access log has for them, without unknown ones."""
+        found = {
+            "request_id": self.request_id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "duration_s": self.ended_s - self.began_s,
+            "client_gone": self.is_client_gone,
+            "trace_id": self.trace_id or None,
+            "error": self.error,
+            "response_id": self.response_id or None,
+            "model": self.model or None,
+            **(self.running.figures() if self.running is not None else {}),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def served_of(scope: Scope) -> ServedRequest:
+    """Return the served request that the outermost layer began."""
+    found: ServedRequest = scope["state"][STATE_KEY]
+    return found
+
+
+class Observer(Protocol):
+    """Logs or exports requests that are over. It runs on the event loop, and must not block."""
+
+    def observe(self, served: ServedRequest) -> None:
+        """Take note of a served request that is over."""
+
+    def close(self) -> None:
+        """Send the rest; no request follows."""
