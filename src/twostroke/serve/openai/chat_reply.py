@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +14,7 @@ from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.openai.logprobs import ChatLogprobs, TokenLogprob, chat_logprobs
 from twostroke.serve.openai.usage import (
     DONE,
+    Finish,
     TimingsBody,
     UsageBody,
     finish_reason,
@@ -38,14 +39,14 @@ class CallBody(msgspec.Struct):
 
     function: FunctionCallBody
     id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
 
 
 class AnswerMessage(msgspec.Struct):
     """The message of an answer; clients look for reasoning under either name."""
 
-    role: str
+    role: Literal["assistant"]
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
@@ -59,7 +60,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str
+    finish_reason: Finish
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -67,7 +68,7 @@ class ChatCompletion(msgspec.Struct):
     """A response that is not streamed."""
 
     id: str
-    object: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
@@ -78,7 +79,7 @@ class ChatCompletion(msgspec.Struct):
 class Delta(msgspec.Struct):
     """What a chunk adds to the message; clients look for reasoning under either name."""
 
-    role: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -91,7 +92,7 @@ class ChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -99,7 +100,7 @@ class Chunk(msgspec.Struct):
     """One event of a streamed response."""
 
     id: str
-    object: str
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChunkChoice]
@@ -158,7 +159,7 @@ class ChatEncoder:
                 case events.Began():
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     choices.append(
-                        ChatChoice(event.choice, AnswerMessage("assistant", ""), logprobs, "")
+                        ChatChoice(event.choice, AnswerMessage("assistant", ""), logprobs, "stop")
                     )
                 case events.Scored():
                     told = choices[-1].logprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +14,7 @@ from twostroke.serve.job import Conversation
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.usage import (
     DONE,
+    Finish,
     TimingsBody,
     UsageBody,
     finish_reason,
@@ -32,7 +33,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -40,7 +41,7 @@ class CompletionBody(msgspec.Struct):
     """A whole response, or one event of a streamed one."""
 
     id: str
-    object: str
+    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]

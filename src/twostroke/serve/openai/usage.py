@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from twostroke.serve.job import Job
 
 DONE: Final = b"data: [DONE]\n\n"  # the end of a stream
+
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -89,7 +91,7 @@ def tier_of(job: Job) -> str | UnsetType:
     return UNSET if job.tier is None else job.tier
 
 
-def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
+def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
     """Return OpenAI's finish reason."""
     if reason is FinishReason.LENGTH:
         return "length"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.exchange import Exchange
@@ -32,7 +32,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     status: Status
     content: list[OutputText]
-    role: str = "assistant"
+    role: Literal["assistant"] = "assistant"
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
@@ -92,13 +92,13 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 class IncompleteDetails(msgspec.Struct, frozen=True):
     """Why an answer is not whole."""
 
-    reason: str
+    reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct, frozen=True):
     """What went wrong."""
 
-    code: str
+    code: Annotated[str, Meta(extra_json_schema={"enum": ["server_error", "invalid_prompt"]})]
     message: str
 
 
@@ -115,7 +115,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     """A response, with what its request asked for."""
 
     id: str
-    object: str = "response"
+    object: Literal["response"] = "response"
     created_at: int
     status: Status = "in_progress"
     background: bool = False
