@@ -74,7 +74,7 @@ ParallelCalls = Annotated[
 
 
 def to_tools(
-    tools: Sequence[ToolBody] | None, choice: ToolChoice | None, *, parallel: bool | None
+    functions: Sequence[FunctionBody], choice: str | NamedFunction | None, *, parallel: bool | None
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
@@ -82,11 +82,10 @@ def to_tools(
         RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
             be enforced, or the choice names a function that does not exist.
     """
-    if not tools:
+    if not functions:
         if choice is not None and choice not in ("none", "auto"):
             raise RequestError("needs tools.", field="tool_choice")
         return None
-    functions = [tool.function for tool in tools]
     known: dict[str, Function] = {}
     for place, function in enumerate(functions):
         where = f"tools[{place}]"
@@ -99,13 +98,12 @@ def to_tools(
         known[function.name] = _callable(function, f"{where}.parameters")
     if choice == "none":
         return None
-    if isinstance(choice, NamedChoice):
-        name = choice.function.name
-        if name not in known:
+    is_named = isinstance(choice, NamedFunction)
+    if isinstance(choice, NamedFunction):
+        if choice.name not in known:
             reason = "must be the name of one of the tools, got '{value}'."
-            raise RequestError(reason, field="tool_choice.name", value=name[:_MAX_NAME])
-        known = {name: known[name]}
-    is_named = isinstance(choice, NamedChoice)
+            raise RequestError(reason, field="tool_choice.name", value=choice.name[:_MAX_NAME])
+        known = {choice.name: known[choice.name]}
     return Tools(
         shown=tuple(_shown(function) for function in functions),
         functions=tuple(known.values()),
@@ -150,10 +148,6 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(function: FunctionBody) -> dict[str, Any]:
-    shown = {
-        "name": function.name,
-        "description": function.description,
-        "parameters": function.parameters,
-    }
-    known = {key: value for key, value in shown.items() if value is not None}
+    values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
+    known = {name: value for name, value in values.items() if value is not None}
     return {"type": "function", "function": known}

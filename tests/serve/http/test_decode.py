@@ -133,6 +133,23 @@ def test_field_of_the_other_endpoint_inside_a_message_is_only_unknown() -> None:
     assert "/v1/" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('"priority": 1001', "priority must be from -1000 to 1000, got 1001."),
+        ('"priority": 1001, "priority": null', "priority must be from -1000 to 1000."),
+        ('"priority": 1001, x', "priority must be from -1000 to 1000."),
+        ('"messages": []', "messages must have from 1 to 10000 items, got 0."),
+        (f'"metadata": {{"{"k" * 65}": ""}}', "A key of metadata must have at most 64 characters."),
+    ],
+)
+def test_value_out_of_bounds_is_refused_with_the_bounds(fields: str, said: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], {fields}}}'
+    with pytest.raises(RequestError) as refused:
+        DECODER.decode(body.encode())
+    assert str(refused.value) == said
+
+
 @pytest.mark.parametrize("body", [b"", b" \r\n"])
 def test_empty_body_is_said_to_be_empty(body: bytes) -> None:
     with pytest.raises(RequestError, match="The body is empty: send a JSON object"):

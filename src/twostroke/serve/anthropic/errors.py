@@ -75,7 +75,7 @@ def _body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
 
 
 def _message(error: TwostrokeError, naming: Naming) -> str:
-    """Return the sentence; those about the context length are Anthropic's: clients read them."""
+    """Return the sentence; for the context length it is Anthropic's, which clients parse."""
     facts: Any = error.facts
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return to_message(error, naming)
@@ -88,7 +88,7 @@ def _message(error: TwostrokeError, naming: Naming) -> str:
     )
 
 
-# By the field at fault: SDKs then send the whole conversation, which is all that they need.
+# By field. At this code, SDKs send the whole conversation instead of a thread's id.
 _CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
 
 ANTHROPIC: Final = ErrorForm(

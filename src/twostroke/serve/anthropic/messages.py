@@ -54,7 +54,7 @@ class AnthropicMessage(field.RequestObject):
 class Metadata(field.RequestObject):
     """The user on whose behalf a request is sent."""
 
-    user_id: Annotated[str | None, field.IGNORED] = None
+    user_id: field.Ignored[str] = None
 
 
 class JsonFormat(field.TaggedObject, tag="json_schema"):
@@ -137,8 +137,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: Annotated[float | None, field.sampling("top_p")] = None
     return_timings: field.Timings = None
 
-    metadata: Annotated[Metadata | None, field.IGNORED] = None
-    service_tier: Annotated[Literal["auto", "standard_only"] | None, field.IGNORED] = None
+    metadata: field.Ignored[Metadata] = None
+    service_tier: field.Ignored[Literal["auto", "standard_only"]] = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from twostroke.serve.describe import field
-from twostroke.serve.tools import (
-    FunctionBody,
-    FunctionName,
-    NamedChoice,
-    NamedFunction,
-    Strict,
-    ToolBody,
-    to_tools,
-)
+from twostroke.serve.tools import FunctionBody, FunctionName, NamedFunction, Strict, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.chat.tools import Tools
-    from twostroke.serve.tools import ToolChoice
 
 
 class CacheControl(field.RequestObject):
@@ -30,7 +21,7 @@ class CacheControl(field.RequestObject):
     ttl: str | None = None
 
 
-CacheMark = Annotated[CacheControl | None, field.IGNORED]
+CacheMark = field.Ignored[CacheControl]
 
 
 class Tool(field.RequestObject):
@@ -41,7 +32,7 @@ class Tool(field.RequestObject):
     description: str | None = None
     strict: Strict = None
     type: Literal["custom"] | None = None
-    eager_input_streaming: Annotated[Any, field.IGNORED] = None
+    eager_input_streaming: field.IgnoredAny = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
     cache_control: CacheMark = None
@@ -76,6 +67,7 @@ class NoChoice(ChoiceFields, tag="none"):
 
 
 Choice = AutoChoice | AnyChoice | OneChoice | NoChoice
+_MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # OpenAI's words
 
 
 class TextBlock(field.TaggedObject, tag="text"):
@@ -93,7 +85,7 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     name: str
     input: dict[str, Any]
     cache_control: CacheMark = None
-    caller: Annotated[Any, field.IGNORED] = None
+    caller: field.IgnoredAny = None
 
 
 class ToolResultBlock(field.TaggedObject, tag="tool_result"):
@@ -123,13 +115,13 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
     """Return the tools that the answer may call, or None without tools; raises as `to_tools`."""
-    functions = (
+    functions = [
         FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in tools or ()
-    )
-    bodies = [ToolBody(function=function) for function in functions]
+    ]
+    mode = NamedFunction(choice.name) if isinstance(choice, OneChoice) else _MODES.get(type(choice))
     parallel = not (choice and choice.disable_parallel_tool_use)
-    return to_tools(bodies, _choice(choice), parallel=parallel)
+    return to_tools(functions, mode, parallel=parallel)
 
 
 def text_of(content: str | Sequence[Block] | None) -> str:
@@ -161,15 +153,3 @@ def results_of(content: Sequence[Block]) -> list[dict[str, Any]]:
         for block in content
         if isinstance(block, ToolResultBlock)
     ]
-
-
-def _choice(choice: Choice | None) -> ToolChoice | None:
-    match choice:
-        case OneChoice(name=name):
-            return NamedChoice(function=NamedFunction(name=name))
-        case AnyChoice():
-            return "required"
-        case NoChoice():
-            return "none"
-        case _:
-            return None

@@ -79,12 +79,6 @@ class Facts:
     values: Mapping[str, Any]  # by `Fact`
 
 
-def undescribed(routes: Iterable[Route]) -> list[str]:
-    """Return methods and paths that only one of `routes` and `operations.py` has."""
-    served = {key for key, _ in _operations(routes)}
-    return [" ".join(key) for key in sorted(served ^ set(OPERATIONS))]
-
-
 def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
     """Return the description of a server with these routes.
 
@@ -92,9 +86,8 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
     as files for browsers, are left out.
     """
     paths: Parts = {}
-    for (method, path), operation in _operations(routes):
-        if operation is None:
-            continue
+    for method, path in described_routes(routes):
+        operation = OPERATIONS[method, path]
         described = _operation(method, path, operation, has_keys=facts.has_keys)
         if path in bodies and method == "POST":
             described["requestBody"] = _body(operation, bodies[path], facts)
@@ -167,13 +160,12 @@ def _drop_nulls(schema: Parts) -> None:
             del field["default"]
 
 
-def _operations(routes: Iterable[Route]) -> Iterator[tuple[tuple[str, str], Operation | None]]:
-    """Yield methods and paths with their descriptions; GET implies HEAD."""
+def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
+    """Yield the methods and paths to describe; GET implies HEAD."""
     for route in routes:
         if route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
-                key = method, route.path_format
-                yield key, OPERATIONS.get(key)
+                yield method, route.path_format
 
 
 def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) -> Parts:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,8 @@ from twostroke.core.sampling import BOUNDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+T = TypeVar("T")
 
 
 class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,6 +82,8 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 IGNORED: Final = Meta(description="Accepted without effect.")
+Ignored = Annotated[T | None, IGNORED]
+IgnoredAny = Annotated[Any, IGNORED]
 Unsupported = Annotated[Any, unsupported()]
 AlwaysOff = Annotated[Any, unsupported(False)]  # noqa: FBT003 - a value, not an option
 AlwaysOn = Annotated[Any, unsupported(True)]  # noqa: FBT003

@@ -168,7 +168,8 @@ def _explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
     facts: dict[str, object] = {}
     if found := _UNKNOWN.fullmatch(what):
         word = found[1][:MAX_NAME_LENGTH]
-        known = _fields_of(kinds)
+        structs = (it for it in kinds if isinstance(it, inspect.StructType))
+        known = sorted({field.encode_name for it in structs for field in it.fields})
         hint = nearest(word, known) if path else _elsewhere(word, known) or nearest(word, known)
         return UnknownFieldError("is not a known field.{hint}", field=_join(path, word), hint=hint)
     if found := _MISSING.fullmatch(what):
@@ -220,14 +221,12 @@ def _limits(kind: inspect.Type) -> str:
 def _got(body: Any, path: str) -> str:
     """Return what a body has at a place, for an error: a number, or a length."""
     try:
-        body = msgspec.json.decode(body) if isinstance(body, bytes) else body
-    except ValueError:  # after that place
+        value = msgspec.json.decode(body) if isinstance(body, bytes) else body
+        for step in _STEP.findall(path):
+            value = value[int(step[1:-1]) if step.startswith("[") else step]
+        return f", got {value if isinstance(value, int | float) else len(value)}"
+    except (ValueError, LookupError, TypeError):  # not JSON after that place, or a key twice
         return ""
-    for step in _STEP.findall(path):
-        if step == "[...]":  # a key that msgspec does not name
-            return ""
-        body = body[int(step[1:-1]) if step.startswith("[") else step]
-    return f", got {body if isinstance(body, int | float) else len(body)}"
 
 
 def _elsewhere(word: str, known: list[str]) -> str:
@@ -246,12 +245,6 @@ def _split(text: str) -> tuple[str, str, bool]:
     what, _, place = text.rpartition(" - at ")
     found = _PLACE.fullmatch(place)
     return (what, found[2], found[1] is not None) if what and found else (text, "", False)
-
-
-def _fields_of(kinds: Iterable[inspect.Type]) -> list[str]:
-    """Return the names of the fields of structs."""
-    structs = (it for it in kinds if isinstance(it, inspect.StructType))
-    return sorted({field.encode_name for it in structs for field in it.fields})
 
 
 def _types_at(kind: Any, path: str) -> Iterator[inspect.Type]:

@@ -25,6 +25,7 @@ from twostroke.serve.openai.fields import (
 from twostroke.serve.openai.structure import to_constraint
 from twostroke.serve.tools import (
     TOOL_CHOICE,
+    NamedChoice,
     ParallelCalls,
     ToolBody,
     ToolChoice,
@@ -87,8 +88,8 @@ class ChatMessage(field.RequestObject):
     tool_call_id: Annotated[
         str | None, field.described("The call that a tool's message is the result of.")
     ] = None
-    refusal: Annotated[Any, field.IGNORED] = None
-    annotations: Annotated[Any, field.IGNORED] = None
+    refusal: field.IgnoredAny = None
+    annotations: field.IgnoredAny = None
     audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
     function_call: Annotated[Any, field.unsupported(*_EMPTY)] = None
 
@@ -145,7 +146,12 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_combinations(asked)
-    tools = to_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+    choice = asked.tool_choice
+    tools = to_tools(
+        [tool.function for tool in asked.tools or ()],
+        choice.function if isinstance(choice, NamedChoice) else choice,
+        parallel=asked.parallel_tool_calls,
+    )
     if tools is not None and to_constraint(asked) is not None:
         reason = "cannot be combined with a form of the answer: leave one of them out."
         raise RequestError(reason, field="tools")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
@@ -14,7 +14,6 @@ from twostroke.serve.job import Conversation
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.usage import (
     DONE,
-    Finish,
     TimingsBody,
     UsageBody,
     finish_reason,
@@ -33,7 +32,9 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: Annotated[
+        str | None, Meta(extra_json_schema={"enum": ["stop", "length", None]})
+    ] = None
     timings: TimingsBody | UnsetType = UNSET
 
 

@@ -66,7 +66,7 @@ class StreamOptions(field.RequestObject):
 
     include_usage: Annotated[bool | None, field.described("End the stream with the usage.")] = None
     continuous_usage_stats: field.AlwaysOff = None
-    include_obfuscation: Annotated[bool | None, field.IGNORED] = None
+    include_obfuscation: field.Ignored[bool] = None
 
 
 class PredictionPart(field.TaggedObject, tag="text"):
@@ -94,8 +94,8 @@ class ServiceFields(field.RequestObject):
         field.described("The class of service: `priority` is served first, `flex` last."),
     ] = None
 
-    user: Annotated[str | None, field.IGNORED] = None
-    request_id: Annotated[str | None, field.IGNORED] = None
+    user: field.Ignored[str] = None
+    request_id: field.Ignored[str] = None
 
 
 class CommonFields(ServiceFields):
@@ -160,12 +160,12 @@ class CommonFields(ServiceFields):
     guided_choice: ChoiceForm = None
     guided_grammar: GrammarForm = None
 
-    metadata: Annotated[Pairs | None, field.IGNORED] = None
-    store: Annotated[bool | None, field.IGNORED] = None
-    safety_identifier: Annotated[str | None, field.IGNORED] = None
-    prompt_cache_key: Annotated[str | None, field.IGNORED] = None
-    prompt_cache_retention: Annotated[str | None, field.IGNORED] = None
-    spaces_between_special_tokens: Annotated[bool | None, field.IGNORED] = None
+    metadata: field.Ignored[Pairs] = None
+    store: field.Ignored[bool] = None
+    safety_identifier: field.Ignored[str] = None
+    prompt_cache_key: field.Ignored[str] = None
+    prompt_cache_retention: field.Ignored[str] = None
+    spaces_between_special_tokens: field.Ignored[bool] = None
 
     allowed_token_ids: field.Unsupported = None
     bad_words: Annotated[Any, field.unsupported([])] = None

@@ -115,7 +115,7 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     assert asked.messages is not None
     conversation = to_conversation(
         asked.messages,
-        to_tools(asked.tools, None, parallel=None),
+        to_tools([tool.function for tool in asked.tools or ()], None, parallel=None),
         opens_turn=asked.add_generation_prompt,
         continues=asked.continue_final_message,
         thinking=to_thinking(asked.chat_template_kwargs),

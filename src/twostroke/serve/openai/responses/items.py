@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -23,7 +23,7 @@ class InputText(field.TaggedObject, tag="input_text"):
     """A text."""
 
     text: str
-    prompt_cache_breakpoint: Annotated[Any, field.IGNORED] = None
+    prompt_cache_breakpoint: field.IgnoredAny = None
 
 
 class AnswerText(field.TaggedObject, tag="output_text"):
@@ -31,8 +31,8 @@ class AnswerText(field.TaggedObject, tag="output_text"):
 
     text: str
     annotations: Annotated[Any, field.unsupported([])] = None
-    logprobs: Annotated[Any, field.IGNORED] = None
-    parsed: Annotated[Any, field.IGNORED] = None
+    logprobs: field.IgnoredAny = None
+    parsed: field.IgnoredAny = None
 
 
 class RefusalPart(field.TaggedObject, tag="refusal"):
@@ -53,8 +53,8 @@ class MessageItem(field.TaggedObject, tag="message"):
     ]
     content: str | list[Part]
     id: str | None = None
-    status: Annotated[Any, field.IGNORED] = None
-    phase: Annotated[Any, field.IGNORED] = None
+    status: field.IgnoredAny = None
+    phase: field.IgnoredAny = None
 
 
 class CallFields(field.TaggedObject):
@@ -62,7 +62,7 @@ class CallFields(field.TaggedObject):
 
     call_id: str
     id: str | None = None
-    status: Annotated[Any, field.IGNORED] = None
+    status: field.IgnoredAny = None
     caller: Annotated[Any, field.unsupported({"type": "direct"})] = None
     namespace: field.Unsupported = None
 
@@ -72,8 +72,8 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, field.IGNORED] = None
-    is_async: Annotated[Any, field.IGNORED] = msgspec.field(default=None, name="async")
+    parsed_arguments: field.IgnoredAny = None
+    is_async: field.IgnoredAny = msgspec.field(default=None, name="async")
 
 
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
@@ -96,10 +96,10 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     """
 
     content: list[ReasoningText] | None = None
-    summary: Annotated[Any, field.IGNORED] = None
-    encrypted_content: Annotated[Any, field.IGNORED] = None
+    summary: field.IgnoredAny = None
+    encrypted_content: field.IgnoredAny = None
     id: str | None = None
-    status: Annotated[Any, field.IGNORED] = None
+    status: field.IgnoredAny = None
 
 
 class ItemReference(field.TaggedObject, tag="item_reference"):
@@ -111,6 +111,7 @@ class ItemReference(field.TaggedObject, tag="item_reference"):
 Item = MessageItem | FunctionCall | FunctionCallOutput | Reasoning | ItemReference
 UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
 
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
 _PREFIXES: Final = {
     "message": "msg_",
     "function_call": "fc_",
@@ -136,7 +137,7 @@ def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     raws = [_with_type(raw) for raw in given or ()]
-    items = _convert(raws)
+    items = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
     ids = {place: item.id for place, item in enumerate(items) if isinstance(item, ItemReference)}
     referred = recall(ids, tenant)
     found: list[RawItem] = []
@@ -159,8 +160,9 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
         RequestError: the result of a call that was not made.
     """
     conversation = _Conversation()
-    for place, item in enumerate(_convert([_with_type(raw) for raw in items]), -num_earlier):
-        conversation.add(item, f"input[{place}]")
+    for place, raw in enumerate(items, -num_earlier):
+        where = f"input[{place}]"
+        conversation.add(_read(_with_type(raw), where), where)
     return conversation.finish()
 
 
@@ -231,9 +233,10 @@ class _Conversation:
             self._messages[-1].setdefault("reasoning_content", []).extend(self._thoughts)
 
 
-def _convert(raws: list[RawItem]) -> list[Item]:
-    items: list[Item] = convert(raws, list[Item], "input")
-    return items
+def _read(raw: RawItem, where: str) -> Item:
+    kind = _KINDS.get(str(raw["type"]), Item)
+    item: Item = convert(raw, kind, where)
+    return item
 
 
 def _complete(raw: RawItem, item: Item) -> RawItem:

@@ -125,7 +125,7 @@ class ResponsesRequest(CommonFields):
     safety_identifier: Echoed = None
     user: Echoed = None
     store: Annotated[bool | None, field.described("Keep the answer; true if left out.")] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, field.IGNORED] = None
+    prompt_cache_options: field.Ignored[dict[str, Any]] = None
 
     access_programs: field.Unsupported = None
     add_special_tokens: field.AlwaysOff = None

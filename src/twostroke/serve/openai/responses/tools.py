@@ -11,13 +11,12 @@ from msgspec import Meta
 from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.describe import field
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
-from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, ToolBody, to_tools
+from twostroke.serve.tools import FunctionBody, NamedFunction, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.chat.tools import Tools
-    from twostroke.serve.tools import ToolChoice
 
 
 class FunctionTool(FunctionBody, tag_field="type", tag="function"):
@@ -29,10 +28,8 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     output_schema: field.Unsupported = None
 
 
-class NamedTool(field.TaggedObject, tag="function"):
+class NamedTool(NamedFunction, tag_field="type", tag="function"):
     """The name of one of the functions."""
-
-    name: str
 
 
 class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
@@ -53,8 +50,8 @@ def read_tools(
     Raises:
         RequestError: as `to_tools`, or the choice names a function that does not exist.
     """
-    bodies = [ToolBody(function=tool) for tool in tools or ()]
-    found = to_tools(bodies, _choice(choice), parallel=parallel)
+    mode = choice.mode if isinstance(choice, AllowedChoice) else choice
+    found = to_tools(tools or (), mode, parallel=parallel)
     if found is None or not isinstance(choice, AllowedChoice):
         return found
     for place, tool in enumerate(choice.tools):
@@ -65,9 +62,3 @@ def read_tools(
             raise RequestError(reason, field=where, value=word, hint=hint)
     allowed = {tool.name for tool in choice.tools}
     return replace(found, functions=tuple(one for one in found.functions if one.name in allowed))
-
-
-def _choice(choice: Choice | None) -> ToolChoice | None:
-    if isinstance(choice, NamedTool):
-        return NamedChoice(function=NamedFunction(name=choice.name))
-    return choice.mode if isinstance(choice, AllowedChoice) else choice
