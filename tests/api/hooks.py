@@ -1,4 +1,4 @@
-"""What Schemathesis has to know of the server to make requests that are worth making."""
+"""Helps Schemathesis to make useful requests and to judge the answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _UNBOUNDED = {  # the limit of an answer that need not be there
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 _FORMS += ("guided_grammar", "output_config")
 
-# What no schema says: fields that depend on one another, on the model, or on a text's meaning. A
-# request that was made out of the document may be refused for these reasons, and for no others.
+# Reasons that no schema can state: fields depend on each other, on the model, on the meaning of
+# texts. A request made from the document may be refused for these reasons and for no others.
 REASONS = {
     "texts that are to be a JSON schema, a regular expression or a grammar": (
         r"(JSON schema|regular expression|grammar|list of choices) cannot be used: ",
@@ -38,16 +38,17 @@ REASONS = {
         r"prompt is too long",
         r"exceed context",
     ),
-    "prompts in which nothing stands": (r"(prompt|input)\S* is empty",),
+    "empty prompts": (r"(prompt|input)\S* is empty",),
     "one of two fields": (
         r"Give either prompt or messages",
         r" may only be set with (prompt|messages)",
     ),
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
-    "tools that are not there": (r"must be (the name of )?one of the tools",),
-    "items that are not there": (r"there is no item",),
+    "unknown tools": (r"must be (the name of )?one of the tools",),
+    "unknown items": (r"Item with id", r"must be the id of an item"),
+    "two names of one limit": (r"is the newer name of max_tokens",),
     "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),
-    "ways to say how an answer has to look": (r" cannot be combined with ",),
+    "several forms of an answer": (r" cannot be combined with ",),
     "results of tools without their calls": (
         r"is not the id of an earlier (call|function_call)",
         r"must be the id of an earlier call",
@@ -56,10 +57,10 @@ REASONS = {
         r"belongs to a message of the role",
         r"cannot be part of a message of the role",
     ),
-    "messages to go on with": (r"must (not )?end with a", r"continue_final_message"),
-    "models that know no text between two others": (r"suffix",),
+    "messages to continue": (r"must (not )?end with a", r"continue_final_message"),
+    "models that cannot fill in the middle": (r"suffix",),
     "scores of prompts": (r"max_tokens must be from 1",),
-    "what a chat template knows": (r"chat template",),
+    "options of a chat template": (r"chat template",),
     "prompts times n": (r"asks for too many answers",),
 }
 

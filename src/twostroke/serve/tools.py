@@ -28,7 +28,7 @@ _NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
 
 FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
 Strict = Annotated[
-    bool | None, field.described("Refuse a schema that cannot be enforced, instead of dropping it.")
+    bool | None, field.doc("Refuse a schema that cannot be enforced, instead of dropping it.")
 ]
 
 
@@ -39,7 +39,7 @@ class FunctionBody(field.RequestObject):
     description: str | None = None
     parameters: Annotated[
         dict[str, Any] | None,
-        field.described("A JSON schema of the arguments; left out: any object."),
+        field.doc("A JSON schema of the arguments; left out: any object."),
     ] = None
     strict: Strict = None
 
@@ -65,11 +65,11 @@ class NamedChoice(field.TaggedObject, tag="function"):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 ToolsAs = Annotated[
     Annotated[list[T], Meta(max_length=MAX_TOOLS)] | None,
-    field.described("The functions that the model may call."),
+    field.doc("The functions that the model may call."),
 ]
-TOOL_CHOICE: Final = field.described("Whether the model may call tools, must, or must call one.")
+TOOL_CHOICE: Final = field.doc("Whether the model may call tools, must, or must call one.")
 ParallelCalls = Annotated[
-    bool | None, field.described("Allow several calls in one answer; true if left out.")
+    bool | None, field.doc("Allow several calls in one answer; true if left out.")
 ]
 
 

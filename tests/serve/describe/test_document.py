@@ -1,6 +1,6 @@
-"""The OpenAPI document: whole, valid, and true of what the server takes and sends.
+"""The OpenAPI document is complete, valid, and agrees with what the server accepts and sends.
 
-That every response of the other tests is as described is seen to by `CheckedClient`.
+`CheckedClient` compares every response of the other tests with it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_every_field_of_a_body_says_what_it_is_for(schemas: dict[str, Any]) -> N
         for name, field in schemas[kind.__name__]["properties"].items()
         if not field.get("description")
     ]
-    assert not silent, f"{silent}: annotate these with field.described(...)"
+    assert not silent, f"{silent}: annotate these with field.doc(...)"
 
 
 def test_tables_of_fields_are_current() -> None:
@@ -125,7 +125,7 @@ def test_unsupported_fields_list_their_neutral_values(schemas: dict[str, Any]) -
     assert str(fields["length_penalty"]["enum"]) == "[None, 1.0]"  # 1 and True are equal
 
 
-def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]) -> None:
+def test_items_of_a_response_request_are_described(described: dict[str, Any]) -> None:
     description = Description(described)
     schema = {"$ref": "#/components/schemas/ResponsesRequest"}
     message = {"role": "user", "content": "hello"}
@@ -164,7 +164,7 @@ def test_fields_that_change_nothing_have_their_types(
         assert not description.is_valid(body, asked | wrong), wrong
 
 
-def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
+def test_links_lead_to_operations(described: dict[str, Any]) -> None:
     operations = {
         operation["operationId"]: operation
         for path in described["paths"].values()
@@ -177,7 +177,7 @@ def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
         assert set(link["parameters"]) <= {one["name"] for one in parameters if one["in"] == "path"}
 
 
-def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str, Any]) -> None:
+def test_every_component_is_used(described: dict[str, Any]) -> None:
     text = json.dumps(described)
     for kind in ("schemas", "headers"):
         for name in described["components"][kind]:
@@ -186,7 +186,7 @@ def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str,
 
 @pytest.fixture(scope="module")
 def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A context that tools fit into, which are told in many words to a model that knows none."""
+    """A context long enough for tools, which take many words for a model without a tool form."""
     tiny = Tiny(context_length=2048)
     with live_server(tmp_path_factory.mktemp("roomy"), tiny=tiny) as server:
         yield server
@@ -206,7 +206,7 @@ def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str,
 
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_as_described(server: LiveServer, path: str) -> None:
-    """The client that asks compares them; what the engine may do is in `test_faults`."""
+    """`CheckedClient` compares them; failures of the engine are tested in `test_faults`."""
     json_ = {"content-type": "application/json"}
     for status, given in {
         400: {"content": b"{", "headers": json_},
@@ -245,7 +245,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
         ("unknown", 1),
     ],
 )
-def test_what_the_schema_refuses_the_server_refuses(
+def test_server_refuses_what_the_schema_refuses(
     server: LiveServer, described: dict[str, Any], name: str, value: object
 ) -> None:
     description = Description(described)
@@ -271,7 +271,7 @@ def test_what_the_schema_refuses_the_server_refuses(
         ("priority", -1000),
     ],
 )
-def test_what_the_schema_allows_the_server_takes(
+def test_server_accepts_what_the_schema_allows(
     server: LiveServer, described: dict[str, Any], name: str, value: object
 ) -> None:
     description = Description(described)
@@ -283,7 +283,7 @@ def test_what_the_schema_allows_the_server_takes(
 
 
 @pytest.mark.parametrize("fault", ["field", "type", "status", "header", "media"])
-def test_a_response_that_is_not_as_described_is_seen(
+def test_a_response_that_is_not_as_described_is_noticed(
     server: LiveServer, described: dict[str, Any], fault: str
 ) -> None:
     wrong = copy.deepcopy(described)

@@ -75,7 +75,7 @@ class ThinkingOn(field.TaggedObject, tag="enabled"):
 
     budget_tokens: Annotated[
         Annotated[int, Meta(ge=1)],
-        field.described("Less than `max_tokens`; without effect: the model does not know it."),
+        field.doc("Less than `max_tokens`; without effect: the model does not know it."),
     ]
     display: Literal["summarized"] | None = None
 
@@ -101,15 +101,11 @@ class CountRequest(field.RequestObject):
         Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
     ]
     model: field.ModelName = None
-    system: Annotated[
-        str | list[TextBlock] | None, field.described("Text before the conversation.")
-    ] = None
-    output_config: Annotated[OutputConfig | None, field.described("The form of the answer.")] = None
+    system: Annotated[str | list[TextBlock] | None, field.doc("Text before the messages.")] = None
+    output_config: Annotated[OutputConfig | None, field.doc("The form of the answer.")] = None
     tools: ToolsAs[Tool] = None
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
-    thinking: Annotated[
-        ThinkingConfig | None, field.described("Whether to reason before the answer.")
-    ] = None
+    thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
     cache_control: CacheMark = None
     container: field.Unsupported = None
@@ -127,7 +123,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     max_tokens: Annotated[int, field.sampling("max_tokens", "The most tokens to generate.")]
     stop_sequences: Annotated[
         list[StopText] | None,
-        field.described("Texts before which the answer ends.", maxItems=MAX_STOPS),
+        field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
     ] = None
     stream: field.Stream = None
     temperature: Annotated[
@@ -192,25 +188,23 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
 
 def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     """Return the messages after the system prompt; consecutive turns of one role are joined."""
-    turns: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # of each turn, joined at the end
+    turns: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
     known = set[str]()  # ids of calls
     if asked.system:
-        turns.append({"role": "system"})
-        texts.append([text_of(asked.system)])
+        turns.append({"role": "system", "content": [text_of(asked.system)]})
     for place, message in enumerate(asked.messages):
         _check_blocks(message, f"messages[{place}].content", known)
         for turn in _turns(message):
+            known.update(call["id"] for call in turn.get("tool_calls", ()))
+            turn["content"] = [turn["content"]]
             before = turns[-1] if turns else {}
             if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
-                turns[-1] = before | turn
-                texts[-1].append(turn["content"])
+                before["content"] += turn.pop("content")
+                before.update(turn)
             else:
                 turns.append(turn)
-                texts.append([turn["content"]])
-            known.update(call["id"] for call in turn.get("tool_calls", ()))
-    for turn, parts in zip(turns, texts, strict=True):
-        turn["content"] = "\n".join(filter(None, parts))
+    for turn in turns:
+        turn["content"] = "\n".join(filter(None, turn["content"]))
     last = turns[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):

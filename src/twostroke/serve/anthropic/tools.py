@@ -28,7 +28,7 @@ class Tool(field.RequestObject):
     """A tool of the client; those that run on Anthropic's servers are not supported."""
 
     name: FunctionName
-    input_schema: Annotated[dict[str, Any], field.described("A JSON schema of the input.")]
+    input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
     description: str | None = None
     strict: Strict = None
     type: Literal["custom"] | None = None
@@ -43,9 +43,7 @@ class Tool(field.RequestObject):
 class ChoiceFields(field.TaggedObject):
     """The field that all choices share."""
 
-    disable_parallel_tool_use: Annotated[
-        bool | None, field.described("Allow at most one call.")
-    ] = None
+    disable_parallel_tool_use: Annotated[bool | None, field.doc("Allow at most one call.")] = None
 
 
 class AutoChoice(ChoiceFields, tag="auto"):
@@ -101,7 +99,7 @@ class ThinkingBlock(field.TaggedObject, tag="thinking"):
     """The reasoning before an answer."""
 
     thinking: str
-    signature: Annotated[str | None, field.described("Not checked.")] = None
+    signature: Annotated[str | None, field.doc("Not checked.")] = None
 
 
 class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):

@@ -39,7 +39,7 @@ class Fact(StrEnum):
     MAX_INPUTS = "{most inputs}"
 
 
-def described(description: str, **keywords: object) -> Meta:
+def doc(description: str, **keywords: object) -> Meta:
     """Return a field's description, and JSON Schema keywords that other code enforces."""
     return Meta(description=description, extra_json_schema=keywords)
 
@@ -49,7 +49,7 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
     bounds = BOUNDS[name]
     low = "exclusiveMinimum" if bounds.above else "minimum"
     limits = {low: bounds.low, "maximum": bounds.high}
-    return described(description or bounds.description, **limits | keywords)
+    return doc(description or bounds.description, **limits | keywords)
 
 
 def unsupported(*neutral: object) -> Meta:
@@ -92,10 +92,10 @@ AlwaysOn = Annotated[Any, unsupported(True)]  # noqa: FBT003
 TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": Fact.LAST_ID})]
 ModelName = Annotated[
     str | None,
-    described("One of the names in `/v1/models`.", examples=Fact.MODEL_NAMES),
+    doc("One of the names in `/v1/models`.", examples=Fact.MODEL_NAMES),
 ]
-Stream = Annotated[bool | None, described("Send the answer in pieces, as server-sent events.")]
-Timings = Annotated[bool | None, described("Report how long each answer took.")]
+Stream = Annotated[bool | None, doc("Send the answer in pieces, as server-sent events.")]
+Timings = Annotated[bool | None, doc("Report how long each answer took.")]
 
 
 def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
@@ -112,4 +112,4 @@ def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
         "minItems": 1,
         "maxItems": max_items,
     }
-    return described("A text, token ids, or a list of either.", oneOf=[text, ids, several])
+    return doc("A text, token ids, or a list of either.", oneOf=[text, ids, several])

@@ -138,9 +138,9 @@ def _check_supported(value: object, where: str) -> None:
 
 @cache
 def _checked_fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Return the fields that are marked (with the marks), or that may hold structs that have such.
+    """Return the fields to check: attribute, name in JSON, marks.
 
-    Each is the attribute, the name in JSON, and the marks.
+    The marks are None for a field that is not marked but may hold structs with marked fields.
     """
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
@@ -162,7 +162,7 @@ def _is_same(value: object, neutral: object) -> bool:
 
 
 def _explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
-    """Return the error that tells a client what msgspec found wrong in a body, decoded or not."""
+    """Turn msgspec's error about `body`, which may be decoded already, into ours."""
     what, inner, is_of_key = _split(text)
     path, kinds = _join(where, inner), list(_types_at(kind, inner))
     facts: dict[str, object] = {}

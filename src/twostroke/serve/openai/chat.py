@@ -75,19 +75,13 @@ class ChatMessage(field.RequestObject):
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: Annotated[
         str | list[TextPart] | None,
-        field.described("Required, except with `tool_calls` or reasoning."),
+        field.doc("Required, except with `tool_calls` or reasoning."),
     ] = None
     name: str | None = None
-    reasoning_content: Annotated[
-        str | None, field.described("The reasoning of an assistant's message.")
-    ] = None
-    reasoning: Annotated[str | None, field.described("The same as `reasoning_content`.")] = None
-    tool_calls: Annotated[
-        list[ToolCall] | None, field.described("The calls of an assistant's message.")
-    ] = None
-    tool_call_id: Annotated[
-        str | None, field.described("The call that a tool's message is the result of.")
-    ] = None
+    reasoning_content: Annotated[str | None, field.doc("An assistant's reasoning.")] = None
+    reasoning: Annotated[str | None, field.doc("The same as `reasoning_content`.")] = None
+    tool_calls: Annotated[list[ToolCall] | None, field.doc("An assistant's calls.")] = None
+    tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
     refusal: field.IgnoredAny = None
     annotations: field.IgnoredAny = None
     audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
@@ -96,16 +90,16 @@ class ChatMessage(field.RequestObject):
 
 ReasoningEffort = Annotated[
     str | None,
-    field.described("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
+    field.doc("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
 ]
 Messages = Annotated[
     list[ChatMessage],
     Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
 ]
 OpensTurn = Annotated[
-    bool | None, field.described("Begin the assistant's turn after the messages; true if left out.")
+    bool | None, field.doc("Begin the assistant's turn after the messages; true if left out.")
 ]
-ContinuesLast = Annotated[bool | None, field.described("Continue the last message.")]
+ContinuesLast = Annotated[bool | None, field.doc("Continue the last message.")]
 
 
 class ChatRequest(CommonFields, kw_only=True):
@@ -113,9 +107,9 @@ class ChatRequest(CommonFields, kw_only=True):
 
     messages: Messages
     max_completion_tokens: Annotated[
-        int | None, field.sampling("max_tokens", description="The newer name of `max_tokens`.")
+        int | None, field.sampling("max_tokens", "The newer name of `max_tokens`.")
     ] = None
-    logprobs: Annotated[bool | None, field.described("Report how likely each token was.")] = None
+    logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
     top_logprobs: TopLogprobs = None
     add_generation_prompt: OpensTurn = None
     continue_final_message: ContinuesLast = None

@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
 
 class CompletionRequest(CommonFields, kw_only=True):
-    """The body of a request. With a `suffix` each answer stands between its prompt and that."""
+    """The body of a request. With a `suffix` each answer fills the gap before it."""
 
     prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
     max_tokens: Annotated[
@@ -34,14 +34,14 @@ class CompletionRequest(CommonFields, kw_only=True):
             minimum=0,
         ),
     ] = DEFAULT_MAX_TOKENS
-    echo: Annotated[bool | None, field.described("Begin the answer with its prompt.")] = None
+    echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
     logprobs: Annotated[
         int | None,
-        field.sampling("logprobs", description="How many of the likeliest tokens to report."),
+        field.sampling("logprobs", "How many of the likeliest tokens to report."),
     ] = None
     suffix: Annotated[
         str | None,
-        field.described("Text after the answer, for models that can fill in the middle."),
+        field.doc("Text after the answer, for models that can fill in the middle."),
     ] = None
 
     add_special_tokens: field.AlwaysOn = None

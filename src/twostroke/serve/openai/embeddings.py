@@ -29,11 +29,11 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
     ]
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
-        field.described("Numbers, or their little-endian float32 bytes in base64."),
+        field.doc("Numbers, or their little-endian float32 bytes in base64."),
     ] = None
     dimensions: Annotated[
         int | None,
-        field.described(
+        field.doc(
             "Keep this many first values of each vector, scaled to length 1.",
             minimum=1,
             maximum=field.Fact.EMBEDDING_WIDTH,
@@ -41,7 +41,7 @@ class EmbeddingRequest(ServiceFields, kw_only=True):
     ] = None
     pooling: Annotated[
         str | None,
-        field.described("The tokens whose hidden states make a vector.", enum=[*POOLINGS, None]),
+        field.doc("The tokens whose hidden states make a vector.", enum=[*POOLINGS, None]),
     ] = None
 
     add_special_tokens: field.AlwaysOn = None

@@ -53,18 +53,18 @@ Label = Annotated[str, Meta(max_length=512)]
 Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
 TopLogprobs = Annotated[
     Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
-    field.described("How many of the likeliest tokens to report at each place."),
+    field.doc("How many of the likeliest tokens to report at each place."),
 ]
 TemplateVariables = Annotated[
     dict[str, Any] | None,
-    field.described("Variables for the chat template.", maxProperties=MAX_VARIABLES),
+    field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
 ]
 
 
 class StreamOptions(field.RequestObject):
     """What a stream carries besides the answer."""
 
-    include_usage: Annotated[bool | None, field.described("End the stream with the usage.")] = None
+    include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
     continuous_usage_stats: field.AlwaysOff = None
     include_obfuscation: field.Ignored[bool] = None
 
@@ -87,11 +87,11 @@ class ServiceFields(field.RequestObject):
     model: field.ModelName = None
     priority: Annotated[
         Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None,
-        field.described("Requests with lower numbers are served first."),
+        field.doc("Requests with lower numbers are served first."),
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None,
-        field.described("The class of service: `priority` is served first, `flex` last."),
+        field.doc("The class of service: `priority` is served first, `flex` last."),
     ] = None
 
     user: field.Ignored[str] = None
@@ -102,20 +102,20 @@ class CommonFields(ServiceFields):
     """The fields that requests for text have in common; null leaves a field out."""
 
     stream: field.Stream = None
-    stream_options: Annotated[StreamOptions | None, field.described("Needs `stream`.")] = None
+    stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
     max_tokens: Annotated[int | None, field.sampling("max_tokens")] = None
     temperature: Annotated[float | None, field.sampling("temperature")] = None
     top_p: Annotated[float | None, field.sampling("top_p")] = None
     n: Annotated[int | None, field.sampling("n")] = None
     stop: Annotated[
         StopText | list[StopText] | None,
-        field.described("Texts before which the answer ends.", maxItems=MAX_STOPS),
+        field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
     ] = None
     presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
     logit_bias: Annotated[
         dict[int, float] | None,
-        field.described(
+        field.doc(
             "Numbers to add to the logits of tokens, by token id.",
             propertyNames={"pattern": field.Fact.ID_PATTERN},
             maxProperties=MAX_LOGIT_BIAS,
@@ -128,32 +128,26 @@ class CommonFields(ServiceFields):
     min_p: Annotated[float | None, field.sampling("min_p")] = None
     repetition_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
     min_tokens: Annotated[int | None, field.sampling("min_tokens")] = None
-    ignore_eos: Annotated[bool | None, field.described("Continue after the model's end token.")] = (
-        None
-    )
+    ignore_eos: Annotated[bool | None, field.doc("Continue after the model's end token.")] = None
     stop_token_ids: Annotated[
         list[field.TokenId] | None,
-        field.described("Tokens that end the answer.", maxItems=MAX_STOP_IDS),
+        field.doc("Tokens that end the answer.", maxItems=MAX_STOP_IDS),
     ] = None
-    include_stop_str_in_output: Annotated[
-        bool | None, field.described("Make the stop text part of the answer.")
-    ] = None
+    include_stop_str_in_output: Annotated[bool | None, field.doc("Include the stop text.")] = None
     return_timings: field.Timings = None
     prediction: Annotated[
-        Prediction | None, field.described("A guess at the answer; it changes the speed only.")
+        Prediction | None, field.doc("A guess at the answer; it changes the speed only.")
     ] = None
     speculate: Annotated[
         str | None,
-        field.described(
+        field.doc(
             "Which method guesses tokens; it changes the speed only.", enum=field.Fact.GUESSERS
         ),
     ] = None
 
-    response_format: Annotated[
-        ResponseFormat | None, field.described("The form of the answer.")
-    ] = None
+    response_format: Annotated[ResponseFormat | None, field.doc("The form of the answer.")] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, field.described("The form of the answer, in one of several ways.")
+        StructuredOutputs | None, field.doc("The form of the answer, in one of several ways.")
     ] = None
     guided_json: JsonForm = None
     guided_regex: RegexForm = None
@@ -169,7 +163,7 @@ class CommonFields(ServiceFields):
 
     allowed_token_ids: field.Unsupported = None
     bad_words: Annotated[Any, field.unsupported([])] = None
-    best_of: Annotated[int | None, field.described("Accepted if it equals `n`.")] = None
+    best_of: Annotated[int | None, field.doc("Accepted if it equals `n`.")] = None
     cache_salt: field.Unsupported = None
     length_penalty: Annotated[Any, field.unsupported(1.0)] = None
     prompt_logprobs: field.Unsupported = None

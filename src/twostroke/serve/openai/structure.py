@@ -29,19 +29,19 @@ _NOTATIONS: Final = {
 
 JsonForm = Annotated[
     str | dict[str, Any] | None,
-    field.described("A JSON schema for the answer, or its text.", maxLength=MAX_CONSTRAINT),
+    field.doc("A JSON schema for the answer, or its text.", maxLength=MAX_CONSTRAINT),
 ]
 RegexForm = Annotated[
     str | None,
-    field.described("A regular expression for the whole answer.", maxLength=MAX_CONSTRAINT),
+    field.doc("A regular expression for the whole answer.", maxLength=MAX_CONSTRAINT),
 ]
 ChoiceForm = Annotated[
     list[Annotated[str, Meta(extra_json_schema={"minLength": 1})]] | None,
-    field.described("Texts, one of which is the answer.", minItems=1, maxItems=MAX_CHOICES),
+    field.doc("Texts, one of which is the answer.", minItems=1, maxItems=MAX_CHOICES),
 ]
 GrammarForm = Annotated[
     str | None,
-    field.described("A grammar in Lark's notation or in GBNF.", maxLength=MAX_CONSTRAINT),
+    field.doc("A grammar in Lark's notation or in GBNF.", maxLength=MAX_CONSTRAINT),
 ]
 
 

@@ -36,15 +36,13 @@ _FIELDS_OF: Final = {
 class TokenizeRequest(field.RequestObject):
     """One of `prompt`, a text, and `messages`, a conversation for the chat template."""
 
-    prompt: Annotated[str | None, field.described("A text.")] = None
-    messages: Annotated[Messages | None, field.described("A conversation.")] = None
+    prompt: Annotated[str | None, field.doc("A text.")] = None
+    messages: Annotated[Messages | None, field.doc("A conversation.")] = None
     model: field.ModelName = None
     add_special_tokens: Annotated[
-        bool | None, field.described("Add the tokens that begin every text; true if left out.")
+        bool | None, field.doc("Add the tokens that begin every text; true if left out.")
     ] = None
-    return_token_strs: Annotated[bool | None, field.described("Return the tokens' texts, too.")] = (
-        None
-    )
+    return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
     add_generation_prompt: OpensTurn = None
     continue_final_message: ContinuesLast = None
     chat_template_kwargs: TemplateVariables = None
@@ -66,7 +64,7 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 class DetokenizeRequest(field.RequestObject):
     """Token ids."""
 
-    tokens: Annotated[list[field.TokenId], field.described("Token ids.")]
+    tokens: Annotated[list[field.TokenId], field.doc("Token ids.")]
     model: field.ModelName = None
 
 

@@ -40,7 +40,7 @@ INCLUDABLE: Final = (
 )
 MAX_TOOL_CALLS: Final = 2**31 - 1
 
-Echoed = Annotated[Label | None, field.described("Returned with the answer.")]
+Echoed = Annotated[Label | None, field.doc("Returned with the answer.")]
 
 
 class TextSchema(NamedSchema, tag_field="type", tag="json_schema"):
@@ -77,7 +77,7 @@ class ResponsesRequest(CommonFields):
 
     input: Annotated[
         str | list[dict[str, Any]] | None,
-        field.described(
+        field.doc(
             "A text, or items; may be left out with `previous_response_id`.",
             oneOf=[
                 {"type": ["string", "null"]},
@@ -87,29 +87,25 @@ class ResponsesRequest(CommonFields):
     ] = None
     instructions: Annotated[
         str | None,
-        field.described("Text before the conversation; later answers do not inherit it."),
+        field.doc("Text before the conversation; later answers do not inherit it."),
     ] = None
-    previous_response_id: Annotated[
-        str | None, field.described("The stored answer to continue.")
-    ] = None
+    previous_response_id: Annotated[str | None, field.doc("The stored answer to continue.")] = None
     max_output_tokens: Annotated[
         int | None,
-        field.sampling("max_tokens", description="The most tokens to generate, with reasoning."),
+        field.sampling("max_tokens", "The most tokens to generate, with reasoning."),
     ] = None
-    stream_options: Annotated[ResponseStreamOptions | None, field.described("Needs `stream`.")] = (
-        None
-    )
-    text: Annotated[TextConfig | None, field.described("The form of the answer's text.")] = None
-    reasoning: Annotated[ReasoningConfig | None, field.described("How much to reason.")] = None
+    stream_options: Annotated[ResponseStreamOptions | None, field.doc("Needs `stream`.")] = None
+    text: Annotated[TextConfig | None, field.doc("The form of the answer's text.")] = None
+    reasoning: Annotated[ReasoningConfig | None, field.doc("How much to reason.")] = None
     chat_template_kwargs: TemplateVariables = None
     include: Annotated[
         list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None,
-        field.described("Further parts of the answer: log-probabilities; others have no effect."),
+        field.doc("Further parts of the answer: log-probabilities; others have no effect."),
     ] = None
     top_logprobs: TopLogprobs = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
-        field.described("`auto` drops the oldest exchanges of a conversation that is too long."),
+        field.doc("`auto` drops the oldest exchanges of a conversation that is too long."),
     ] = None
 
     tools: ToolsAs[FunctionTool] = None
@@ -117,14 +113,14 @@ class ResponsesRequest(CommonFields):
     parallel_tool_calls: ParallelCalls = None
     max_tool_calls: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_TOOL_CALLS)] | None,
-        field.described("Returned with the answer; it would limit tools of the server."),
+        field.doc("Returned with the answer; it would limit tools of the server."),
     ] = None
 
-    metadata: Annotated[Pairs | None, field.described("Returned with the answer.")] = None
+    metadata: Annotated[Pairs | None, field.doc("Returned with the answer.")] = None
     prompt_cache_key: Echoed = None
     safety_identifier: Echoed = None
     user: Echoed = None
-    store: Annotated[bool | None, field.described("Keep the answer; true if left out.")] = None
+    store: Annotated[bool | None, field.doc("Keep the answer; true if left out.")] = None
     prompt_cache_options: field.Ignored[dict[str, Any]] = None
 
     access_programs: field.Unsupported = None
