@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -21,10 +22,7 @@ from twostroke.serve.anthropic.tools import (
     Tool,
     ToolResultBlock,
     ToolUseBlock,
-    calls_of,
     read_tools,
-    reasoning_of,
-    results_of,
     text_of,
 )
 from twostroke.serve.describe import field
@@ -238,13 +236,20 @@ def _check_blocks(message: AnthropicMessage, where: str, known: set[str]) -> Non
 def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Return a message as turns for a chat template; each tool result is a turn."""
     turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    if isinstance(message.content, str):
-        return [turn]
-    if calls := calls_of(message.content):
-        turn["tool_calls"] = calls
-    if reasoning := reasoning_of(message.content):
+    results, thoughts = [], []
+    for block in () if isinstance(message.content, str) else message.content:
+        if isinstance(block, ToolUseBlock):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            call = {"id": block.id, "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolResultBlock):
+            text = text_of(block.content)
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    if reasoning := "\n".join(thoughts):
         turn["reasoning_content"] = reasoning
-    results = results_of(message.content)
     return [*results, turn] if turn["content"] or not results else results
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from twostroke.serve.describe import field
@@ -127,27 +126,3 @@ def text_of(content: str | Sequence[Block] | None) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(block.text for block in content or () if isinstance(block, TextBlock))
-
-
-def reasoning_of(content: Sequence[Block]) -> str:
-    """Return the reasoning in an answer's content."""
-    return "\n".join(block.thinking for block in content if isinstance(block, ThinkingBlock))
-
-
-def calls_of(content: Sequence[Block]) -> list[dict[str, Any]]:
-    """Return the calls in an answer's content, in the form for chat templates."""
-    calls = (block for block in content if isinstance(block, ToolUseBlock))
-    arguments = ((call, json.dumps(call.input, ensure_ascii=False)) for call in calls)
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
-        for call, text in arguments
-    ]
-
-
-def results_of(content: Sequence[Block]) -> list[dict[str, Any]]:
-    """Return the results in a content, as messages for chat templates."""
-    return [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
-        for block in content
-        if isinstance(block, ToolResultBlock)
-    ]

@@ -159,78 +159,58 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
     Raises:
         RequestError: the result of a call that was not made.
     """
-    conversation = _Conversation()
+    messages: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
+    thoughts: list[str] = []  # of the next message
+    calls = set[str]()
     for place, raw in enumerate(items, -num_earlier):
-        where = f"input[{place}]"
-        conversation.add(_read(_with_type(raw), where), where)
-    return conversation.finish()
-
-
-class _Conversation:
-    """Collects messages; texts that grow item by item are joined at the end."""
-
-    def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
-        self._system: list[str] = []  # texts of the first message, if it is the system's
-        self._thoughts: list[str] = []  # of the next message
-        self._calls: set[str] = set()
-
-    def add(self, item: Item, where: str) -> None:
-        """Add an item; `where` is its place for errors.
-
-        Raises:
-            RequestError: the result of a call that was not made.
-        """
+        item = _read(_with_type(raw), f"input[{place}]")
         if isinstance(item, Reasoning):
-            thought = "".join(part.text for part in item.content or ())
-            self._thoughts += [thought] if thought else []
-            return
-        if isinstance(item, FunctionCallOutput):
-            if item.call_id not in self._calls:
-                reason = "is not the id of an earlier function_call."
-                raise RequestError(reason, field=f"{where}.call_id")
-            self._append("tool", _text(item.output), tool_call_id=item.call_id)
-        elif isinstance(item, FunctionCall):
-            self._calls.add(item.call_id)
-            if not self._messages or self._messages[-1]["role"] != "assistant":
-                self._append("assistant", "")
-            self._add_thoughts()
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            self._messages[-1].setdefault("tool_calls", []).append(call)
-        elif isinstance(item, MessageItem):
-            self._add_message(item)
-        self._thoughts = []
+            thoughts.append("".join(part.text for part in item.content or ()))
+            continue
+        if isinstance(item, FunctionCall):
+            calls.add(item.call_id)
+        elif isinstance(item, FunctionCallOutput) and item.call_id not in calls:
+            reason = "is not the id of an earlier function_call."
+            raise RequestError(reason, field=f"input[{place}].call_id")
+        message = _add(item, messages)
+        if message["role"] == "assistant":
+            message["reasoning_content"] += filter(None, thoughts)
+        thoughts = []
+    for message in messages:
+        message["content"] = "\n\n".join(message["content"])
+        if reasoning := "\n\n".join(message.pop("reasoning_content", ())):
+            message["reasoning_content"] = reasoning
+    return messages
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Return the messages."""
-        if self._system:
-            self._messages[0]["content"] = "\n\n".join(self._system)
-        for message in self._messages:
-            if thoughts := message.get("reasoning_content"):
-                message["reasoning_content"] = "\n\n".join(thoughts)
-        return self._messages
 
-    def _add_message(self, item: MessageItem) -> None:
-        """Add a message; system messages at the beginning are joined.
+def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add an item to the last message or as a new one, and return the message.
 
-        Many templates take a system message in the first place only.
-        """
-        role, text = "system" if item.role == "developer" else item.role, _text(item.content)
-        if role == "system" and len(self._messages) == bool(self._system):
-            self._system.append(text)
-            if self._messages:
-                return
-        self._append(role, text)
-        if role == "assistant":
-            self._add_thoughts()
-
-    def _append(self, role: str, content: str, **more: Any) -> None:
-        self._messages.append({"role": role, **more, "content": content})
-
-    def _add_thoughts(self) -> None:
-        if self._thoughts:
-            self._messages[-1].setdefault("reasoning_content", []).extend(self._thoughts)
+    System messages at the beginning are joined: many templates take only one.
+    """
+    message: dict[str, Any]
+    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+    if isinstance(item, FunctionCallOutput):
+        content = [_text(item.output)]
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
+    elif isinstance(item, FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        if last["role"] == "assistant":
+            last.setdefault("tool_calls", []).append(call)
+            return last
+        message = {"role": "assistant", "content": [""], "tool_calls": [call]}
+    else:
+        assert isinstance(item, MessageItem)
+        role = "system" if item.role == "developer" else item.role
+        message = {"role": role, "content": [_text(item.content)]}
+        if role == last["role"] == "system" and len(messages) == 1:
+            last["content"] += message["content"]
+            return last
+    if message["role"] == "assistant":
+        message["reasoning_content"] = []
+    messages.append(message)
+    return message
 
 
 def _read(raw: RawItem, where: str) -> Item:
