@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Bodies = Mapping[str, type[msgspec.Struct]]
     Parts = dict[str, Any]
 
-VERSION: Final = "3.1.0"
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 _REFERENCE: Final = "#/components/schemas/{name}"
@@ -93,7 +92,7 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
             described["requestBody"] = _body(operation, bodies[path], facts)
         paths.setdefault(path, {})[method.lower()] = described
     return {
-        "openapi": VERSION,
+        "openapi": "3.1.0",
         "info": {
             "title": "Twostroke",
             "version": facts.version,
@@ -123,10 +122,7 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
     found = _with_facts(found, facts)
     for name, schema in found.items():
         schema["description"] = " ".join(schema.get("description", "").split())
-        if name in of_sent:
-            _require_defaults(schema)
-        else:
-            _drop_nulls(schema)
+        _finish_defaults(schema, is_sent=name in of_sent)
     for kind in UNTYPED:
         found[kind.__name__]["required"].remove("type")
         found[kind.__name__]["properties"]["type"]["enum"].append(None)
@@ -145,19 +141,13 @@ def _with_facts(schema: Any, facts: Facts) -> Any:
     return {key: _with_facts(part, facts) for key, part in schema.items() if key not in replaced}
 
 
-def _require_defaults(schema: Parts) -> None:
-    """Mark the fields of a response that have a default as always present."""
+def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
+    """Require the fields that every response has, and remove defaults that say nothing."""
     for name, field in schema["properties"].items():
-        if "default" in field and name not in schema["required"]:
+        if is_sent and "default" in field and name not in schema["required"]:
             schema["required"].append(name)
-        field.pop("default", None)
-
-
-def _drop_nulls(schema: Parts) -> None:
-    """Remove defaults of null, which are the same as leaving a field out."""
-    for field in schema["properties"].values():
-        if field.get("default", ...) is None:
-            del field["default"]
+        if is_sent or field.get("default", ...) is None:  # null leaves a field out
+            field.pop("default", None)
 
 
 def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,9 @@ from twostroke.serve.http.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    # By struct: attribute and JSON name of a field, and its marks; None where marks are inside it.
+    Marks = dict[type, list[tuple[str, str, dict[str, Any] | None]]]
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NAME_LENGTH = 100  # of a client's own words that are searched and sent back
@@ -53,6 +56,7 @@ class BodyDecoder(Generic[T]):
         """Make a decoder of `kind`; bodies nested deeper than `max_depth` are refused."""
         self._decoder = msgspec.json.Decoder(kind)
         self._kind = kind
+        self._marks = _marks_in(kind)
         self._max_depth = max_depth
 
     def decode(self, body: bytes) -> T:
@@ -76,7 +80,7 @@ class BodyDecoder(Generic[T]):
             raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
         except UnicodeDecodeError:
             raise BodySyntaxError("The body is not valid UTF-8.") from None
-        _check_supported(decoded, "")
+        _check_supported(decoded, "", self._marks)
         return decoded
 
 
@@ -90,7 +94,7 @@ def convert(value: object, kind: Any, where: str) -> Any:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind, value, where) from None
-    _check_supported(converted, where)
+    _check_supported(converted, where, _marks_in(kind))
     return converted
 
 
@@ -113,47 +117,66 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
     return False
 
 
-def _check_supported(value: object, where: str) -> None:
+def _check_supported(value: object, where: str, marks: Marks) -> None:
     """Refuse fields that are marked as not supported, unless null or neutral.
 
     Raises:
         UnsupportedFieldError: naming the field.
         UnknownFieldError: the protocol calls the field otherwise.
     """
+    found = _find_unsupported(value, marks)
+    if found is None:
+        return
+    field, extra = _join(where, found[0]), found[1]
+    if "new_name" in extra:
+        reason = f"is not a known field. Did you mean '{extra['new_name']}'?"
+        raise UnknownFieldError(reason, field=field)
+    raise UnsupportedFieldError("is not supported yet: leave it out.", field=field)
+
+
+def _find_unsupported(value: object, marks: Marks) -> tuple[str, dict[str, Any]] | None:
+    """Return the place inside a value and the marks of a field with a value that is not neutral."""
     if isinstance(value, list):
         for place, part in enumerate(value):
-            _check_supported(part, f"{where}[{place}]")
-    elif isinstance(value, msgspec.Struct):
-        for attribute, name, extra in _checked_fields(type(value)):
-            inner = getattr(value, attribute)
-            if extra is None:
-                _check_supported(inner, _join(where, name))
-            elif inner is not None and not any(_is_same(inner, it) for it in extra["neutral"]):
-                if "new_name" in extra:
-                    reason = f"is not a known field. Did you mean '{extra['new_name']}'?"
-                    raise UnknownFieldError(reason, field=_join(where, name))
-                reason = "is not supported yet: leave it out."
-                raise UnsupportedFieldError(reason, field=_join(where, name))
+            if found := _find_unsupported(part, marks):
+                return _join(f"[{place}]", found[0]), found[1]
+    for attribute, name, extra in marks.get(type(value), ()):
+        inner = getattr(value, attribute)
+        if inner is None:
+            continue
+        if extra is None:
+            if found := _find_unsupported(inner, marks):
+                return _join(name, found[0]), found[1]
+        elif not any(_is_same(inner, neutral) for neutral in extra["neutral"]):
+            return name, extra
+    return None
 
 
 @cache
-def _checked_fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Return the fields to check: attribute, name in JSON, marks.
-
-    The marks are None for a field that is not marked but may hold structs with marked fields.
-    """
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)
-    found: list[tuple[str, str, dict[str, Any] | None]] = []
-    for field in info.fields:
-        extra = _extra(field.type)
-        inner = [*_parts([field.type])]
-        inner += [part for it in inner for part in _parts(_into(it, "[]"))]  # of lists
-        if "neutral" in extra:
-            found.append((field.name, field.encode_name, extra))
-        elif any(_checked_fields(it.cls) for it in inner if isinstance(it, inspect.StructType)):
-            found.append((field.name, field.encode_name, None))
+def _marks_in(kind: Any) -> Marks:
+    """Return the fields to check, for each struct inside a type."""
+    found: Marks = {}
+    _collect_marks(_type_of(kind), found)
     return found
+
+
+def _collect_marks(kind: inspect.Type, found: Marks) -> bool:
+    """Add the fields to check of the structs inside a type; return whether there are any."""
+    has_any = False
+    for part in _parts([kind]):
+        if isinstance(part, inspect.ListType):
+            has_any |= _collect_marks(part.item_type, found)
+        elif isinstance(part, inspect.StructType):
+            if part.cls not in found:
+                fields = found[part.cls] = []
+                for field in part.fields:
+                    extra = _extra(field.type)
+                    if "neutral" in extra:
+                        fields.append((field.name, field.encode_name, extra))
+                    elif _collect_marks(field.type, found):
+                        fields.append((field.name, field.encode_name, None))
+            has_any |= bool(found[part.cls])
+    return has_any
 
 
 def _is_same(value: object, neutral: object) -> bool:
