@@ -187,6 +187,8 @@ def _reconcile(body: dict[str, Any]) -> None:
         del body[name]
     if forms:
         body.pop("ignore_eos", None)
+    if body.get("max_completion_tokens") is not None:
+        body.pop("max_tokens", None)
     if body.get("stream_options") is not None:
         body["stream"] = True
     if body.get("top_logprobs"):
