@@ -42,7 +42,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format setup build native pull clean test-models test-long test-mutants test-oracle test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
+.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -85,6 +85,9 @@ format: $(DEV_READY) ## Format Python and C++.
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(if $(NATIVE_SOURCES),$(BIN)/clang-format -i $(NATIVE_SOURCES))
+
+tables: $(READY) ## Write the tables of request fields in docs/api.md.
+	@PYTHONPATH=src $(BIN)/python tools/field_tables.py
 
 setup: $(READY) $(DEV_READY) ## Make the virtual environment with all tools.
 

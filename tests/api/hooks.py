@@ -1,4 +1,4 @@
-"""What Schemathesis has to know of the server to make requests that are worth making."""
+"""Helps Schemathesis to make useful requests and to judge the answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from referencing.jsonschema import DRAFT202012
 from schemathesis.specs.openapi.checks import negative_data_rejection
 
 _ROOT = "urn:described"
+_LOOSE = "urn:loosely-described"
 _MOST_TOKENS = 8
 _MOST_CHOICES = 3
 _UNBOUNDED = {  # the limit of an answer that need not be there
@@ -25,8 +26,8 @@ _UNBOUNDED = {  # the limit of an answer that need not be there
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 _FORMS += ("guided_grammar", "output_config")
 
-# What no schema says: fields that depend on one another, on the model, or on a text's meaning. A
-# request that was made out of the document may be refused for these reasons, and for no others.
+# Reasons that no schema can state: fields depend on each other, on the model, on the meaning of
+# texts. A request made from the document may be refused for these reasons and for no others.
 REASONS = {
     "texts that are to be a JSON schema, a regular expression or a grammar": (
         r"(JSON schema|regular expression|grammar|list of choices) cannot be used: ",
@@ -37,16 +38,17 @@ REASONS = {
         r"prompt is too long",
         r"exceed context",
     ),
-    "prompts in which nothing stands": (r"(prompt|input)\S* is empty",),
+    "empty prompts": (r"(prompt|input)\S* is empty",),
     "one of two fields": (
         r"Give either prompt or messages",
         r" may only be set with (prompt|messages)",
     ),
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
-    "tools that are not there": (r"must be (the name of )?one of the tools",),
-    "items that are not there": (r"there is no item",),
+    "unknown tools": (r"must be (the name of )?one of the tools",),
+    "unknown items": (r"Item with id", r"must be the id of an item"),
+    "two names of one limit": (r"is the newer name of max_tokens",),
     "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),
-    "ways to say how an answer has to look": (r" cannot be combined with ",),
+    "several forms of an answer": (r" cannot be combined with ",),
     "results of tools without their calls": (
         r"is not the id of an earlier (call|function_call)",
         r"must be the id of an earlier call",
@@ -55,10 +57,10 @@ REASONS = {
         r"belongs to a message of the role",
         r"cannot be part of a message of the role",
     ),
-    "messages to go on with": (r"must (not )?end with a", r"continue_final_message"),
-    "models that know no text between two others": (r"suffix",),
+    "messages to continue": (r"must (not )?end with a", r"continue_final_message"),
+    "models that cannot fill in the middle": (r"suffix",),
     "scores of prompts": (r"max_tokens must be from 1",),
-    "what a chat template knows": (r"chat template",),
+    "options of a chat template": (r"chat template",),
     "prompts times n": (r"asks for too many answers",),
 }
 
@@ -73,8 +75,12 @@ _registry: Any = None
 def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
     """Let models have names that are served; the document leaves them open for other servers."""
     global _registry  # noqa: PLW0603 - hooks have nowhere else to keep it
-    resource = Resource.from_contents(json.loads(json.dumps(raw_schema)), DRAFT202012)
-    _registry = Registry().with_resource(_ROOT, resource)
+    exact, loose = (json.loads(json.dumps(raw_schema)) for _ in range(2))
+    for schema in loose["components"]["schemas"].values():
+        schema["required"] = [name for name in schema["required"] if name != "type"]
+    documents = {_ROOT: exact, _LOOSE: loose}
+    resources = {key: Resource.from_contents(it, DRAFT202012) for key, it in documents.items()}
+    _registry = Registry().with_resources(resources.items())
     for schema in raw_schema["components"]["schemas"].values():
         model = schema.get("properties", {}).get("model", {})
         if "examples" in model:
@@ -118,7 +124,7 @@ def refusals_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
 @schemathesis.check
 def wrong_requests_are_refused(ctx: Any, response: Any, case: Any) -> bool | None:
     """negative_data_rejection, but for what is more than the document promises."""
-    if response.status_code == 200 and _has_plain_blocks(case.body):
+    if response.status_code == 200 and _is_right_but_for_types(case):
         return None
     return negative_data_rejection(ctx, response, case)
 
@@ -153,12 +159,13 @@ def _shorten(body: dict[str, Any], path: str) -> None:
         body[name] = _MOST_TOKENS
 
 
-def _has_plain_blocks(body: object) -> bool:
-    """Whether blocks stand without their type where there are blocks of text alone."""
-    system = body.get("system") if isinstance(body, dict) else None
-    return isinstance(system, list) and any(
-        isinstance(block, dict) and "type" not in block for block in system
-    )
+def _is_right_but_for_types(case: Any) -> bool:
+    """Whether a request lacks only types of objects, which the server needs only among others."""
+    body = case.operation.definition.raw.get("requestBody")
+    if body is None:
+        return False
+    schema = {"$ref": _LOOSE + body["content"]["application/json"]["schema"]["$ref"]}
+    return jsonschema.Draft202012Validator(schema, registry=_registry).is_valid(case.body)
 
 
 def _is_int(value: object) -> bool:
@@ -180,6 +187,8 @@ def _reconcile(body: dict[str, Any]) -> None:
         del body[name]
     if forms:
         body.pop("ignore_eos", None)
+    if body.get("max_completion_tokens") is not None:
+        body.pop("max_tokens", None)
     if body.get("stream_options") is not None:
         body["stream"] = True
     if body.get("top_logprobs"):

@@ -14,7 +14,7 @@ from support.talkers import say, talker
 from twostroke.chat.call_forms import FORMS
 from twostroke.chat.tools import ToolForm
 from twostroke.sample.grammar import Grammars
-from twostroke.serve.tools import FunctionBody, ToolBody, to_tools
+from twostroke.serve.tools import FunctionBody, to_tools
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def form_of(
 ) -> ToolForm:
     form = FORMS[name]
     tokenizer = byte_tokenizer(odd=tuple((mark, kind) for mark in form.all_marks))
-    bodies = [ToolBody(function=FunctionBody(**tool["function"])) for tool in TOOLS]  # type: ignore[arg-type]
+    bodies = [FunctionBody(**tool["function"]) for tool in TOOLS]  # type: ignore[arg-type]
     tools = to_tools(bodies, choice, parallel=parallel)
     assert tools is not None
     return ToolForm(tools, form, tokenizer, preface)

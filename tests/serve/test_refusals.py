@@ -43,8 +43,8 @@ HUGE = 2**63
         ("stream", "true"),
         *[("user", value) for value in (1, True, ["u"], {"id": "u"})],
         *[("metadata", value) for value in ("x", ["x"], {str(i): "" for i in range(17)})],
-        *[("metadata", value) for value in ({"k" * 65: ""}, {"k": "v" * 513})],
-        *[("metadata[...]", value) for value in (1, None, {"a": "b"})],
+        *[("metadata", value) for value in ({"k" * 65: ""},)],
+        *[("metadata[...]", value) for value in (1, None, {"a": "b"}, "v" * 513)],
         *[("store", value) for value in (1, "yes", {})],
         *[("safety_identifier", value) for value in (1, ["u"])],
         *[("prompt_cache_key", value) for value in (1, False)],
@@ -84,7 +84,7 @@ def test_what_is_no_number_is_a_400(server: LiveServer, number: str) -> None:
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "0"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs is true"),
         ({"logprobs": 5}, "logprobs", "boolean"),
-        ({"messages": []}, "messages", "at least one"),
+        ({"messages": []}, "messages", "from 1 to 10000 items, got 0"),
         ({"messages": "hello"}, "messages", "a list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
@@ -221,7 +221,8 @@ def test_a_conversation_of_too_many_messages_is_refused(
     response = server.http.post(path, json={field: TURNS, **more})
     assert response.status_code == 400
     said = response.json()["error"]["message"]
-    assert said == f"{field} takes at most 10000 messages, got 10001."
+    assert said.startswith(field)
+    assert said.endswith(", got 10001.")
 
 
 def test_a_wrong_key_is_told_from_a_wrong_value(server: LiveServer) -> None:

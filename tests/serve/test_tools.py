@@ -10,7 +10,7 @@ import pytest
 from support.refusals import refused
 from support.servers import events, live_server
 from support.tiny import Tiny
-from twostroke.serve.tools import MAX_TOOLS, FunctionBody, ToolBody, to_tools
+from twostroke.serve.tools import MAX_TOOLS, FunctionBody, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ def test_a_function_is_called_with_arguments_that_it_names(server: LiveServer) -
 def test_schemas_that_speak_of_other_arguments_stay_as_they_are(more: Fields) -> None:
     schema: Fields = {"type": "object", "properties": {"a": {}}}
     for given in (schema | more, {"type": "object"}):
-        bodies = [ToolBody(function=FunctionBody(name="f", parameters=given))]
+        bodies = [FunctionBody(name="f", parameters=given)]
         tools = to_tools(bodies, "auto", parallel=None)
         assert tools is not None
         assert "additionalProperties" not in (set(tools.functions[0].schema) - set(given))
@@ -260,7 +260,7 @@ def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) ->
 def test_a_schema_that_cannot_be_kept_to_frees_the_arguments_unless_strict() -> None:
     parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
     function = {"name": "f", "parameters": parameters}
-    bodies = [ToolBody(function=FunctionBody(**function))]
+    bodies = [FunctionBody(**function)]
     tools = to_tools(bodies, "auto", parallel=None)
     assert tools is not None
     assert [one.schema for one in tools.functions] == [{"type": "object"}]

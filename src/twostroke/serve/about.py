@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
+
+from twostroke.engine.loop import Health
+
+_STATES = ["ok", "draining", *(one.value for one in Health if one is not Health.READY)]
 
 
 def _version() -> str:
@@ -25,13 +30,13 @@ class AboutBody(msgspec.Struct, frozen=True):
     version: str
     model: str
     endpoints: list[str]
-    description: str
+    description: Annotated[str, Meta(description="The path of the API's description.")]
 
 
 class HealthBody(msgspec.Struct, frozen=True):
     """Whether the server would answer a request now: `ok`, or the reason why not."""
 
-    status: str
+    status: Annotated[str, Meta(extra_json_schema={"enum": _STATES})]
     model: str
 
 
@@ -52,7 +57,7 @@ class ModelBody(msgspec.Struct, frozen=True):
     created: int
     max_model_len: int
     capabilities: Capabilities
-    object: str = "model"
+    object: Literal["model"] = "model"
     owned_by: str = "twostroke"
 
 
@@ -60,4 +65,4 @@ class ModelList(msgspec.Struct, frozen=True):
     """All models."""
 
     data: list[ModelBody]
-    object: str = "list"
+    object: Literal["list"] = "list"

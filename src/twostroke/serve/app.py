@@ -24,8 +24,8 @@ from twostroke.serve.about import (
     ModelList,
 )
 from twostroke.serve.compiler import Compiler
-from twostroke.serve.describe.document import document
-from twostroke.serve.describe.facts import Facts
+from twostroke.serve.describe.document import Facts, document
+from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
@@ -155,16 +155,18 @@ class Api:
 
     def facts(self) -> Facts:
         """Return the facts of this server for its description."""
-        return Facts(
-            version=VERSION,
-            names=self.names,
-            context_length=self.client.card.context_length,
-            vocab_size=self.client.card.cost.program.vocab_size,
-            embedding_width=self.client.card.embedding_width,
-            guessers=("auto", "off", *self.client.loop.speculator.methods),
-            has_keys=self.options.api_keys is not None,
-            limits=self.options.limits,
-        )
+        card, limits = self.client.card, self.options.limits
+        last = card.cost.program.vocab_size - 1
+        values: dict[str, Any] = {
+            Fact.LAST_ID: last,
+            Fact.ID_PATTERN: f"^(0|[1-9][0-9]{{0,{len(str(last)) - 1}}})$",
+            Fact.MODEL_NAMES: self.names[:1],
+            Fact.GUESSERS: ("auto", "off", *self.client.loop.speculator.methods, None),
+            Fact.EMBEDDING_WIDTH: card.embedding_width,
+            Fact.MAX_CHOICES: limits.max_choices,
+            Fact.MAX_INPUTS: limits.max_inputs,
+        }
+        return Facts(VERSION, self.options.api_keys is not None, values)
 
     async def health(self, _request: Request) -> Response:
         """Return whether the server would answer a request now."""

@@ -1,4 +1,4 @@
-"""How a server is to behave: where it listens, how long it waits, how much it accepts."""
+"""The options of a server: its address, its waiting times, its limits."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MAX_DRAIN_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may send, and how slowly it may send and read.
+    """Limits for one client: sizes, and how slowly it may send and read.
 
     Attributes:
         max_body_bytes: a longer request body is refused (413).
-        max_dropped_bytes: of a body whose request is refused already this much is still read, so
-            that a client that goes on sending gets to read why.
+        max_dropped_bytes: this much of a refused request's body is still read, so that clients that
+            keep sending read the error.
         max_json_depth: lists and objects nested deeper are refused (400).
         max_header_bytes: request line and headers together.
         header_timeout_s: from the first byte of a request to the end of its headers.
-        body_timeout_s: from the headers to the end of the body (408), also of one that is dropped.
-        idle_timeout_s: how long a connection may stay open between two requests; longer than
-            what proxies keep theirs for (60 s is common), or they meet closed ones.
+        body_timeout_s: from the headers to the end of the body (408), also of a refused request.
+        idle_timeout_s: how long a connection may stay open between two requests; longer than the
+            timeouts of proxies (60 s is common), which otherwise meet closed connections.
         reader_timeout_s: how long a stream may stay blocked because its client does not read.
-        max_unread: outputs that a stream may lag the engine.
+        max_unread: how many outputs a stream may be behind the engine.
         max_choices: prompts times n of one request.
         max_inputs: texts to embed of one request.
-        compile_timeout_s: for a schema or grammar that is new, from its turn on: one is compiled
-            at a time (400).
+        compile_timeout_s: for a new schema or grammar (400); one is compiled at a time, and the
+            time of waiting does not count.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -57,22 +57,21 @@ class ServeOptions:
 
     Attributes:
         host, port: the address; port 0 takes a free one.
-        api_keys: who may ask, and on whose behalf; None for everybody.
-        model_names: what clients may call the model; the first is the one that is listed. Empty
-            for the model's own name.
-        keep_alive_s: a silent stream gets a comment this often, so that nothing between the
-            client and the server takes it for dead.
+        api_keys: the valid keys and their tenants; None needs no key.
+        model_names: the names by which clients may ask for the model, the default first; empty for
+            the model's own name.
+        keep_alive_s: a silent stream sends a comment this often, so that proxies keep it open.
         drain_s: how long a stopping server lets running requests finish.
-        dashboard: whether to show the dashboard's page and state; None shows them where the host
-            is this machine's own (loopback) address, and nowhere else.
+        dashboard: whether to show the dashboard's page and state; None shows them only if `host`
+            is a loopback address.
         splits_reasoning: whether reasoning is separated from the answers or left in them.
-        max_stored: answers of /v1/responses that are kept for later requests; 0 keeps none.
-        max_stored_bytes: what these may take together.
-        objectives: what answers are held against, in metrics and on the dashboard.
+        max_stored: how many answers of /v1/responses are stored; 0 stores none.
+        max_stored_bytes: the size of all stored answers.
+        objectives: goals for latency, in metrics and on the dashboard.
         access_log: whether to log a line for each request, to the logger `twostroke.access`.
-        otlp_endpoint: where to send traces, by OTLP over HTTP; None for nowhere. Needs the extra
+        otlp_endpoint: where to send traces, by OTLP over HTTP; None sends none. Needs the extra
             `[traces]`.
-        limits: what one client may do.
+        limits: limits for one client.
     """
 
     host: str = "127.0.0.1"
@@ -91,17 +90,16 @@ class ServeOptions:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Refuse names that cannot be sent, and unusable times.
+        """Check the names and `drain_s`.
 
         Raises:
-            UsageError: a name of the model is empty, or has signs that are not printed; `drain_s`
-                is not a time up to a day.
+            UsageError: a name is empty or not printable, or `drain_s` is over a day.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():
                 reason = "must have printable characters, got {value!r}."
                 raise UsageError(reason, field="model_names", value=name)
-        if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # no number is in no range
+        if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
             reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {self.drain_s}."
             raise UsageError(reason, field="drain_s")
 
@@ -117,10 +115,7 @@ class ServeOptions:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach an address; of a name other than localhost, no.
-
-    What a name stands for may change, so it is not looked up.
-    """
+    """Whether an address is a loopback address; of names, only localhost surely is."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

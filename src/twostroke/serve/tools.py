@@ -4,94 +4,106 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
-import msgspec
+from msgspec import Meta
 
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
 from twostroke.sample.schema import ANY_OBJECT, check_keywords
+from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+T = TypeVar("T")
+
 MAX_TOOLS: Final = 128
-# Beside `properties`, these say themselves which arguments there may be.
+# With one of these, `properties` need not list all arguments.
 _MORE_ARGUMENTS: Final = frozenset(
     ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
 ) | {"patternProperties"}
 _MAX_NAME: Final = 64
-NAME_PATTERN: Final = rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$"
-_NAME: Final = re.compile(NAME_PATTERN)
+_NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
+
+FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
+Strict = Annotated[
+    bool | None, field.doc("Refuse a schema that cannot be enforced, instead of dropping it.")
+]
 
 
-class FunctionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call; without `parameters` it takes any object."""
+class FunctionBody(field.RequestObject):
+    """A function that the model may call."""
 
-    name: str
+    name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        field.doc("A JSON schema of the arguments; left out: any object."),
+    ] = None
+    strict: Strict = None
 
 
-class ToolBody(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
-):
-    """One tool; there are functions only."""
+class ToolBody(field.TaggedObject, tag="function"):
+    """A tool; all are functions."""
 
     function: FunctionBody
 
 
-class NamedFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which function."""
+class NamedFunction(field.RequestObject):
+    """The name of a function."""
 
     name: str
 
 
-class NamedChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
-):
-    """This function is to be called, and no other."""
+class NamedChoice(field.TaggedObject, tag="function"):
+    """The answer must call this function."""
 
     function: NamedFunction
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+ToolsAs = Annotated[
+    Annotated[list[T], Meta(max_length=MAX_TOOLS)] | None,
+    field.doc("The functions that the model may call."),
+]
+TOOL_CHOICE: Final = field.doc("Whether the model may call tools, must, or must call one.")
+ParallelCalls = Annotated[
+    bool | None, field.doc("Allow several calls in one answer; true if left out.")
+]
 
 
 def to_tools(
-    tools: Sequence[ToolBody] | None, choice: ToolChoice | None, *, parallel: bool | None
+    functions: Sequence[FunctionBody], choice: str | NamedFunction | None, *, parallel: bool | None
 ) -> Tools | None:
-    """Return what may be called, or None if nothing.
+    """Return the tools that the answer may call, or None if there are none.
 
     Raises:
-        RequestError: too many tools, a name that is none or is there twice, a schema that a
-            `strict` function cannot be kept to, or the choice of a function that is not there.
+        RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
+            be enforced, or the choice names a function that does not exist.
     """
-    if not tools:
+    if not functions:
         if choice is not None and choice not in ("none", "auto"):
             raise RequestError("needs tools.", field="tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"takes at most {MAX_TOOLS} tools, got {len(tools)}.", field="tools")
-    functions = [tool.function for tool in tools]
     known: dict[str, Function] = {}
     for place, function in enumerate(functions):
         where = f"tools[{place}]"
-        _check_name(function.name, where)
+        if not _NAME.fullmatch(function.name):
+            reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
+            raise RequestError(reason, field=f"{where}.name")
         if function.name in known:
-            reason = f"must be unique: an earlier tool is called '{function.name}', too."
+            reason = f"must be unique: an earlier tool is named '{function.name}', too."
             raise RequestError(reason, field=f"{where}.name")
         known[function.name] = _callable(function, f"{where}.parameters")
     if choice == "none":
         return None
-    if isinstance(choice, NamedChoice):
-        name = choice.function.name
-        if name not in known:
+    is_named = isinstance(choice, NamedFunction)
+    if isinstance(choice, NamedFunction):
+        if choice.name not in known:
             reason = "must be the name of one of the tools, got '{value}'."
-            raise RequestError(reason, field="tool_choice.name", value=name[:_MAX_NAME])
-        known = {name: known[name]}
-    is_named = isinstance(choice, NamedChoice)
+            raise RequestError(reason, field="tool_choice.name", value=choice.name[:_MAX_NAME])
+        known = {choice.name: known[choice.name]}
     return Tools(
         shown=tuple(_shown(function) for function in functions),
         functions=tuple(known.values()),
@@ -100,17 +112,10 @@ def to_tools(
     )
 
 
-def _check_name(name: str, where: str) -> None:
-    if not _NAME.fullmatch(name):
-        reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
-        raise RequestError(reason, field=f"{where}.name")
-
-
 def _callable(function: FunctionBody, param: str) -> Function:
-    """Return what may be called: with any object, where there is no more that can be kept to.
+    """Return a function whose arguments follow its schema, or are any object if that is impossible.
 
-    Tools come from programs that write schemas for other readers: unless `strict`, a keyword that
-    cannot be kept to frees the arguments instead of refusing the request.
+    Many tools have schemas written for other readers, so only `strict` functions are refused.
     """
     schema = _closed(function.parameters or dict(ANY_OBJECT))
     made = Function(function.name, schema, param, bool(function.strict))
@@ -129,9 +134,9 @@ def _callable(function: FunctionBody, param: str) -> Function:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that allows no arguments but those that it names, if it names them itself.
+    """Return a schema that allows only the arguments in its `properties`, if it lists them there.
 
-    A function that is called with others fails, and a schema that leaves them open hardly means it.
+    Other arguments would make most functions fail, although JSON Schema allows them by default.
     """
     names = schema.get("properties")
     if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
@@ -143,10 +148,6 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(function: FunctionBody) -> dict[str, Any]:
-    shown = {
-        "name": function.name,
-        "description": function.description,
-        "parameters": function.parameters,
-    }
-    known = {key: value for key, value in shown.items() if value is not None}
+    values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
+    known = {name: value for name, value in values.items() if value is not None}
     return {"type": "function", "function": known}

@@ -184,11 +184,11 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"metadata": {"user": 5}}, "metadata.user is not a known field. Did you mean 'user_id'?"),
     ({"max_token": 1}, "max_token is not a known field. Did you mean 'max_tokens'?"),
     ({"n": 2}, "n is not a known field."),
-    ({"messages": []}, "messages must have at least one message."),
+    ({"messages": []}, "messages must have from 1 to 10000 items, got 0."),
     ({"messages": [{"role": "user"}]}, "messages[0].content is missing."),
     (
         {"messages": [{"role": "system", "content": "x"}]},
-        "messages[0].role must be user or assistant, got 'system': use the field system.",
+        "messages[0].role must be one of assistant, user, got 'system'. Use the field system.",
     ),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x "}]}, "must not end with a space"),
     (

@@ -10,7 +10,7 @@ import pytest
 
 from support.servers import live_server
 from support.tiny import Tiny
-from twostroke.serve.anthropic.messages import Message, MessagesRequest, read
+from twostroke.serve.anthropic.messages import AnthropicMessage, MessagesRequest, read
 from twostroke.serve.job import Conversation
 from twostroke.serve.store import Store, Tenant
 
@@ -62,7 +62,8 @@ def test_a_text_is_not_looked_through_for_blocks() -> None:
         def __iter__(self) -> Iterator[str]:
             raise AssertionError
 
-    body = MessagesRequest(messages=[Message(role="user", content=Text("hello"))], max_tokens=5)
+    message = AnthropicMessage(role="user", content=Text("hello"))
+    body = MessagesRequest(messages=[message], max_tokens=5)
     job = read(body, Tenant("", Store(0, 0)))
     (prompt,) = job.prompts
     assert isinstance(prompt, Conversation)
@@ -166,7 +167,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
             {"tools": [TOOL, TOOL]},
             "tools[1].name must be unique",
         ),
-        ({"tools": [TOOL] * 129}, "tools takes at most 128 tools, got 129."),
+        ({"tools": [TOOL] * 129}, "tools must have at most 128 items, got 129."),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "input_schemas": {}}]}, "Did you mean 'input_schema'?"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),

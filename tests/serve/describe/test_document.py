@@ -1,15 +1,17 @@
-"""The OpenAPI document: whole, valid, and true of what the server takes and sends.
+"""The OpenAPI document is complete, valid, and agrees with what the server accepts and sends.
 
-That every response of the other tests is as described is seen to by `CheckedClient`.
+`CheckedClient` compares every response of the other tests with it.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
@@ -17,10 +19,8 @@ from starlette.routing import Route
 from support.described import Description
 from support.servers import chat_body, live_server
 from support.tiny import Tiny
-from twostroke.serve.describe import fields
-from twostroke.serve.describe.document import document, undescribed
+from twostroke.serve.describe.document import components, described_routes
 from twostroke.serve.describe.operations import OPERATIONS
-from twostroke.serve.describe.schemas import Schemas, structs_in
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ EXAMPLES = [
     for (method, path), operation in OPERATIONS.items()
     for name in operation.examples
 ]
+ROOT = Path(__file__).parents[3]
 OPERATIONS_FILE = "src/twostroke/serve/describe/operations.py"
-FIELDS_FILE = "src/twostroke/serve/describe/fields.py"
 
 
 @pytest.fixture
@@ -48,10 +48,8 @@ def described(server: LiveServer) -> dict[str, Any]:
 
 
 @pytest.fixture
-def schemas(server: LiveServer) -> Schemas:
-    answers = [one.answer for one in OPERATIONS.values() if one.answer is not None]
-    events = [event for one in OPERATIONS.values() for event in one.events]
-    return Schemas(BODIES.values(), dict.fromkeys([*answers, *events]), server.api.facts())
+def schemas(server: LiveServer) -> dict[str, Any]:
+    return components(BODIES, server.api.facts())
 
 
 def test_document_is_valid_openapi(described: dict[str, Any]) -> None:
@@ -66,7 +64,7 @@ def test_document_is_valid_openapi(described: dict[str, Any]) -> None:
 
 
 def test_every_route_is_described_and_nothing_else(server: LiveServer) -> None:
-    wrong = undescribed(server.api.routes())
+    wrong = set(described_routes(server.api.routes())) ^ set(OPERATIONS)
     assert not wrong, f"{wrong}: say in {OPERATIONS_FILE} what these routes are for"
 
 
@@ -83,61 +81,51 @@ def test_every_route_that_takes_a_body_says_which(
                 )
 
 
-def test_a_new_route_is_noticed(server: LiveServer) -> None:
+def test_files_for_browsers_are_not_described(server: LiveServer) -> None:
     async def nothing(_request: Any) -> None: ...
 
-    routes = [*server.api.routes(), Route("/v1/new/{id}", nothing, methods=["DELETE"])]
-    assert undescribed(routes) == ["DELETE /v1/new/{id}"]
     hidden = Route("/page.css", nothing, include_in_schema=False)
-    assert not undescribed([*server.api.routes(), hidden])
-    assert "/v1/new/{id}" not in document(routes, BODIES, server.api.facts())["paths"]
+    assert not list(described_routes([hidden]))
 
 
-def test_every_field_of_every_struct_is_in_the_schemas(schemas: Schemas) -> None:
-    for kind in structs_in(list(schemas.names)):
-        info = msgspec.inspect.type_info(kind)
-        assert isinstance(info, msgspec.inspect.StructType)
-        names = {field.encode_name for field in info.fields}
-        names |= {info.tag_field} if info.tag_field else set()
-        schema = schemas.components[schemas.names[kind]]
-        assert set(schema["properties"]) == names
-        assert schema["description"], f"{kind} has no docstring"
-        assert info.forbid_unknown_fields == (schema.get("additionalProperties") is False)
-
-
-def test_every_field_of_a_body_says_what_it_is_for(schemas: Schemas) -> None:
+def test_every_field_of_a_body_says_what_it_is_for(schemas: dict[str, Any]) -> None:
     silent = [
         f"{kind.__name__}.{name}"
         for kind in BODIES.values()
-        for name, field in schemas.components[schemas.names[kind]]["properties"].items()
+        for name, field in schemas[kind.__name__]["properties"].items()
         if not field.get("description")
     ]
-    assert not silent, f"{silent}: describe these in {FIELDS_FILE}"
+    assert not silent, f"{silent}: annotate these with field.doc(...)"
 
 
-def test_no_text_speaks_of_fields_that_are_not_there(server: LiveServer, schemas: Schemas) -> None:
-    facts, components = server.api.facts(), schemas.components
-    bodies = {name for kind in BODIES.values() for name in kind.__struct_fields__}
-    assert set(fields.in_bodies(facts)) <= bodies
-    for name, texts in fields.in_structs(facts).items():
-        assert set(texts) - {""} <= set(components[name]["properties"]), name
-    for kind, neutral in fields.NEUTRAL.items():
-        assert set(neutral) <= set(kind.__struct_fields__), kind
+def test_tables_of_fields_are_current() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "tools" / "field_tables.py", "--check"], check=False
+    )
+    assert run.returncode == 0, "make tables writes those of docs/api.md"
 
 
-def test_a_field_that_takes_anything_is_not_described_as_another_of_its_name(
-    schemas: Schemas,
-) -> None:
+def test_every_struct_is_described_and_has_a_name_of_its_own(schemas: dict[str, Any]) -> None:
+    for name, schema in schemas.items():
+        assert name.isalnum(), f"{name}: two structs have one name"
+        assert schema["description"], f"{name} has no docstring"
+
+
+def test_a_field_has_the_words_of_its_own_protocol(schemas: dict[str, Any]) -> None:
     for name, word in (("ChatRequest", "flex"), ("MessagesRequest", "standard_only")):
-        tier = schemas.components[name]["properties"]["service_tier"]
-        assert word in tier["enum"]
+        tier = schemas[name]["properties"]["service_tier"]
+        assert word in tier["anyOf"][0]["enum"]
         assert tier["description"]
-    chat, messages = (schemas.components[f"{name}Request"] for name in ("Chat", "Messages"))
-    one, other = (kind["properties"]["service_tier"] for kind in (chat, messages))
-    assert set(one["enum"]) & set(other["enum"]) == {"auto", None}
 
 
-def test_objects_that_a_list_leaves_open_are_described(described: dict[str, Any]) -> None:
+def test_unsupported_fields_list_their_neutral_values(schemas: dict[str, Any]) -> None:
+    fields = schemas["ChatRequest"]["properties"]
+    assert fields["cache_salt"]["enum"] == [None]
+    assert fields["return_token_ids"]["enum"] == [None, False]
+    assert str(fields["length_penalty"]["enum"]) == "[None, 1.0]"  # 1 and True are equal
+
+
+def test_items_of_a_response_request_are_described(described: dict[str, Any]) -> None:
     description = Description(described)
     schema = {"$ref": "#/components/schemas/ResponsesRequest"}
     message = {"role": "user", "content": "hello"}
@@ -176,7 +164,7 @@ def test_fields_that_change_nothing_have_their_types(
         assert not description.is_valid(body, asked | wrong), wrong
 
 
-def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
+def test_links_lead_to_operations(described: dict[str, Any]) -> None:
     operations = {
         operation["operationId"]: operation
         for path in described["paths"].values()
@@ -189,7 +177,7 @@ def test_what_an_answer_leads_to_is_there(described: dict[str, Any]) -> None:
         assert set(link["parameters"]) <= {one["name"] for one in parameters if one["in"] == "path"}
 
 
-def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str, Any]) -> None:
+def test_every_component_is_used(described: dict[str, Any]) -> None:
     text = json.dumps(described)
     for kind in ("schemas", "headers"):
         for name in described["components"][kind]:
@@ -198,7 +186,7 @@ def test_references_lead_somewhere_and_no_component_is_idle(described: dict[str,
 
 @pytest.fixture(scope="module")
 def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A context that tools fit into, which are told in many words to a model that knows none."""
+    """A context long enough for tools, which take many words for a model without a tool form."""
     tiny = Tiny(context_length=2048)
     with live_server(tmp_path_factory.mktemp("roomy"), tiny=tiny) as server:
         yield server
@@ -218,7 +206,7 @@ def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str,
 
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_as_described(server: LiveServer, path: str) -> None:
-    """The client that asks compares them; what the engine may do is in `test_faults`."""
+    """`CheckedClient` compares them; failures of the engine are tested in `test_faults`."""
     json_ = {"content-type": "application/json"}
     for status, given in {
         400: {"content": b"{", "headers": json_},
@@ -257,7 +245,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
         ("unknown", 1),
     ],
 )
-def test_what_the_schema_refuses_the_server_refuses(
+def test_server_refuses_what_the_schema_refuses(
     server: LiveServer, described: dict[str, Any], name: str, value: object
 ) -> None:
     description = Description(described)
@@ -283,7 +271,7 @@ def test_what_the_schema_refuses_the_server_refuses(
         ("priority", -1000),
     ],
 )
-def test_what_the_schema_allows_the_server_takes(
+def test_server_accepts_what_the_schema_allows(
     server: LiveServer, described: dict[str, Any], name: str, value: object
 ) -> None:
     description = Description(described)
@@ -295,7 +283,7 @@ def test_what_the_schema_allows_the_server_takes(
 
 
 @pytest.mark.parametrize("fault", ["field", "type", "status", "header", "media"])
-def test_a_response_that_is_not_as_described_is_seen(
+def test_a_response_that_is_not_as_described_is_noticed(
     server: LiveServer, described: dict[str, Any], fault: str
 ) -> None:
     wrong = copy.deepcopy(described)

@@ -77,7 +77,7 @@ def test_any_values_are_decoded_or_refused(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
-    """What the OpenAPI document will be made of."""
+    """The OpenAPI document is derived from the structs."""
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     assert properties.keys() == set(kind.__struct_fields__)
@@ -98,9 +98,7 @@ def test_schema_can_be_made_of_the_structs(kind: type[msgspec.Struct]) -> None:
         ({"tool_choice": "x" * 1_000_000}, f"auto, none, required, got '{'x' * 100}'."),
     ],
 )
-def test_word_that_is_not_known_is_told_with_those_that_are(
-    fields: dict[str, Any], why: str
-) -> None:
+def test_unknown_word_is_refused_with_the_known_ones(fields: dict[str, Any], why: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     with pytest.raises(RequestError) as refused:
         DECODER.decode(json.dumps(body).encode())
@@ -118,7 +116,7 @@ def test_word_that_is_not_known_is_told_with_those_that_are(
         ),
     ],
 )
-def test_field_of_the_other_endpoint_is_told_with_where_it_belongs(
+def test_field_of_another_endpoint_names_that_endpoint(
     kind: type[msgspec.Struct], body: bytes, why: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
@@ -133,8 +131,25 @@ def test_field_of_the_other_endpoint_inside_a_message_is_only_unknown() -> None:
     assert "/v1/" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ('"priority": 1001', "priority must be from -1000 to 1000, got 1001."),
+        ('"priority": 1001, "priority": null', "priority must be from -1000 to 1000."),
+        ('"priority": 1001, x', "priority must be from -1000 to 1000."),
+        ('"messages": []', "messages must have from 1 to 10000 items, got 0."),
+        (f'"metadata": {{"{"k" * 65}": ""}}', "A key of metadata must have at most 64 characters."),
+    ],
+)
+def test_value_out_of_bounds_is_refused_with_the_bounds(fields: str, said: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], {fields}}}'
+    with pytest.raises(RequestError) as refused:
+        DECODER.decode(body.encode())
+    assert str(refused.value) == said
+
+
 @pytest.mark.parametrize("body", [b"", b" \r\n"])
-def test_empty_body_is_said_to_be_empty(body: bytes) -> None:
+def test_empty_body_is_refused_as_empty(body: bytes) -> None:
     with pytest.raises(RequestError, match="The body is empty: send a JSON object"):
         DECODER.decode(body)
 

@@ -101,7 +101,7 @@ def test_large_requests_are_answered_in_order(server: LiveServer) -> None:
     ("fields", "param", "code", "said"),
     [
         ({"input": None}, "input", "missing_required_parameter", "missing"),
-        ({"input": []}, "input", "invalid_value", "at least one text"),
+        ({"input": []}, "input", "invalid_value", "at least one input"),
         ({"input": ""}, "input", "invalid_value", "empty"),
         ({"input": ["a", ""]}, "input[1]", "invalid_value", "empty"),
         ({"input": [[5], []]}, "input[1]", "invalid_value", "empty"),

@@ -326,8 +326,16 @@ def test_cached_tokens_are_told(server: LiveServer) -> None:
         ({"truncation": "some"}, "truncation", "truncation"),
         ({"prompt_cache_retention": 24}, "must be a string, got an int", "prompt_cache_retention"),
         ({"prompt_cache_options": "30m"}, "must be an object, got a str", "prompt_cache_options"),
-        ({"metadata": {"k": "v" * 513}}, "metadata takes at most 16 pairs", "metadata"),
-        ({"metadata": {str(n): "" for n in range(17)}}, "metadata takes at most", "metadata"),
+        (
+            {"metadata": {"k": "v" * 513}},
+            "metadata[...] must have at most 512 characters.",
+            "metadata[...]",
+        ),
+        (
+            {"metadata": {str(n): "" for n in range(17)}},
+            "metadata must have at most 16 items, got 17.",
+            "metadata",
+        ),
         ({"stream_options": {}}, "may only be set when stream is true", "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},

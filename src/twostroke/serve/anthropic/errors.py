@@ -1,11 +1,11 @@
-"""How Anthropic's clients want to hear of errors."""
+"""The form of errors in Anthropic's protocol."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
 from twostroke.serve.http.errors import OPENAI, ErrorForm, to_message
@@ -29,24 +29,27 @@ KINDS: Final = {
 }
 
 
+_TYPES: Final = sorted({"invalid_request_error", "api_error", *KINDS.values()})
+
+
 class ErrorCause(msgspec.Struct, frozen=True):
-    """A code for clients that know how to go on."""
+    """A code by which clients choose how to continue."""
 
     error_code: str
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
     """The inside of Anthropic's error object."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": _TYPES})]
     message: str
     details: ErrorCause | UnsetType = UNSET
 
 
-class ErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
     """Anthropic's error object, as a response body or as the data of a stream's event."""
 
-    error: ErrorDetail
+    error: AnthropicErrorDetail
     request_id: str
 
 
@@ -67,12 +70,12 @@ def _body(error: TwostrokeError, request_id: str, naming: Naming) -> bytes:
     status = _status(error)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     cause = _CAUSES.get(error.field or "", UNSET)
-    detail = ErrorDetail(kind, _message(error, naming), cause)
-    return msgspec.json.encode(ErrorBody(detail, request_id))
+    detail = AnthropicErrorDetail(kind, _message(error, naming), cause)
+    return msgspec.json.encode(AnthropicErrorBody(detail, request_id))
 
 
 def _message(error: TwostrokeError, naming: Naming) -> str:
-    """Return the sentence; those about the context length are Anthropic's: clients read them."""
+    """Return the sentence; for the context length it is Anthropic's, which clients parse."""
     facts: Any = error.facts
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:
         return to_message(error, naming)
@@ -85,12 +88,12 @@ def _message(error: TwostrokeError, naming: Naming) -> str:
     )
 
 
-# By the field at fault: SDKs then send the whole conversation, which is all that they need.
+# By field. At this code, SDKs send the whole conversation instead of a thread's id.
 _CAUSES: Final = {"thread": ErrorCause("thread_unsupported_request")}
 
 ANTHROPIC: Final = ErrorForm(
     status=_status,
     body=_body,
-    struct=ErrorBody,
+    struct=AnthropicErrorBody,
     id_header=b"request-id",
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Literal
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.anthropic.tools import (
     Block,
-    CacheControl,
+    CacheMark,
     Choice,
     RedactedThinkingBlock,
     TextBlock,
@@ -20,15 +22,14 @@ from twostroke.serve.anthropic.tools import (
     Tool,
     ToolResultBlock,
     ToolUseBlock,
-    calls_of,
     read_tools,
-    reasoning_of,
-    results_of,
     text_of,
 )
-from twostroke.serve.job import Conversation, Job, check_messages
-from twostroke.serve.openai.fields import refuse_all_but
+from twostroke.serve.describe import field
+from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
+from twostroke.serve.openai.fields import StopText
 from twostroke.serve.openai.structure import to_schema
+from twostroke.serve.tools import TOOL_CHOICE, ToolsAs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,116 +39,104 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.serve.store import Tenant
 
-ROLES: Final = ("user", "assistant")
-
 _OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-    "thread": (),
-}
-NEUTRAL_OF_OUTPUT: Final[dict[str, tuple[object, ...]]] = {"effort": ()}
 
-
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AnthropicMessage(field.RequestObject):
     """One message."""
 
-    role: str
+    role: Annotated[Literal["user", "assistant"], field.hints({"system": "Use the field system."})]
     content: str | list[Block]
 
 
-class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """On whose behalf a request is sent."""
+class Metadata(field.RequestObject):
+    """The user on whose behalf a request is sent."""
 
-    user_id: str | None = None
+    user_id: field.Ignored[str] = None
 
 
-class JsonFormat(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
-):
+class JsonFormat(field.TaggedObject, tag="json_schema"):
     """JSON that a schema allows."""
 
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer has to look like."""
+class OutputConfig(field.RequestObject):
+    """The form of the answer."""
 
     format: JsonFormat | None = None
-    effort: Any = None
+    effort: field.Unsupported = None
 
 
-class ThinkingOn(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"
-):
-    """The model is to reason; the budget is a wish that it knows nothing of."""
+class ThinkingOn(field.TaggedObject, tag="enabled"):
+    """The model is to reason."""
 
-    budget_tokens: int
+    budget_tokens: Annotated[
+        Annotated[int, Meta(ge=1)],
+        field.doc("Less than `max_tokens`; without effect: the model does not know it."),
+    ]
     display: Literal["summarized"] | None = None
 
 
-class ThinkingAsNeeded(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"
-):
-    """The model is to reason where it thinks fit."""
+class ThinkingAsNeeded(field.TaggedObject, tag="adaptive"):
+    """The model decides whether to reason."""
 
     display: Literal["summarized"] | None = None
 
 
-class ThinkingOff(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disabled"
-):
+class ThinkingOff(field.TaggedObject, tag="disabled"):
     """The model is not to reason."""
 
 
 ThinkingConfig = ThinkingOn | ThinkingAsNeeded | ThinkingOff
 
 
-class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What becomes the prompt. null is the same as leaving a field out."""
+class CountRequest(field.RequestObject):
+    """The fields that become the prompt; null leaves a field out."""
 
-    messages: list[Message]
-    model: str | None = None
-    system: str | list[TextBlock] | None = None
-    output_config: OutputConfig | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Choice | None = None
-    thinking: ThinkingConfig | None = None
+    messages: Annotated[
+        list[AnthropicMessage],
+        Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest first."),
+    ]
+    model: field.ModelName = None
+    system: Annotated[str | list[TextBlock] | None, field.doc("Text before the messages.")] = None
+    output_config: Annotated[OutputConfig | None, field.doc("The form of the answer.")] = None
+    tools: ToolsAs[Tool] = None
+    tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
+    thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
-    # Refused unless neutral.
-    cache_control: CacheControl | None = None
-    container: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
-    thread: Any = None
+    cache_control: CacheMark = None
+    container: field.Unsupported = None
+    context_management: field.Unsupported = None
+    diagnostics: field.Unsupported = None
+    inference_geo: field.Unsupported = None
+    mcp_servers: Annotated[Any, field.unsupported([])] = None
+    speed: Annotated[Any, field.unsupported("standard")] = None
+    thread: field.Unsupported = None
 
 
-class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(CountRequest, kw_only=True):
     """The body of a request to be answered."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    return_timings: bool | None = None
+    max_tokens: Annotated[int, field.sampling("max_tokens", "The most tokens to generate.")]
+    stop_sequences: Annotated[
+        list[StopText] | None,
+        field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
+    ] = None
+    stream: field.Stream = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, field.sampling("temperature", maximum=1.0)
+    ] = None
+    top_k: Annotated[int | None, field.sampling("top_k")] = None
+    top_p: Annotated[float | None, field.sampling("top_p")] = None
+    return_timings: field.Timings = None
 
-    # Harmless: they change nothing about the answer.
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: field.Ignored[Metadata] = None
+    service_tier: field.Ignored[Literal["auto", "standard_only"]] = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """How many tokens a prompt has; those in the cache count as well."""
+    """The number of tokens in a prompt, cached ones included."""
 
     input_tokens: int
 
@@ -158,17 +147,16 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
-    temperature = asked.temperature
-    if temperature is not None and not 0 <= temperature <= 1:
-        raise RequestError(f"must be from 0 to 1, got {temperature:g}.", field="temperature")
     tools, constraint = read_tools(asked.tools, asked.tool_choice), _constraint(asked.output_config)
     if tools is not None and constraint is not None:
         reason = "cannot be combined with output_config.format: leave one of them out."
         raise RequestError(reason, field="tools")
-    _check_thinking(asked)
+    if isinstance(asked.thinking, ThinkingOn) and asked.thinking.budget_tokens >= asked.max_tokens:
+        reason = f"must be at least 1 and less than max_tokens, got {asked.thinking.budget_tokens}."
+        raise RequestError(reason, field="thinking.budget_tokens")
     values = {
         "max_tokens": asked.max_tokens,
-        "temperature": temperature,
+        "temperature": asked.temperature,
         "top_k": asked.top_k,
         "top_p": asked.top_p,
         "stop": tuple(asked.stop_sequences or ()),
@@ -197,37 +185,29 @@ def count(asked: CountRequest, card: ModelCard) -> TokenCount:
 
 
 def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
-    """Return the messages, a system prompt first; turns of one role in a row become one."""
-    refuse_all_but(asked, NEUTRAL)
-    if asked.output_config is not None:
-        refuse_all_but(asked.output_config, NEUTRAL_OF_OUTPUT, "output_config.")
-    if not asked.messages:
-        raise RequestError("must have at least one message.", field="messages")
-    check_messages(len(asked.messages), "messages")
-    turns: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # of each turn, joined at the end
+    """Return the messages after the system prompt; consecutive turns of one role are joined."""
+    turns: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
     known = set[str]()  # ids of calls
     if asked.system:
-        turns.append({"role": "system"})
-        texts.append([text_of(asked.system, "system")])
+        turns.append({"role": "system", "content": [text_of(asked.system)]})
     for place, message in enumerate(asked.messages):
-        _check(message, f"messages[{place}]", known)
-        for turn in _turns(message, f"messages[{place}].content"):
+        _check_blocks(message, f"messages[{place}].content", known)
+        for turn in _turns(message):
+            known.update(call["id"] for call in turn.get("tool_calls", ()))
+            turn["content"] = [turn["content"]]
             before = turns[-1] if turns else {}
             if turn["role"] == before.get("role") != "tool" and not before.get("tool_calls"):
-                turns[-1] = before | turn
-                texts[-1].append(turn["content"])
+                before["content"] += turn.pop("content")
+                before.update(turn)
             else:
                 turns.append(turn)
-                texts.append([turn["content"]])
-            known.update(call["id"] for call in turn.get("tool_calls", ()))
-    for turn, said in zip(turns, texts, strict=True):
-        turn["content"] = "\n".join(filter(None, said))
+    for turn in turns:
+        turn["content"] = "\n".join(filter(None, turn["content"]))
     last = turns[-1]
     continues = last["role"] == "assistant"
     if continues and (last.get("tool_calls") or last["content"] != last["content"].rstrip()):
         end = "a tool call" if last.get("tool_calls") else "a space"
-        reason = f"must not end with {end}, where the last message is the assistant's."
+        reason = f"must not end with {end} if the last message is the assistant's."
         raise RequestError(reason, field="messages")
     shown = tools.shown if tools is not None else ()
     thinking = AS_IT_IS
@@ -236,46 +216,40 @@ def _conversation(asked: CountRequest, tools: Tools | None) -> Conversation:
     return Conversation(tuple(turns), shown, continues=continues, thinking=thinking)
 
 
-def _check_thinking(asked: MessagesRequest) -> None:
-    if isinstance(asked.thinking, ThinkingOn):
-        budget = asked.thinking.budget_tokens
-        if not 1 <= budget < asked.max_tokens:
-            reason = f"must be at least 1 and less than max_tokens, got {budget}."
-            raise RequestError(reason, field="thinking.budget_tokens")
+def _check_blocks(message: AnthropicMessage, where: str, known: set[str]) -> None:
+    """Refuse blocks that the message's role cannot have, and results of calls that are not `known`.
 
-
-def _check(message: Message, where: str, known: set[str]) -> None:
-    """Refuse a role that is none, and blocks that its message cannot have.
-
-    The calls before it have the ids that are `known`.
+    Raises:
+        RequestError: naming the block.
     """
-    if message.role not in ROLES:
-        hint = ": use the field system" if message.role == "system" else ""
-        reason = "must be user or assistant, got '{value}'{hint}."
-        raise RequestError(reason, field=f"{where}.role", value=message.role, hint=hint)
-    if isinstance(message.content, str):
-        return
-    for place, block in enumerate(message.content):
-        at = f"{where}.content[{place}]"
-        wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
+    blocks = () if isinstance(message.content, str) else message.content
+    wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
+    for place, block in enumerate(blocks):
         if isinstance(block, wrong):
             reason = f"cannot be part of a message of the role {message.role}."
-            raise RequestError(reason, field=at)
+            raise RequestError(reason, field=f"{where}[{place}]")
         if isinstance(block, ToolResultBlock) and block.tool_use_id not in known:
             reason = "is not the id of an earlier call."
-            raise RequestError(reason, field=f"{at}.tool_use_id")
+            raise RequestError(reason, field=f"{where}[{place}].tool_use_id")
 
 
-def _turns(message: Message, where: str) -> list[dict[str, Any]]:
-    """Return what a message is to a chat template: results of tools are turns of their own."""
-    turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content, where)}
-    if isinstance(message.content, str):
-        return [turn]
-    if calls := calls_of(message.content):
-        turn["tool_calls"] = calls
-    if reasoning := reasoning_of(message.content):
+def _turns(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return a message as turns for a chat template; each tool result is a turn."""
+    turn: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    results, thoughts = [], []
+    for block in () if isinstance(message.content, str) else message.content:
+        if isinstance(block, ToolUseBlock):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            call = {"id": block.id, "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolResultBlock):
+            text = text_of(block.content)
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    if reasoning := "\n".join(thoughts):
         turn["reasoning_content"] = reasoning
-    results = results_of(message.content, where)
     return [*results, turn] if turn["content"] or not results else results
 
 
@@ -286,5 +260,5 @@ def _constraint(config: OutputConfig | None) -> Constraint | None:
 
 
 def names(_asked: CountRequest) -> Mapping[str, str]:
-    """Return what errors call the engine's fields."""
+    """Return the protocol's names for the engine's fields."""
     return {"stop": "stop_sequences", "tools[].parameters": "tools[].input_schema"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from twostroke.serve.dialect import Reply
 
 
-class UsageBody(msgspec.Struct, frozen=True):
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
     """Anthropic's usage object; input tokens are those that the prefix cache did not have.
 
     Caching is automatic and free, so no token counts as cache creation.
@@ -62,12 +65,12 @@ class MessageBody(msgspec.Struct, tag_field="type", tag="message"):
     """A message; stop reason and stop sequence are null until it ends."""
 
     id: str
-    role: str
+    role: Literal["assistant"]
     model: str
     content: list[BlockBody]
-    stop_reason: str | None
+    stop_reason: StopReason | None
     stop_sequence: str | None
-    usage: UsageBody
+    usage: MessageUsage
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -128,7 +131,7 @@ class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
 class StopBody(msgspec.Struct):
     """Why a message ended."""
 
-    stop_reason: str
+    stop_reason: StopReason
     stop_sequence: str | None
 
 
@@ -136,7 +139,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     """The end of the message, with the usage of all of it."""
 
     delta: StopBody
-    usage: UsageBody
+    usage: MessageUsage
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -158,7 +161,7 @@ class MessageEncoder:
     def __init__(self, reply: Reply) -> None:
         """Write `reply`."""
         self._reply = reply
-        self._stop = StopBody("", None)
+        self._stop = StopBody("end_turn", None)
         self._timings: TimingsBody | UnsetType = UNSET
 
     def write(self, event: events.Event) -> bytes:
@@ -255,8 +258,8 @@ def _signature(thought: str) -> str:
     return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()
 
 
-def _usage_body(usage: Usage) -> UsageBody:
-    return UsageBody(
+def _usage_body(usage: Usage) -> MessageUsage:
+    return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_creation_input_tokens=0,
         cache_read_input_tokens=usage.cached_tokens,

@@ -1,139 +1,108 @@
-"""Tools of Anthropic's protocol: its fields as OpenAI's, and blocks of content as messages."""
+"""Anthropic's tools in the form of OpenAI's, and its blocks of content in that of messages."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import msgspec
-
-from twostroke.serve.openai.fields import refuse_all_but
-from twostroke.serve.tools import FunctionBody, NamedChoice, NamedFunction, ToolBody, to_tools
+from twostroke.serve.describe import field
+from twostroke.serve.tools import FunctionBody, FunctionName, NamedFunction, Strict, to_tools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.chat.tools import Tools
-    from twostroke.serve.tools import ToolChoice
-
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "allowed_callers": (["direct"],),
-    "defer_loading": (False,),
-    "input_examples": ([],),
-}
-NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"citations": ([],)}
 
 
-class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Where a prefix is to be kept: nothing to do, for all are kept without being asked."""
+class CacheControl(field.RequestObject):
+    """Where a prefix to cache ends; without effect, since all prefixes are cached."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool of the client's; those of Anthropic's servers are not there."""
+CacheMark = field.Ignored[CacheControl]
 
-    name: str
-    input_schema: dict[str, Any]
+
+class Tool(field.RequestObject):
+    """A tool of the client; those that run on Anthropic's servers are not supported."""
+
+    name: FunctionName
+    input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
     description: str | None = None
-    strict: bool | None = None
+    strict: Strict = None
     type: Literal["custom"] | None = None
-    eager_input_streaming: Any = None  # which is what we do
+    eager_input_streaming: field.IgnoredAny = None
 
-    # Refused unless neutral.
-    allowed_callers: Any = None
-    cache_control: CacheControl | None = None
-    defer_loading: Any = None
-    input_examples: Any = None
+    allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
+    cache_control: CacheMark = None
+    defer_loading: field.AlwaysOff = None
+    input_examples: Annotated[Any, field.unsupported([])] = None
 
 
-class AutoChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"
-):
+class ChoiceFields(field.TaggedObject):
+    """The field that all choices share."""
+
+    disable_parallel_tool_use: Annotated[bool | None, field.doc("Allow at most one call.")] = None
+
+
+class AutoChoice(ChoiceFields, tag="auto"):
     """Text or calls."""
 
-    disable_parallel_tool_use: bool | None = None
+
+class AnyChoice(ChoiceFields, tag="any"):
+    """At least one call."""
 
 
-class AnyChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="any"
-):
-    """A call at least."""
-
-    disable_parallel_tool_use: bool | None = None
-
-
-class OneChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"
-):
+class OneChoice(ChoiceFields, tag="tool", kw_only=True):
     """A call of this tool."""
 
     name: str
-    disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="none"
-):
+class NoChoice(ChoiceFields, tag="none"):
     """No call."""
-
-    disable_parallel_tool_use: bool | None = None
 
 
 Choice = AutoChoice | AnyChoice | OneChoice | NoChoice
+_MODES: Final[dict[type, str]] = {AnyChoice: "required", NoChoice: "none"}  # OpenAI's words
 
 
-class TextBlock(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
+class TextBlock(field.TaggedObject, tag="text"):
     """A text."""
 
     text: str
-    cache_control: CacheControl | None = None
-    citations: Any = None
+    cache_control: CacheMark = None
+    citations: Annotated[Any, field.unsupported([])] = None
 
 
-class ToolUseBlock(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"
-):
+class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     """A call that an answer made."""
 
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
-    caller: Any = None
+    cache_control: CacheMark = None
+    caller: field.IgnoredAny = None
 
 
-class ToolResultBlock(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"
-):
-    """What came of a call; the text says whether it failed."""
+class ToolResultBlock(field.TaggedObject, tag="tool_result"):
+    """The result of a call; its text says whether it failed."""
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark = None
 
 
-class ThinkingBlock(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="thinking"
-):
-    """The reasoning before an answer; whoever signed it is believed."""
+class ThinkingBlock(field.TaggedObject, tag="thinking"):
+    """The reasoning before an answer."""
 
     thinking: str
-    signature: str | None = None
+    signature: Annotated[str | None, field.doc("Not checked.")] = None
 
 
-class RedactedThinkingBlock(
-    msgspec.Struct,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="redacted_thinking",
-):
-    """Reasoning that nobody but Anthropic can read; it is left out."""
+class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):
+    """Reasoning that only Anthropic can read; it is left out."""
 
     data: str
 
@@ -142,85 +111,18 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 
 
 def read_tools(tools: Sequence[Tool] | None, choice: Choice | None) -> Tools | None:
-    """Return what may be called, or None if nothing.
-
-    Raises:
-        RequestError: as `to_tools`; a tool has a field that is not supported.
-    """
-    for place, tool in enumerate(tools or ()):
-        refuse_all_but(tool, NEUTRAL, f"tools[{place}].")
-    bodies = [ToolBody(function=_function(tool)) for tool in tools or ()]
+    """Return the tools that the answer may call, or None without tools; raises as `to_tools`."""
+    functions = [
+        FunctionBody(tool.name, tool.description, tool.input_schema, tool.strict)
+        for tool in tools or ()
+    ]
+    mode = NamedFunction(choice.name) if isinstance(choice, OneChoice) else _MODES.get(type(choice))
     parallel = not (choice and choice.disable_parallel_tool_use)
-    return to_tools(bodies, _choice(choice), parallel=parallel)
+    return to_tools(functions, mode, parallel=parallel)
 
 
-def text_of(content: str | Sequence[Block], where: str) -> str:
-    """Return the text of a content; `where` is its field.
-
-    Raises:
-        RequestError: a block has a field that is not supported.
-    """
+def text_of(content: str | Sequence[Block] | None) -> str:
+    """Return the text of a content."""
     if isinstance(content, str):
         return content
-    texts = []
-    for place, block in enumerate(content):
-        at = f"{where}[{place}]."
-        if isinstance(block, TextBlock):
-            refuse_all_but(block, NEUTRAL_OF_TEXT, at)
-            texts.append(block.text)
-    return "\n".join(texts)
-
-
-def reasoning_of(content: Sequence[Block]) -> str:
-    """Return the reasoning in an answer's content."""
-    return "\n".join(block.thinking for block in content if isinstance(block, ThinkingBlock))
-
-
-def calls_of(content: Sequence[Block]) -> list[dict[str, Any]]:
-    """Return the calls in an answer's content, as chat templates have them."""
-    return [
-        {
-            "id": block.id,
-            "type": "function",
-            "function": {
-                "name": block.name,
-                "arguments": json.dumps(block.input, ensure_ascii=False),
-            },
-        }
-        for block in content
-        if isinstance(block, ToolUseBlock)
-    ]
-
-
-def results_of(content: Sequence[Block], where: str) -> list[dict[str, Any]]:
-    """Return the results in a content, each a message of its own for chat templates."""
-    return [
-        {
-            "role": "tool",
-            "tool_call_id": block.tool_use_id,
-            "content": text_of(block.content or "", f"{where}[{place}].content"),
-        }
-        for place, block in enumerate(content)
-        if isinstance(block, ToolResultBlock)
-    ]
-
-
-def _function(tool: Tool) -> FunctionBody:
-    return FunctionBody(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-
-
-def _choice(choice: Choice | None) -> ToolChoice | None:
-    match choice:
-        case OneChoice(name=name):
-            return NamedChoice(function=NamedFunction(name=name))
-        case AnyChoice():
-            return "required"
-        case NoChoice():
-            return "none"
-        case _:
-            return None
+    return "\n".join(block.text for block in content or () if isinstance(block, TextBlock))

@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import msgspec
 
 from twostroke.serve.anthropic.errors import ANTHROPIC, error_form
-from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS
-from twostroke.serve.describe.schemas import Schemas
+from twostroke.serve.describe.field import Fact, reference
+from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS, parameter
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
 from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
+from twostroke.serve.openai.responses.items import UNTYPED, Item
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    import msgspec
     from starlette.routing import Route
 
-    from twostroke.serve.describe.facts import Facts
     from twostroke.serve.describe.operations import Operation
     from twostroke.serve.http.errors import ErrorForm
 
     Bodies = Mapping[str, type[msgspec.Struct]]
     Parts = dict[str, Any]
 
-VERSION: Final = "3.1.0"
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
+_REFERENCE: Final = "#/components/schemas/{name}"
 
 _ABOUT: Final = (
     "A large language model, in the protocols of OpenAI and Anthropic and with vLLM's further "
-    "fields. A field that is not known is refused with the name of the "
-    "nearest one; null is the same as leaving a field out. Errors have the form of the path's "
-    "protocol; requests with the header `anthropic-version` get Anthropic's everywhere."
+    "fields. An unknown field is refused, with the nearest known name; null is the same as leaving "
+    "a field out. Errors have the form of the path's protocol; requests with the header "
+    "`anthropic-version` get Anthropic's form everywhere."
 )
+
+
+def _header(description: str, **schema: object) -> Parts:
+    return {"description": description, "required": True, "schema": schema}
+
+
 _HEADERS: Final[Parts] = {
-    "x-request-id": {
-        "description": "The request's own id if it had one of up to 128 plain characters, "
-        "else a fresh one.",
-        "required": True,
-        "schema": {"type": "string"},
-    },
-    "request-id": {"description": "The same.", "required": True, "schema": {"type": "string"}},
-    "retry-after": {
-        "description": "Seconds to wait before the next try.",
-        "required": True,
-        "schema": {"type": "integer", "const": RETRY_AFTER_S},
-    },
+    "x-request-id": _header(
+        "The request's own id if it had one of up to 128 plain characters, else a new one.",
+        type="string",
+    ),
+    "request-id": _header("The same as `x-request-id`.", type="string"),
+    "retry-after": _header(
+        "Seconds to wait before the next try.", type="integer", const=RETRY_AFTER_S
+    ),
 }
-_WANTED: Final[Parts] = {
-    "www-authenticate": {
-        "description": "What is wanted.",
-        "required": True,
-        "schema": {"type": "string", "const": "Bearer"},
-    },
+_KEY_HEADERS: Final[Parts] = {
+    "www-authenticate": _header("How to send a key.", type="string", const="Bearer")
 }
 _SCHEMES: Final[Parts] = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "As OpenAI's clients send it."},
@@ -64,38 +64,35 @@ _SCHEMES: Final[Parts] = {
         "description": "As Anthropic's clients send it.",
     },
 }
-_REQUEST_ID: Final[Parts] = {
-    "name": "x-request-id",
-    "in": "header",
-    "description": "An id for logs; it comes back.",
-    "schema": {"type": "string"},
-}
+_REQUEST_ID: Final = parameter(
+    "header", "x-request-id", "An id for logs; the response repeats it.", type="string"
+)
 
 
-def undescribed(routes: Iterable[Route]) -> list[str]:
-    """Return the methods and paths that `operations.py` says nothing about, and the reverse."""
-    there = set(_operations(routes))
-    return [" ".join(one) for one in sorted(there ^ set(OPERATIONS))]
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts of one running server that its document states."""
+
+    version: str
+    has_keys: bool
+    values: Mapping[str, Any]  # by `Fact`
 
 
 def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
     """Return the description of a server with these routes.
 
-    `bodies` are the structs of request bodies by path. A route that nothing is said about is left
-    out; those that are to be (`include_in_schema`) are files for browsers.
+    `bodies` are the structs of request bodies by path. Routes with `include_in_schema` false, such
+    as files for browsers, are left out.
     """
-    found = {key: OPERATIONS[key] for key in _operations(routes) if key in OPERATIONS}
-    answers = [struct for one in found.values() for struct in _answers(one)]
-    forms = [OPENAI.struct, ANTHROPIC.struct]
-    schemas = Schemas(bodies.values(), dict.fromkeys([*answers, *forms]), facts)
     paths: Parts = {}
-    for (method, path), operation in found.items():
-        described = _operation(method, path, operation, schemas, has_keys=facts.has_keys)
+    for method, path in described_routes(routes):
+        operation = OPERATIONS[method, path]
+        described = _operation(method, path, operation, has_keys=facts.has_keys)
         if path in bodies and method == "POST":
-            described["requestBody"] = _body(operation, schemas.ref(bodies[path]), facts)
+            described["requestBody"] = _body(operation, bodies[path], facts)
         paths.setdefault(path, {})[method.lower()] = described
     return {
-        "openapi": VERSION,
+        "openapi": "3.1.0",
         "info": {
             "title": "Twostroke",
             "version": facts.version,
@@ -106,30 +103,62 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
         "security": [{name: []} for name in _SCHEMES] if facts.has_keys else [],
         "paths": paths,
         "components": {
-            "schemas": schemas.components,
-            "headers": _HEADERS | (_WANTED if facts.has_keys else {}),
+            "schemas": components(bodies, facts),
+            "headers": _HEADERS | (_KEY_HEADERS if facts.has_keys else {}),
             **({"securitySchemes": _SCHEMES} if facts.has_keys else {}),
         },
     }
 
 
-def _operations(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
-    """Yield methods and paths; HEAD goes without saying where there is GET."""
+def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
+    """Return the JSON Schemas of all structs of requests and responses, by name."""
+    asked = [*bodies.values(), *get_args(Item)]
+    sent: list[Any] = [OPENAI.struct, ANTHROPIC.struct]
+    for operation in OPERATIONS.values():
+        sent += [operation.answer] if operation.answer is not None else []
+        sent += operation.events
+    _, of_sent = msgspec.json.schema_components(sent, ref_template=_REFERENCE)
+    _, found = msgspec.json.schema_components([*asked, *sent], ref_template=_REFERENCE)
+    found = _with_facts(found, facts)
+    for name, schema in found.items():
+        schema["description"] = " ".join(schema.get("description", "").split())
+        _finish_defaults(schema, is_sent=name in of_sent)
+    for kind in UNTYPED:
+        found[kind.__name__]["required"].remove("type")
+        found[kind.__name__]["properties"]["type"]["enum"].append(None)
+    return dict(sorted(found.items()))
+
+
+def _with_facts(schema: Any, facts: Facts) -> Any:
+    """Return a copy with the values of facts; alternatives in `oneOf` replace the type's own."""
+    if isinstance(schema, str):
+        return facts.values.get(schema, schema)
+    if isinstance(schema, list):
+        return [_with_facts(part, facts) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    replaced = ("anyOf",) if "oneOf" in schema else ()
+    return {key: _with_facts(part, facts) for key, part in schema.items() if key not in replaced}
+
+
+def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
+    """Require the fields that every response has, and remove defaults that say nothing."""
+    for name, field in schema["properties"].items():
+        if is_sent and "default" in field and name not in schema["required"]:
+            schema["required"].append(name)
+        if is_sent or field.get("default", ...) is None:  # null leaves a field out
+            field.pop("default", None)
+
+
+def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
+    """Yield the methods and paths to describe; GET implies HEAD."""
     for route in routes:
         if route.include_in_schema:
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 yield method, route.path_format
 
 
-def _answers(operation: Operation) -> Iterator[type[msgspec.Struct]]:
-    if operation.answer is not None:
-        yield operation.answer
-    yield from operation.events
-
-
-def _operation(
-    method: str, path: str, operation: Operation, schemas: Schemas, *, has_keys: bool
-) -> Parts:
+def _operation(method: str, path: str, operation: Operation, *, has_keys: bool) -> Parts:
     form = error_form({"path": path, "headers": []})
     is_open = path == OPEN_PATH
     described: Parts = {
@@ -137,7 +166,7 @@ def _operation(
         "summary": operation.summary,
         "tags": [operation.tag],
         "parameters": [_REQUEST_ID, *operation.parameters],
-        "responses": _responses(operation, form, schemas, asks=has_keys and not is_open),
+        "responses": _responses(operation, form, needs_key=has_keys and not is_open),
     }
     if has_keys and is_open:
         described["security"] = []
@@ -151,37 +180,36 @@ def _id(method: str, path: str) -> str:
     return "_".join((method.lower(), *filter(None, words)))
 
 
-def _body(operation: Operation, schema: Parts, facts: Facts) -> Parts:
+def _body(operation: Operation, kind: type[msgspec.Struct], facts: Facts) -> Parts:
+    model = facts.values[Fact.MODEL_NAMES][0]
     examples = {
-        name: {"value": {"model": facts.names[0], **value}}
-        for name, value in operation.examples.items()
+        name: {"value": {"model": model, **value}} for name, value in operation.examples.items()
     }
-    return {"required": True, "content": {JSON: {"schema": schema, "examples": examples}}}
+    return {"required": True, "content": {JSON: {"schema": reference(kind), "examples": examples}}}
 
 
-def _responses(operation: Operation, form: ErrorForm, schemas: Schemas, *, asks: bool) -> Parts:
+def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Parts:
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
     if operation.answer is not None:
-        content[JSON] = {"schema": schemas.ref(operation.answer)}
+        content[JSON] = {"schema": reference(operation.answer)}
     if operation.events:
-        content[EVENTS] = {"schema": _stream(operation, form, schemas)}
+        content[EVENTS] = {"schema": _stream(operation, form)}
     responses: Parts = {"200": _response("The answer.", content, ids)}
     if operation.leads_to:
         responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
-    if operation.unwell:
-        responses["503"] = _response("Not now.", content, [*ids, "retry-after"])
-    failure = {JSON: {"schema": schemas.ref(form.struct)}}
-    said: dict[int, str] = {}
-    for kind in (*operation.errors, *ANYWHERE, *([KeyMissingError] if asks else [])):
-        said.setdefault(
-            form.status(kind("")), " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        )
-    said[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."
-    for status in sorted(said):
+    if operation.may_be_unready:
+        responses["503"] = _response("Not ready.", content, [*ids, "retry-after"])
+    failure = {JSON: {"schema": reference(form.struct)}}
+    reasons: dict[int, str] = {}
+    for kind in (*operation.errors, *ANYWHERE, *([KeyMissingError] if needs_key else [])):
+        text = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        reasons.setdefault(form.status(kind("")), text)
+    reasons[HTTPStatus.INTERNAL_SERVER_ERROR] = "The server failed on this request."
+    for status in sorted(reasons):
         headers = [*ids, "retry-after"] if status in RETRY_STATUSES else ids
         headers = [*ids, "www-authenticate"] if status == HTTPStatus.UNAUTHORIZED else headers
-        responses.setdefault(str(status), _response(said[status], failure, headers))
+        responses.setdefault(str(status), _response(reasons[status], failure, headers))
     return responses
 
 
@@ -195,12 +223,12 @@ def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts
     return {"description": description, "headers": refs, "content": content}
 
 
-def _stream(operation: Operation, form: ErrorForm, schemas: Schemas) -> Parts:
-    """Return the schema of a stream's events: each is an object of its fields, data among them.
+def _stream(operation: Operation, form: ErrorForm) -> Parts:
+    """Return the schema of a stream's events; each is an object with the event's fields.
 
-    OpenAPI 3.1 has no word for streams; this is what 3.2 calls an item.
+    OpenAPI 3.1 has no notation for streams; 3.2 calls this `itemSchema`.
     """
-    kinds = [schemas.ref(struct) for struct in dict.fromkeys(operation.events)]
+    kinds = [reference(struct) for struct in dict.fromkeys(operation.events)]
     data: Parts = {"contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
     if form is OPENAI:
         data = {"anyOf": [{"const": "[DONE]"}, data]}

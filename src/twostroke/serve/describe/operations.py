@@ -1,6 +1,6 @@
-"""What each route is for: the words, answers and examples of its description.
+"""The texts, answers and examples of each route's description.
 
-Paths, methods and request bodies are those of the routes themselves.
+Paths, methods and request bodies come from the routes themselves.
 """
 
 from __future__ import annotations
@@ -71,17 +71,15 @@ class Operation:
     """A route as people see it.
 
     Attributes:
-        summary: a few words.
-        tag: whose protocol it is.
-        description: what else there is to know.
-        answer: the struct of a JSON answer, None where it is none.
-        events: what the events of a stream may be; empty where nothing streams.
+        summary, tag, description: the summary is a few words, the tag the protocol's owner.
+        answer: the struct of a JSON answer; None without one.
+        events: the structs of a stream's events; empty without streams.
         media: other media types of an answer, with their schemas.
-        unwell: whether the same answer comes with 503, too.
-        errors: what can go wrong besides `ANYWHERE`.
-        examples: request bodies by name; the model's name is put into each.
-        parameters: of the path, the query or the headers, as OpenAPI has them.
-        leads_to: operations whose path has the id of what this one answers.
+        may_be_unready: whether the same answer also comes with status 503.
+        errors: the errors besides `ANYWHERE`.
+        examples: request bodies by name, without the model's name.
+        parameters: those of the path, the query and the headers, in OpenAPI's form.
+        leads_to: operations whose path contains the id of this one's answer.
     """
 
     summary: str
@@ -90,71 +88,65 @@ class Operation:
     answer: Struct | None = None
     events: tuple[Struct, ...] = ()
     media: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    unwell: bool = False
+    may_be_unready: bool = False
     errors: tuple[type[TwostrokeError], ...] = ()
     examples: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     parameters: tuple[dict[str, Any], ...] = ()
     leads_to: tuple[tuple[str, str], ...] = ()
 
 
+def parameter(place: str, name: str, description: str, **schema: object) -> dict[str, Any]:
+    """Return a parameter in OpenAPI's form; those of paths are required."""
+    found = {"name": name, "in": place, "description": description, "schema": schema}
+    return found | ({"required": True} if place == "path" else {})
+
+
 _TEXT: Final = {"type": "string"}
-_MODEL: Final = {
-    "name": "model",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "minLength": 1},
-    "description": "One of the names that `/v1/models` lists; it may contain slashes.",
-}
-_RESPONSE_ID: Final = {
-    "name": "response_id",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "string", "minLength": 1},
-    "description": "The `id` of an answer that is kept.",
-}
-_INCLUDE: Final = {
-    "name": "include[]",
-    "in": "query",
-    "schema": {"type": "array", "items": {"enum": list(INCLUDABLE)}},
-    "description": "Accepted; an answer is kept with what its request included.",
-}
-_PAGE: Final = (
-    {
-        "name": "after",
-        "in": "query",
-        "schema": _TEXT,
-        "description": "The id of the item before the page.",
-    },
-    {
-        "name": "limit",
-        "in": "query",
-        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
-        "description": "How many items a page has.",
-    },
-    {
-        "name": "order",
-        "in": "query",
-        "schema": {"enum": ["asc", "desc"], "default": "desc"},
-        "description": "Whether the oldest item comes first, or the newest.",
-    },
+_NAME: Final = {"type": "string", "minLength": 1}
+_MODEL: Final = parameter(
+    "path", "model", "One of the names in `/v1/models`; it may contain slashes.", **_NAME
 )
-_ANTHROPIC_VERSION: Final = {
-    "name": "anthropic-version",
-    "in": "header",
-    "schema": _TEXT,
-    "description": "Any: there is one version.",
-}
+_RESPONSE_ID: Final = parameter("path", "response_id", "The `id` of a stored answer.", **_NAME)
+_INCLUDE: Final = parameter(
+    "query",
+    "include[]",
+    "Accepted; an answer is stored with what its request included.",
+    type="array",
+    items={"enum": list(INCLUDABLE)},
+)
+_PAGE: Final = (
+    parameter("query", "after", "The id of the item before the page.", **_TEXT),
+    parameter(
+        "query",
+        "limit",
+        "The number of items of a page.",
+        type="integer",
+        minimum=1,
+        maximum=MAX_LISTED,
+        default=LISTED,
+    ),
+    parameter(
+        "query",
+        "order",
+        "Whether the oldest or the newest item comes first.",
+        enum=["asc", "desc"],
+        default="desc",
+    ),
+)
+_ANTHROPIC_VERSION: Final = parameter(
+    "header", "anthropic-version", "Any text: there is one version.", **_TEXT
+)
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/"): Operation(
-        "What answers here",
+        "The server, its model and its paths",
         "Server",
-        "A browser, which accepts `text/html`, gets the page for people.",
+        "A browser, which accepts `text/html`, gets the page.",
         answer=AboutBody,
         media={"text/html": _TEXT},
     ),
     ("GET", "/health"): Operation(
-        "Whether a request would be answered now", "Server", answer=HealthBody, unwell=True
+        "Whether a request would be answered now", "Server", answer=HealthBody, may_be_unready=True
     ),
     ("GET", "/metrics"): Operation(
         "Metrics for Prometheus",
@@ -162,9 +154,9 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         media={"text/plain": _TEXT, "application/openmetrics-text": _TEXT},
     ),
     ("GET", "/api/state"): Operation(
-        "What the server does now, and did in the last minute",
+        "The server's state, now and during the last minute",
         "Server",
-        "For the dashboard: see `docs/observability.md`.",
+        "For the dashboard; see `docs/observability.md`.",
         media={
             "application/json": {
                 "type": "object",
@@ -192,7 +184,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Answer a conversation",
         "OpenAI",
         "OpenAI's chat protocol, with vLLM's further fields. With `stream` each event is a chunk; "
-        "the last one is `[DONE]`.",
+        "the last event is `[DONE]`.",
         answer=chat_reply.ChatCompletion,
         events=(chat_reply.Chunk, errors.ErrorBody),
         errors=_GENERATION,
@@ -222,7 +214,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/v1/completions"): Operation(
         "Continue texts",
         "OpenAI",
-        "OpenAI's older protocol. With `stream` each event has a piece of the text; the last one "
+        "OpenAI's older protocol. With `stream` each event has a piece of the text; the last event "
         "is `[DONE]`.",
         answer=completions_reply.CompletionBody,
         events=(completions_reply.CompletionBody, errors.ErrorBody),
@@ -236,8 +228,8 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/v1/embeddings"): Operation(
         "Turn texts into vectors",
         "OpenAI",
-        "Vectors have length 1; texts of one meaning point the same way, as far as the model was "
-        "taught to.",
+        "Vectors have length 1. Texts of similar meaning have similar vectors, if the model was "
+        "trained for that.",
         answer=embeddings.EmbeddingList,
         errors=_GENERATION,
         examples={
@@ -282,10 +274,10 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         parameters=(_ANTHROPIC_VERSION,),
     ),
     ("POST", "/v1/responses"): Operation(
-        "Answer a conversation, which may go on from an earlier answer",
+        "Answer a conversation, which may continue an earlier answer",
         "OpenAI",
         "OpenAI's Responses API. With `stream` events have names, which are their `type`; the "
-        "last one has the whole answer.",
+        "last event has the whole answer.",
         answer=ResponseBody,
         events=stream_events.EVENTS,
         errors=_GENERATION,
@@ -315,36 +307,36 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         ),
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
-        "An answer that is kept",
+        "Return a stored answer",
         "OpenAI",
         answer=ResponseBody,
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID, _INCLUDE),
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
-        "Forget an answer",
+        "Delete a stored answer",
         "OpenAI",
         answer=Deleted,
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        "What an answer answered, page by page",
+        "List the input of a stored answer, page by page",
         "OpenAI",
-        "Items of the earlier answers that it goes on from are among them.",
+        "Includes the items of the earlier answers that it continues.",
         answer=ItemList,
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID, _INCLUDE, *_PAGE),
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(
-        "Refused: only answers in the background could be cancelled",
+        "Always refused: only answers in the background can be cancelled",
         "OpenAI",
         "To stop an answer, close its connection.",
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
     ),
     ("POST", "/tokenize"): Operation(
-        "A text's or a conversation's token ids",
+        "Return the token ids of a text or a conversation",
         "vLLM",
         answer=tokens.TokenizeBody,
         errors=_BODY,
@@ -354,7 +346,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         },
     ),
     ("POST", "/detokenize"): Operation(
-        "The text of token ids",
+        "Return the text of token ids",
         "vLLM",
         answer=tokens.DetokenizeBody,
         errors=_BODY,

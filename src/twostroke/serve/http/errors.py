@@ -6,9 +6,10 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 MAX_MESSAGE_LENGTH = 1000
 RETRY_AFTER_S = 1
 RETRY_STATUSES: Final = frozenset((429, 503, 529))
+ErrorType = Literal[
+    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+]
+_TYPES: Final[dict[int, ErrorType]] = {401: "authentication_error", 429: "rate_limit_error"}
 _PLACE: Final = re.compile(r"\[\d+\]")
 _logger = logging.getLogger("twostroke.serve")
 
@@ -104,10 +109,10 @@ class ClientGoneError(TwostrokeError):
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of OpenAI's error object."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    message: Annotated[str, Meta(description="One sentence: what was wrong, and the limit.")]
+    type: ErrorType
+    param: Annotated[str | None, Meta(description="The field with the wrong value.")]
+    code: Annotated[str | None, Meta(description="A word for programs.")]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -198,12 +203,10 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def _kind(status: int) -> str:
+def _kind(status: int) -> ErrorType:
     if status >= 500:
         return "server_error"
-    return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error"
-    )
+    return _TYPES.get(status, "invalid_request_error")
 
 
 OPENAI: Final = ErrorForm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,6 +12,7 @@ from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.usage import (
+    Finish,
     TimingsBody,
     UsageBody,
     fail_stream,
@@ -37,14 +38,14 @@ class CallBody(msgspec.Struct):
 
     function: FunctionCallBody
     id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
 
 
 class AnswerMessage(msgspec.Struct):
     """The message of an answer; clients look for reasoning under either name."""
 
-    role: str
+    role: Literal["assistant"]
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
@@ -58,7 +59,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str
+    finish_reason: Finish
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -66,7 +67,7 @@ class ChatCompletion(msgspec.Struct):
     """A response that is not streamed."""
 
     id: str
-    object: str
+    object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
@@ -77,7 +78,7 @@ class ChatCompletion(msgspec.Struct):
 class Delta(msgspec.Struct):
     """An addition to the message; clients look for reasoning under either name."""
 
-    role: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -90,7 +91,7 @@ class ChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: Finish | None = None
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -98,7 +99,7 @@ class Chunk(msgspec.Struct):
     """One event of a streamed response."""
 
     id: str
-    object: str
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChunkChoice]
@@ -155,7 +156,7 @@ class ChatEncoder:
                 case events.Began():
                     logprobs = ChatLogprobs([]) if reply.has_logprobs else None
                     message = AnswerMessage("assistant", "")
-                    choices.append(ChatChoice(event.choice, message, logprobs, ""))
+                    choices.append(ChatChoice(event.choice, message, logprobs, "stop"))
                 case events.Added(scored=[_, *_]):
                     if (found := choices[-1].logprobs) is not None:
                         found.content.extend(self._logprobs(event).content)

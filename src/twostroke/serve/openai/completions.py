@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
-from twostroke.serve.job import Job
+from twostroke.serve.describe import field
+from twostroke.serve.http.errors import UnsupportedFieldError
 from twostroke.serve.openai.fields import (
     CommonFields,
-    check_neutral,
+    check_combinations,
     to_caller,
+    to_job,
     to_params,
-    to_prediction,
-    told_tier,
 )
 
 if TYPE_CHECKING:
+    from twostroke.serve.job import Job
     from twostroke.serve.store import Tenant
 
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "add_special_tokens": (True,),
-}
 
+class CompletionRequest(CommonFields, kw_only=True):
+    """The body of a request. With a `suffix` each answer fills the gap before it."""
 
-class CompletionRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request; `prompt` is a text, token ids, or a list of either.
+    prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
+    max_tokens: Annotated[
+        int | None,
+        field.sampling(
+            "max_tokens",
+            description="The most tokens to generate; 0 needs `echo`.",
+            minimum=0,
+        ),
+    ] = DEFAULT_MAX_TOKENS
+    echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
+    logprobs: Annotated[
+        int | None,
+        field.sampling("logprobs", "How many of the likeliest tokens to report."),
+    ] = None
+    suffix: Annotated[
+        str | None,
+        field.doc("Text after the answer, for models that can fill in the middle."),
+    ] = None
 
-    With a `suffix` each answer stands between a prompt and that.
-    """
-
-    prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
+    add_special_tokens: field.AlwaysOn = None
 
 
 def read(asked: CompletionRequest, tenant: Tenant) -> Job:
@@ -44,18 +53,17 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
-    check_neutral(asked, NEUTRAL)
+    check_combinations(asked)
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
         raise UnsupportedFieldError(reason, field="suffix")
     prompt_logprobs = asked.logprobs if asked.echo else None
     if asked.echo and asked.max_tokens == 0:
         prompt_logprobs = prompt_logprobs or 0
-    options = asked.stream_options
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-    return Job(
-        model=asked.model,
-        prompts=_prompts(asked.prompt),
+    return to_job(
+        asked,
+        split_prompts(asked.prompt, "prompt"),
         params=to_params(
             asked,
             max_tokens=max_tokens,
@@ -63,30 +71,25 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
             prompt_logprobs=prompt_logprobs,
         ),
         caller=to_caller(asked, "prompt", tenant),
-        speculate="auto" if asked.speculate is None else asked.speculate,
-        prediction=to_prediction(asked),
-        stream=bool(asked.stream),
-        include_usage=options is not None and bool(options.include_usage),
         echo=bool(asked.echo),
         suffix=asked.suffix or "",
-        timings=bool(asked.return_timings),
-        tier=told_tier(asked),
     )
 
 
-def _prompts(
-    prompt: str | list[str | int | list[int]] | None,
+def split_prompts(
+    given: str | list[str | int | list[int]], field: str
 ) -> tuple[str | list[int], ...]:
-    if prompt is None:
-        raise MissingFieldError("is missing.", field="prompt")
-    if isinstance(prompt, str):
-        return (prompt,)
-    if not prompt:
-        raise RequestError("is an empty list: give at least one prompt.", field="prompt")
-    ids = [part for part in prompt if isinstance(part, int)]
-    if len(ids) == len(prompt):
-        return (ids,)
-    if ids:
-        reason = "mixes token ids with texts or lists: give one prompt or a list of prompts."
-        raise RequestError(reason, field="prompt")
-    return tuple(part for part in prompt if not isinstance(part, int))
+    """Return the texts and lists of token ids in a field that takes one or several of either.
+
+    Raises:
+        RequestError: the list is empty, or mixes token ids with others.
+    """
+    if isinstance(given, str):
+        return (given,)
+    if not given:
+        raise RequestError(f"is an empty list: give at least one {field}.", field=field)
+    ids = [part for part in given if isinstance(part, int)]
+    if ids and len(ids) < len(given):
+        reason = f"mixes token ids with texts or lists: give one {field} or a list of {field}s."
+        raise RequestError(reason, field=field)
+    return (ids,) if ids else tuple(part for part in given if not isinstance(part, int))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve import events
 from twostroke.serve.dialect import Reply, encode_json, sse
@@ -31,7 +31,9 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
+    finish_reason: Annotated[
+        str | None, Meta(extra_json_schema={"enum": ["stop", "length", None]})
+    ] = None
     timings: TimingsBody | UnsetType = UNSET
 
 
@@ -39,7 +41,7 @@ class CompletionBody(msgspec.Struct):
     """A whole response, or one event of a streamed one."""
 
     id: str
-    object: str
+    object: Literal["text_completion"]
     created: int
     model: str
     choices: list[CompletionChoice]

@@ -1,50 +1,52 @@
-"""POST /v1/embeddings: OpenAI's protocol for texts that become vectors."""
+"""POST /v1/embeddings: OpenAI's protocol for embeddings."""
 
 from __future__ import annotations
 
 import base64
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 
-from twostroke.core.embedding import AUTO, EmbeddingParams
+from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
 from twostroke.core.errors import RequestError
+from twostroke.serve.describe import field
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.job import EmbeddingJob
-from twostroke.serve.openai.fields import refuse_all_but, to_caller
+from twostroke.serve.openai.completions import split_prompts
+from twostroke.serve.openai.fields import ServiceFields, to_caller
 
 if TYPE_CHECKING:
     from twostroke.engine.embedding import Embedding
     from twostroke.serve.store import Tenant
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "add_special_tokens": (True,),
-    "normalize": (True,),
-    "truncate_prompt_tokens": (),
-}
 
+class EmbeddingRequest(ServiceFields, kw_only=True):
+    """The body of a request."""
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request; `input` is a text, token ids, or a list of either."""
+    input: Annotated[
+        str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_INPUTS, minLength=1)
+    ]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        field.doc("Numbers, or their little-endian float32 bytes in base64."),
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        field.doc(
+            "Keep this many first values of each vector, scaled to length 1.",
+            minimum=1,
+            maximum=field.Fact.EMBEDDING_WIDTH,
+        ),
+    ] = None
+    pooling: Annotated[
+        str | None,
+        field.doc("The tokens whose hidden states make a vector.", enum=[*POOLINGS, None]),
+    ] = None
 
-    input: str | list[str | int | list[int]] | None = None
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    pooling: str | None = None
-    priority: int | None = None
-    service_tier: str | None = None
-
-    # Harmless: they change nothing about the answer.
-    user: str | None = None
-    request_id: str | None = None
-
-    # Refused unless neutral.
-    add_special_tokens: Any = None
-    normalize: Any = None
-    truncate_prompt_tokens: Any = None
+    add_special_tokens: field.AlwaysOn = None
+    normalize: field.AlwaysOn = None
+    truncate_prompt_tokens: field.Unsupported = None
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):
@@ -55,11 +57,11 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 
 
 class EmbeddingBody(msgspec.Struct, frozen=True):
-    """One input's vector: numbers, or their float32 bytes, the lowest first, in base64."""
+    """One input's vector: numbers, or their little-endian float32 bytes in base64."""
 
     index: int
     embedding: list[float] | str
-    object: str = "embedding"
+    object: Literal["embedding"] = "embedding"
 
 
 class EmbeddingList(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     data: list[EmbeddingBody]
     model: str
     usage: EmbeddingUsage
-    object: str = "list"
+    object: Literal["list"] = "list"
 
 
 def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
@@ -77,7 +79,6 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     Raises:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
-    refuse_all_but(asked, NEUTRAL)
     pooling = AUTO if asked.pooling is None else asked.pooling
     return EmbeddingJob(
         model=asked.model,
@@ -102,20 +103,10 @@ def _write(embedding: Embedding, *, in_base64: bool) -> msgspec.Raw:
     return msgspec.Raw(encode_json(EmbeddingBody(embedding.index, shown)))
 
 
-def _texts(given: str | list[str | int | list[int]] | None) -> tuple[str | list[int], ...]:
-    if given is None:
-        raise MissingFieldError("is missing.", field="input")
-    if isinstance(given, str):
-        given = [given]
-    if not given:
-        raise RequestError("is an empty list: give at least one text.", field="input")
-    ids = [part for part in given if isinstance(part, int)]
-    if ids and len(ids) < len(given):
-        reason = "mixes token ids with texts or lists: give one input or a list of inputs."
-        raise RequestError(reason, field="input")
-    texts = tuple(part for part in given if not isinstance(part, int))
+def _texts(given: str | list[str | int | list[int]]) -> tuple[str | list[int], ...]:
+    texts = split_prompts(given, "input")
     for place, text in enumerate(texts):
         if not text:
             where = f"input[{place}]" if len(texts) > 1 else "input"
             raise RequestError("is empty: give at least one token.", field=where)
-    return texts or (ids,)
+    return texts

@@ -1,28 +1,43 @@
-"""The fields that chat and completion requests have in common, and what they mean to the engine."""
+"""The fields that several of OpenAI's requests share, and their meaning for the engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import msgspec
+from msgspec import Meta
 
-from twostroke.core.errors import RequestError, nearest
-from twostroke.core.sampling import BOUNDS, MAX_STOPS, SamplingParams
+from twostroke.chat.reasoning import MAX_VARIABLES
+from twostroke.core.errors import RequestError
+from twostroke.core.sampling import (
+    BOUNDS,
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    SamplingParams,
+)
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.client import Caller
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.describe import field
 from twostroke.serve.http.errors import UnsupportedFieldError
-from twostroke.serve.openai.structure import ResponseFormat, StructuredOutputs, to_constraint
+from twostroke.serve.job import Job
+from twostroke.serve.openai.structure import (
+    ChoiceForm,
+    GrammarForm,
+    JsonForm,
+    RegexForm,
+    ResponseFormat,
+    StructuredOutputs,
+    to_constraint,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from twostroke.serve.job import Prompt
     from twostroke.serve.store import Tenant
 
-MAX_PRIORITY = 1000
-MAX_PAIRS: Final = 16  # of metadata
-MAX_KEY: Final = 64
-MAX_VALUE: Final = 512
+MAX_PRIORITY: Final = 1000
 
 # OpenAI's words for classes of service; without contracts for more, two of them are the default.
 TIERS: Final = {
@@ -33,231 +48,192 @@ TIERS: Final = {
     "priority": "priority",
 }
 
-_UNSUPPORTED: Final = "is not supported yet: leave it out."
-
-# What would change the answer and is not there yet is refused, unless its value asks for nothing.
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "length_penalty": (1.0,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
+StopText = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
+Label = Annotated[str, Meta(max_length=512)]
+Pairs = Annotated[dict[Annotated[str, Meta(max_length=64)], Label], Meta(max_length=16)]
+TopLogprobs = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+    field.doc("How many of the likeliest tokens to report at each place."),
+]
+TemplateVariables = Annotated[
+    dict[str, Any] | None,
+    field.doc("Variables for the chat template.", maxProperties=MAX_VARIABLES),
+]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(field.RequestObject):
     """What a stream carries besides the answer."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
+    continuous_usage_stats: field.AlwaysOff = None
+    include_obfuscation: field.Ignored[bool] = None
 
 
-class PredictionPart(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
-    """A prediction's content may come in parts."""
+class PredictionPart(field.TaggedObject, tag="text"):
+    """A part of a prediction's content."""
 
     text: str
 
 
-class Prediction(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="content"
-):
-    """What the answer will be like: it comes the faster the more of it is right."""
+class Prediction(field.TaggedObject, tag="content"):
+    """A guess at the answer: the more of it is right, the faster the answer comes."""
 
     content: str | list[PredictionPart]
 
 
-class CommonFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's sampling fields, those that users of other engines send, and the harmless rest.
+class ServiceFields(field.RequestObject):
+    """The fields of all of OpenAI's requests that the model computes something for."""
 
-    null is the same as leaving a field out. Bounds are `SamplingParams`'s.
-    """
+    model: field.ModelName = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None,
+        field.doc("Requests with lower numbers are served first."),
+    ] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority"] | None,
+        field.doc("The class of service: `priority` is served first, `flex` last."),
+    ] = None
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    user: field.Ignored[str] = None
+    request_id: field.Ignored[str] = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    priority: int | None = None
-    service_tier: str | None = None
-    return_timings: bool | None = None
-    prediction: Prediction | None = None
-    speculate: str | None = None
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+class CommonFields(ServiceFields):
+    """The fields that requests for text have in common; null leaves a field out."""
 
-    # Harmless: they change nothing about the answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    request_id: str | None = None
-    spaces_between_special_tokens: bool | None = None
+    stream: field.Stream = None
+    stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
+    max_tokens: Annotated[int | None, field.sampling("max_tokens")] = None
+    temperature: Annotated[float | None, field.sampling("temperature")] = None
+    top_p: Annotated[float | None, field.sampling("top_p")] = None
+    n: Annotated[int | None, field.sampling("n")] = None
+    stop: Annotated[
+        StopText | list[StopText] | None,
+        field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
+    ] = None
+    presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        field.doc(
+            "Numbers to add to the logits of tokens, by token id.",
+            propertyNames={"pattern": field.Fact.ID_PATTERN},
+            maxProperties=MAX_LOGIT_BIAS,
+            additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        ),
+    ] = None
+    seed: Annotated[int | None, field.sampling("seed")] = None
 
-    # Refused unless neutral.
-    add_special_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    best_of: int | None = None
-    cache_salt: Any = None
-    length_penalty: Any = None
-    prompt_logprobs: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    skip_special_tokens: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
+    top_k: Annotated[int | None, field.sampling("top_k")] = None
+    min_p: Annotated[float | None, field.sampling("min_p")] = None
+    repetition_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
+    min_tokens: Annotated[int | None, field.sampling("min_tokens")] = None
+    ignore_eos: Annotated[bool | None, field.doc("Continue after the model's end token.")] = None
+    stop_token_ids: Annotated[
+        list[field.TokenId] | None,
+        field.doc("Tokens that end the answer.", maxItems=MAX_STOP_IDS),
+    ] = None
+    include_stop_str_in_output: Annotated[bool | None, field.doc("Include the stop text.")] = None
+    return_timings: field.Timings = None
+    prediction: Annotated[
+        Prediction | None, field.doc("A guess at the answer; it changes the speed only.")
+    ] = None
+    speculate: Annotated[
+        str | None,
+        field.doc(
+            "Which method guesses tokens; it changes the speed only.", enum=field.Fact.GUESSERS
+        ),
+    ] = None
+
+    response_format: Annotated[ResponseFormat | None, field.doc("The form of the answer.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, field.doc("The form of the answer, in one of several ways.")
+    ] = None
+    guided_json: JsonForm = None
+    guided_regex: RegexForm = None
+    guided_choice: ChoiceForm = None
+    guided_grammar: GrammarForm = None
+
+    metadata: field.Ignored[Pairs] = None
+    store: field.Ignored[bool] = None
+    safety_identifier: field.Ignored[str] = None
+    prompt_cache_key: field.Ignored[str] = None
+    prompt_cache_retention: field.Ignored[str] = None
+    spaces_between_special_tokens: field.Ignored[bool] = None
+
+    allowed_token_ids: field.Unsupported = None
+    bad_words: Annotated[Any, field.unsupported([])] = None
+    best_of: Annotated[int | None, field.doc("Accepted if it equals `n`.")] = None
+    cache_salt: field.Unsupported = None
+    length_penalty: Annotated[Any, field.unsupported(1.0)] = None
+    prompt_logprobs: field.Unsupported = None
+    return_token_ids: field.AlwaysOff = None
+    return_tokens_as_token_ids: field.AlwaysOff = None
+    skip_special_tokens: field.AlwaysOn = None
+    truncate_prompt_tokens: field.Unsupported = None
+    use_beam_search: field.AlwaysOff = None
 
 
 _SAME_NAME: Final = (
     *(name for name in CommonFields.__struct_fields__ if name in BOUNDS),
-    "ignore_eos",
+    *("ignore_eos", "logit_bias", "stop", "stop_token_ids"),
 )
 
 
-def check_neutral(
-    asked: CommonFields, neutral: Mapping[str, tuple[object, ...]] | None = None
-) -> None:
-    """Refuse fields that ask for what is not there; `neutral` has one protocol's own.
+def check_combinations(asked: CommonFields) -> None:
+    """Refuse fields that do not suit each other.
 
     Raises:
-        UnsupportedFieldError: naming the field.
-        RequestError: of those that change nothing, one is out of its bounds.
+        RequestError: naming the field.
     """
-    refuse_all_but(asked, NEUTRAL | dict(neutral or {}))
-    _check_metadata(asked.metadata or {})
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise UnsupportedFieldError("is not supported yet, unless it equals n.", field="best_of")
-    options = asked.stream_options
-    if options is not None and not asked.stream:
+    if asked.stream_options is not None and not asked.stream:
         raise RequestError("may only be set when stream is true.", field="stream_options")
-    if options is not None and options.continuous_usage_stats:
-        field = "stream_options.continuous_usage_stats"
-        raise UnsupportedFieldError(_UNSUPPORTED, field=field)
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
-    is_long = any(len(key) > MAX_KEY or len(text) > MAX_VALUE for key, text in metadata.items())
-    if len(metadata) > MAX_PAIRS or is_long:
-        reason = (
-            f"takes at most {MAX_PAIRS} pairs, of keys up to {MAX_KEY} and values up "
-            f"to {MAX_VALUE} characters."
-        )
-        raise RequestError(reason, field="metadata")
-
-
-def refuse_all_but(
-    asked: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]], where: str = ""
-) -> None:
-    """Refuse fields that are neither null nor one of their neutral values.
-
-    `where` is what stands before their names.
-
-    Raises:
-        UnsupportedFieldError: naming the field.
-    """
-    for name, values in neutral.items():
-        value = getattr(asked, name)
-        if value is not None and not any(_is_same(value, neutral) for neutral in values):
-            raise UnsupportedFieldError(_UNSUPPORTED, field=where + name)
-
-
-def _is_same(value: object, neutral: object) -> bool:
-    """Whether JSON has them as one value: true is not 1 there."""
-    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
 def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
-    """Return how tokens are to be chosen; `own` are values that one protocol names otherwise.
+    """Return how to choose tokens; `own` are values that one protocol names otherwise.
 
     Raises:
         RequestError: a value is out of its bounds.
     """
     values = {name: getattr(asked, name) for name in _SAME_NAME}
-    values["stop"] = _stops(asked.stop)
     values["include_stop"] = asked.include_stop_str_in_output
-    values["logit_bias"] = asked.logit_bias
-    values["stop_token_ids"] = tuple(asked.stop_token_ids or ())
     values["constraint"] = to_constraint(asked)
     values |= own
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
-class Urgent(Protocol):
-    """A request that may say how urgent it is."""
+def to_caller(asked: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
+    """Return the sender of a request; `prompt_field` is the field with the prompt.
 
-    priority: int | None
-    service_tier: str | None
-
-
-def to_caller(asked: Urgent, prompt_field: str, tenant: Tenant) -> Caller:
-    """Return on whose behalf the request runs; `prompt_field` is the one with the prompt.
-
-    A `priority` of its own goes before what its class of service means.
-
-    Raises:
-        RequestError: there is no such class of service, or the priority is out of bounds.
+    `priority` overrides the priority of the class of service.
     """
-    asked_tier = "auto" if asked.service_tier is None else asked.service_tier
-    service = TIERS.get(asked_tier)
-    if service is None:
-        word = asked_tier[:MAX_NAME_LENGTH]
-        reason = f"must be one of {', '.join(TIERS)}, got '{{value}}'.{nearest(word, TIERS)}"
-        raise RequestError(reason, field="service_tier", value=word)
+    service = TIERS[asked.service_tier or "auto"]
     priority = SERVICES[service] if asked.priority is None else asked.priority
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        reason = f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}."
-        raise RequestError(reason, field="priority")
     return Caller(priority, tenant.name, prompt_field, service)
 
 
-def told_tier(asked: CommonFields) -> str | None:
-    """Return what the response says of its class of service: nothing where nothing was asked."""
-    return None if asked.service_tier is None else TIERS[asked.service_tier]
+def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
+    """Return the job of a chat or completion request; `own` are the fields of only one of them."""
+    options = asked.stream_options
+    return Job(
+        model=asked.model,
+        prompts=prompts,
+        speculate="auto" if asked.speculate is None else asked.speculate,
+        prediction=to_prediction(asked),
+        stream=bool(asked.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        timings=bool(asked.return_timings),
+        tier=None if asked.service_tier is None else TIERS[asked.service_tier],
+        **own,
+    )
 
 
 def to_prediction(asked: CommonFields) -> str:
-    """Return the text that the answer is expected to be like; empty for none."""
+    """Return the text that the answer is expected to resemble; empty for none."""
     if asked.prediction is None:
         return ""
     content = asked.prediction.content
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if isinstance(stop, str):
-        return (stop,)
-    if len(stop) > MAX_STOPS:  # said here, before the list is copied
-        raise RequestError(f"takes at most {MAX_STOPS} strings, got {len(stop)}.", field="stop")
-    return tuple(stop)

@@ -1,15 +1,17 @@
-"""The fields that say what an answer has to look like, OpenAI's and vLLM's, as one constraint."""
+"""The fields that set the form of an answer, OpenAI's and vLLM's, as one constraint."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import msgspec
+from msgspec import Meta
 
-from twostroke.core.constraint import Constraint
+from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
 from twostroke.core.errors import RequestError
+from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.sample.schema import ANY_OBJECT
+from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,20 +19,42 @@ if TYPE_CHECKING:
     from twostroke.serve.openai.fields import CommonFields
 
 _ANY_OBJECT: Final = json.dumps(ANY_OBJECT)
+# By the fields of vLLM: `guided_*` and those of `structured_outputs`.
+_NOTATIONS: Final = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+
+JsonForm = Annotated[
+    str | dict[str, Any] | None,
+    field.doc("A JSON schema for the answer, or its text.", maxLength=MAX_CONSTRAINT),
+]
+RegexForm = Annotated[
+    str | None,
+    field.doc("A regular expression for the whole answer.", maxLength=MAX_CONSTRAINT),
+]
+ChoiceForm = Annotated[
+    list[Annotated[str, Meta(extra_json_schema={"minLength": 1})]] | None,
+    field.doc("Texts, one of which is the answer.", minItems=1, maxItems=MAX_CHOICES),
+]
+GrammarForm = Annotated[
+    str | None,
+    field.doc("A grammar in Lark's notation or in GBNF.", maxLength=MAX_CONSTRAINT),
+]
 
 
-class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class Text(field.TaggedObject, tag="text"):
     """Any text."""
 
 
-class JsonObject(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
-):
+class JsonObject(field.TaggedObject, tag="json_object"):
     """Any JSON object."""
 
 
-class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema; it is always kept to, whatever `strict` says."""
+class NamedSchema(field.RequestObject):
+    """A JSON schema; it is always enforced, whatever `strict` says."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -38,9 +62,7 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class JsonSchema(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
-):
+class JsonSchema(field.TaggedObject, tag="json_schema"):
     """JSON that a schema allows."""
 
     json_schema: NamedSchema
@@ -49,21 +71,21 @@ class JsonSchema(
 ResponseFormat = Text | JsonObject | JsonSchema
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's field: one of its own."""
+class StructuredOutputs(field.RequestObject):
+    """vLLM's field for the form of an answer; one of its own fields may be set."""
 
-    json: str | dict[str, Any] | None = None
+    json: JsonForm = None
     json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: RegexForm = None
+    choice: ChoiceForm = None
+    grammar: GrammarForm = None
 
 
 def to_constraint(asked: CommonFields) -> Constraint | None:
-    """Return what the answer has to look like, or None for any text.
+    """Return the form of the answer, or None for any text.
 
     Raises:
-        RequestError: more than one field says so, or one is not as it should be.
+        RequestError: more than one field sets a form, or a form cannot be used.
     """
     found = list(_constraints(asked))
     if len(found) > 1:
@@ -73,9 +95,8 @@ def to_constraint(asked: CommonFields) -> Constraint | None:
 
 
 def to_schema(schema: str | dict[str, Any], param: str) -> Constraint:
-    """Return what keeps an answer to a JSON schema; `param` is the field that holds it."""
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return Constraint("json_schema", text, param)
+    """Return the constraint of a JSON schema; `param` is the field that holds it."""
+    return _constraint("json_schema", schema, param)
 
 
 def _constraints(asked: CommonFields) -> Iterator[Constraint]:
@@ -83,33 +104,20 @@ def _constraints(asked: CommonFields) -> Iterator[Constraint]:
     if isinstance(form, JsonObject):
         yield Constraint("json_schema", _ANY_OBJECT, "response_format")
     elif isinstance(form, JsonSchema):
-        param = "response_format.json_schema.schema"
-        yield to_schema(form.json_schema.schema, param)
-    if asked.guided_json is not None:
-        yield to_schema(asked.guided_json, "guided_json")
-    if asked.guided_regex is not None:
-        yield Constraint("regex", asked.guided_regex, "guided_regex")
-    if asked.guided_choice is not None:
-        yield _choice(asked.guided_choice, "guided_choice")
-    if asked.guided_grammar is not None:
-        yield Constraint("grammar", asked.guided_grammar, "guided_grammar")
-    if asked.structured_outputs is not None:
-        yield from _structured(asked.structured_outputs)
+        yield to_schema(form.json_schema.schema, "response_format.json_schema.schema")
+    vllms = asked.structured_outputs or StructuredOutputs()
+    if vllms.json_object:
+        yield Constraint("json_schema", _ANY_OBJECT, "structured_outputs.json_object")
+    for name, notation in _NOTATIONS.items():
+        values = {
+            f"guided_{name}": getattr(asked, f"guided_{name}"),
+            f"structured_outputs.{name}": getattr(vllms, name),
+        }
+        for param, value in values.items():
+            if value is not None:
+                yield _constraint(notation, value, param)
 
 
-def _structured(asked: StructuredOutputs) -> Iterator[Constraint]:
-    where = "structured_outputs"
-    if asked.json is not None:
-        yield to_schema(asked.json, f"{where}.json")
-    if asked.json_object:
-        yield Constraint("json_schema", _ANY_OBJECT, f"{where}.json_object")
-    if asked.regex is not None:
-        yield Constraint("regex", asked.regex, f"{where}.regex")
-    if asked.choice is not None:
-        yield _choice(asked.choice, f"{where}.choice")
-    if asked.grammar is not None:
-        yield Constraint("grammar", asked.grammar, f"{where}.grammar")
-
-
-def _choice(texts: list[str], param: str) -> Constraint:
-    return Constraint("choice", json.dumps(texts, ensure_ascii=False), param)
+def _constraint(notation: str, value: object, param: str) -> Constraint:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return Constraint(notation, text, param)

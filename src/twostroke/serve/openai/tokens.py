@@ -1,54 +1,59 @@
-"""POST /tokenize and /detokenize: texts to token ids and back, as vLLM has them."""
+"""POST /tokenize and /detokenize: texts to token ids and back, in vLLM's form."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.openai.chat import Message, to_conversation, to_thinking
-from twostroke.serve.openai.fields import refuse_all_but
-from twostroke.serve.tools import ToolBody, to_tools
+from twostroke.serve.describe import field
+from twostroke.serve.openai.chat import (
+    ContinuesLast,
+    Messages,
+    OpensTurn,
+    to_conversation,
+    to_thinking,
+)
+from twostroke.serve.openai.fields import TemplateVariables
+from twostroke.serve.tools import ToolBody, ToolsAs, to_tools
 
 if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
 
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-}
-_ONLY_WITH: Final = {
-    "prompt": (
+# Fields that suit only one of the two ways to give a text.
+_FIELDS_OF: Final = {
+    "messages": (
         "add_generation_prompt",
         "chat_template_kwargs",
         "continue_final_message",
         "tools",
     ),
-    "messages": ("add_special_tokens",),
+    "prompt": ("add_special_tokens",),
 }
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text, or a conversation for the chat template."""
+class TokenizeRequest(field.RequestObject):
+    """One of `prompt`, a text, and `messages`, a conversation for the chat template."""
 
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[ToolBody] | None = None
+    prompt: Annotated[str | None, field.doc("A text.")] = None
+    messages: Annotated[Messages | None, field.doc("A conversation.")] = None
+    model: field.ModelName = None
+    add_special_tokens: Annotated[
+        bool | None, field.doc("Add the tokens that begin every text; true if left out.")
+    ] = None
+    return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
+    add_generation_prompt: OpensTurn = None
+    continue_final_message: ContinuesLast = None
+    chat_template_kwargs: TemplateVariables = None
+    tools: ToolsAs[ToolBody] = None
 
-    # Refused unless neutral.
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
+    chat_template: field.Unsupported = None
+    mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    """The ids; `token_strs` are the tokens as the vocabulary spells them, where asked for."""
+    """The ids; `token_strs` are the tokens as the vocabulary spells them, if requested."""
 
     count: int
     max_model_len: int
@@ -56,33 +61,32 @@ class TokenizeBody(msgspec.Struct, frozen=True):
     token_strs: list[str | None] | None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(field.RequestObject):
     """Token ids."""
 
-    tokens: list[int]
-    model: str | None = None
+    tokens: Annotated[list[field.TokenId], field.doc("Token ids.")]
+    model: field.ModelName = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """Their text, that of special tokens included."""
+    """The ids' text, including special tokens."""
 
     prompt: str
 
 
 def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
-    """Return the ids that a request with this prompt or these messages has.
+    """Return the ids of a prompt or of messages.
 
     Raises:
-        RequestError: not one of them is given, or the messages do not suit the chat template.
+        RequestError: both or neither are given, or the chat template refuses the messages.
     """
-    refuse_all_but(asked, NEUTRAL)
     ids = _encode(asked, card)
     texts = [card.tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
     return TokenizeBody(len(ids), card.context_length, ids, texts)
 
 
 def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
-    """Return the text of ids; bytes that are no UTF-8 become U+FFFD.
+    """Return the text of ids; bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         RequestError: the vocabulary has no such id.
@@ -99,10 +103,9 @@ def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
 def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("Give either prompt or messages.", field="prompt")
-    given = "messages" if asked.prompt is None else "prompt"
-    for name in _ONLY_WITH[given]:
+    other = "messages" if asked.messages is None else "prompt"
+    for name in _FIELDS_OF[other]:
         if getattr(asked, name):
-            other = "prompt" if given == "messages" else "messages"
             raise RequestError(f"may only be set with {other}: leave it out.", field=name)
     if asked.prompt is not None:
         add_special = asked.add_special_tokens is not False
@@ -110,8 +113,8 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     assert asked.messages is not None
     conversation = to_conversation(
         asked.messages,
-        to_tools(asked.tools, None, parallel=None),
-        has_turn=asked.add_generation_prompt,
+        to_tools([tool.function for tool in asked.tools or ()], None, parallel=None),
+        opens_turn=asked.add_generation_prompt,
         continues=asked.continue_final_message,
         thinking=to_thinking(asked.chat_template_kwargs),
     )

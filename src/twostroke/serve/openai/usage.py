@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from twostroke.serve.events import Failed, Finished
 
 _DONE: Final = b"data: [DONE]\n\n"
+
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
     )
 
 
-def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> str:
+def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:
     """Return OpenAI's finish reason."""
     if reason is FinishReason.LENGTH:
         return "length"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.exchange import Exchange
@@ -14,6 +14,12 @@ from twostroke.serve.openai.usage import TimingsBody
 if TYPE_CHECKING:
     from twostroke.engine.output import Usage
     from twostroke.serve.dialect import Reply
+
+# The fields of a request that its response repeats.
+_REPEATED: Final = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -27,16 +33,16 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     status: Status
     content: list[OutputText]
-    role: str = "assistant"
+    role: Literal["assistant"] = "assistant"
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A call that is to be made; arguments are JSON, and may be cut."""
+    """A call to make; arguments are JSON and may be cut off."""
 
     id: str
     call_id: str
@@ -46,13 +52,13 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """The text of what was thought."""
+    """The text of reasoning."""
 
     text: str
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thinks before it answers; there is no summary of it."""
+    """The reasoning before an answer, without a summary."""
 
     id: str
     status: Status
@@ -65,14 +71,14 @@ OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """How much of the prompt the prefix cache had; what it is given costs nothing."""
+    """Prompt tokens found in the prefix cache; writing to it costs nothing."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """Thoughts, and tokens that were guessed ahead: right ones are part of the answer."""
+    """Tokens of reasoning, and guessed tokens; accepted ones are part of the answer."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -90,20 +96,20 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    """Why an answer is not whole."""
+    """Why an answer is incomplete."""
 
-    reason: str
+    reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct, frozen=True):
     """What went wrong."""
 
-    code: str
+    code: Annotated[str, Meta(extra_json_schema={"enum": ["server_error", "invalid_prompt"]})]
     message: str
 
 
 class OutputTool(msgspec.Struct, tag_field="type", tag="function"):
-    """A function that might be called."""
+    """A function that the answer could call."""
 
     name: str
     description: str | None
@@ -112,10 +118,10 @@ class OutputTool(msgspec.Struct, tag_field="type", tag="function"):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A response, with what its request asked for."""
+    """A response, with the options of its request."""
 
     id: str
-    object: str = "response"
+    object: Literal["response"] = "response"
     created_at: int
     status: Status = "in_progress"
     background: bool = False
@@ -148,22 +154,17 @@ class ResponseBody(msgspec.Struct, kw_only=True):
 
 
 def begun(reply: Reply) -> ResponseBody:
-    """Return a response that has said nothing yet."""
+    """Return the response before its first token."""
     exchange, params = exchange_of(reply), reply.job.params
     asked = exchange.asked
     form = asked.text.format if asked.text is not None else None
     return ResponseBody(
+        **{name: getattr(asked, name) for name in _REPEATED},
         id=reply.id,
         created_at=reply.created_s,
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        max_tool_calls=asked.max_tool_calls,
         model=reply.model,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
-        previous_response_id=asked.previous_response_id,
-        prompt_cache_key=asked.prompt_cache_key,
         reasoning={"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
-        safety_identifier=asked.safety_identifier,
         service_tier=reply.job.caller.service,
         store=exchange.draft is not None,
         temperature=params.temperature,
@@ -176,7 +177,6 @@ def begun(reply: Reply) -> ResponseBody:
         top_logprobs=asked.top_logprobs or 0,
         top_p=params.top_p,
         truncation=asked.truncation or "disabled",
-        user=asked.user,
         metadata=asked.metadata or {},
     )
 

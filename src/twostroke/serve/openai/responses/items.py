@@ -1,16 +1,15 @@
-"""Items of a conversation: what a request says, what an answer was, and both as messages."""
+"""Items of a conversation in the Responses protocol, and how they become messages."""
 
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
-from twostroke.core.errors import RequestError, nearest
-from twostroke.serve.http.decode import MAX_NAME_LENGTH, convert
-from twostroke.serve.http.errors import UnsupportedFieldError
-from twostroke.serve.openai.fields import refuse_all_but
+from twostroke.core.errors import RequestError
+from twostroke.serve.describe import field
+from twostroke.serve.http.decode import convert
 from twostroke.serve.openai.responses.recall import recall
 
 if TYPE_CHECKING:
@@ -19,122 +18,100 @@ if TYPE_CHECKING:
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
-ROLES: Final = ("system", "developer", "user", "assistant")
-NEUTRAL_OF_CALLS: Final[dict[str, tuple[object, ...]]] = {
-    "caller": ({"type": "direct"},),
-    "namespace": (),
-}
-NEUTRAL_OF_TEXT: Final[dict[str, tuple[object, ...]]] = {"annotations": ([],)}
 
-
-class InputText(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"
-):
-    """A text; prefixes are cached whether or not it says where one ends."""
+class InputText(field.TaggedObject, tag="input_text"):
+    """A text."""
 
     text: str
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: field.IgnoredAny = None
 
 
-class OutputText(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"
-):
-    """A text of an answer, with what SDKs echo."""
+class AnswerText(field.TaggedObject, tag="output_text"):
+    """A text of an answer, with the fields that SDKs send back."""
 
     text: str
-    annotations: Any = None
-    logprobs: Any = None
-    parsed: Any = None
+    annotations: Annotated[Any, field.unsupported([])] = None
+    logprobs: field.IgnoredAny = None
+    parsed: field.IgnoredAny = None
 
 
-class RefusalPart(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="refusal"
-):
-    """A text that says why there is no other."""
+class RefusalPart(field.TaggedObject, tag="refusal"):
+    """The reason why there is no other text."""
 
     refusal: str
 
 
-Part = InputText | OutputText | RefusalPart
+Part = InputText | AnswerText | RefusalPart
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message of a request or an answer."""
+class MessageItem(field.TaggedObject, tag="message"):
+    """A message of a request or an answer; `type` may be left out."""
 
-    role: str
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        field.hints({"tool": "Send a function_call_output."}),
+    ]
     content: str | list[Part]
-    type: str | None = None
     id: str | None = None
-    status: Any = None
-    phase: Any = None
+    status: field.IgnoredAny = None
+    phase: field.IgnoredAny = None
 
 
-class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CallFields(field.TaggedObject):
+    """The fields that a call and its result share."""
+
+    call_id: str
+    id: str | None = None
+    status: field.IgnoredAny = None
+    caller: Annotated[Any, field.unsupported({"type": "direct"})] = None
+    namespace: field.Unsupported = None
+
+
+class FunctionCall(CallFields, tag="function_call", kw_only=True):
     """A call that an answer made; arguments are JSON."""
 
-    call_id: str
     name: str
     arguments: str
-    type: str | None = None
-    id: str | None = None
-    status: Any = None
-    parsed_arguments: Any = None
-    caller: Any = None
-    namespace: Any = None
-    is_async: Any = msgspec.field(default=None, name="async")
+    parsed_arguments: field.IgnoredAny = None
+    is_async: field.IgnoredAny = msgspec.field(default=None, name="async")
 
 
-class FunctionCallOutput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What came of a call."""
+class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
+    """The result of a call."""
 
-    call_id: str
     output: str | list[InputText]
-    type: str | None = None
-    id: str | None = None
     name: str | None = None
-    status: Any = None
-    caller: Any = None
-    namespace: Any = None
 
 
-class ReasoningText(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
-):
-    """A thought."""
+class ReasoningText(field.TaggedObject, tag="reasoning_text"):
+    """A piece of reasoning."""
 
     text: str
 
 
-class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What an answer thought; templates show it to models that want to see it again.
+class Reasoning(field.TaggedObject, tag="reasoning"):
+    """The reasoning of an answer, for templates that show it to the model again.
 
-    A summary says nothing new, and what another server has encrypted nobody can read here.
+    The summary adds nothing, and only the server that encrypted a content can read it.
     """
 
     content: list[ReasoningText] | None = None
-    summary: Any = None
-    encrypted_content: Any = None
-    type: str | None = None
+    summary: field.IgnoredAny = None
+    encrypted_content: field.IgnoredAny = None
     id: str | None = None
-    status: Any = None
+    status: field.IgnoredAny = None
 
 
-class ItemReference(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An item that is kept here."""
+class ItemReference(field.TaggedObject, tag="item_reference"):
+    """A stored item; `type` may be left out."""
 
     id: str
-    type: str | None = None
 
 
-Item = Message | FunctionCall | FunctionCallOutput | Reasoning | ItemReference
+Item = MessageItem | FunctionCall | FunctionCallOutput | Reasoning | ItemReference
+UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
 
-KINDS: Final[dict[str, type[Item]]] = {
-    "message": Message,
-    "function_call": FunctionCall,
-    "function_call_output": FunctionCallOutput,
-    "reasoning": Reasoning,
-    "item_reference": ItemReference,
-}
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
 _PREFIXES: Final = {
     "message": "msg_",
     "function_call": "fc_",
@@ -149,156 +126,114 @@ def new_id(prefix: str) -> str:
 
 
 def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str]) -> list[RawItem]:
-    """Return a request's items whole: with types and ids, references resolved.
+    """Return a request's items complete: with types and ids, references resolved.
 
-    An item whose id is `taken` by one before it, here or earlier in the conversation, gets
-    another: an id is that of one item. The new ids are taken, too.
+    An item whose id is `taken` by an earlier one gets a new id, so that ids stay unique. All ids
+    of the items are added to `taken`.
 
     Raises:
-        RequestError: an item is not as it should be, or a reference leads nowhere.
+        RequestError: an item is not valid, or a reference leads nowhere.
     """
-    if given is None:
-        return []
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    items = [_read(raw, f"input[{place}]") for place, raw in enumerate(given)]
+    raws = [_with_type(raw) for raw in given or ()]
+    items = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
     ids = {place: item.id for place, item in enumerate(items) if isinstance(item, ItemReference)}
     referred = recall(ids, tenant)
     found: list[RawItem] = []
-    for place, (raw, item) in enumerate(zip(given, items, strict=True)):
-        one = referred[place] if place in referred else _whole(raw, item)
-        if one["id"] in taken:
-            one = one | {"id": new_id(_PREFIXES[one["type"]])}
-        taken.add(one["id"])
-        found.append(one)
+    for place, (raw, item) in enumerate(zip(raws, items, strict=True)):
+        complete = referred[place] if place in referred else _complete(raw, item)
+        if complete["id"] in taken:
+            complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
+        taken.add(complete["id"])
+        found.append(complete)
     return found
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
-    """Return items as a chat template wants them.
+    """Return items as messages for a chat template.
 
-    What an answer consists of, thoughts, text and the calls behind it, is one message.
-    `num_earlier` of the items are not the request's own; errors count from there.
+    The reasoning, text and calls of an answer become one message. The first `num_earlier` items
+    are not the request's own, so the places in errors start after them.
 
     Raises:
         RequestError: the result of a call that was not made.
     """
-    talk = _Talk()
+    messages: list[dict[str, Any]] = []  # with lists of texts, which are joined at the end
+    thoughts: list[str] = []  # of the next message
+    calls = set[str]()
     for place, raw in enumerate(items, -num_earlier):
-        where = f"input[{place}]"
-        talk.add(_read(raw, where), where)
-    return talk.end()
-
-
-class _Talk:
-    """Messages while they are put together; what may grow item by item is joined at the end."""
-
-    def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
-        self._leading: list[str] = []  # of the system's message at the beginning
-        self._thoughts: list[str] = []  # of the message that comes next
-        self._calls: set[str] = set()
-
-    def add(self, item: Item, where: str) -> None:
-        """Add an item; `where` it stands is for errors.
-
-        Raises:
-            RequestError: the result of a call that was not made.
-        """
+        item = _read(_with_type(raw), f"input[{place}]")
         if isinstance(item, Reasoning):
-            thought = "".join(part.text for part in item.content or ())
-            self._thoughts += [thought] if thought else []
-            return
-        if isinstance(item, FunctionCallOutput):
-            if item.call_id not in self._calls:
-                reason = "is not the id of an earlier function_call."
-                raise RequestError(reason, field=f"{where}.call_id")
-            self._say("tool", _text(item.output), tool_call_id=item.call_id)
-        elif isinstance(item, FunctionCall):
-            self._calls.add(item.call_id)
-            if not self._messages or self._messages[-1]["role"] != "assistant":
-                self._say("assistant", "")
-            self._think()
-            self._messages[-1].setdefault("tool_calls", []).append(_call(item))
-        elif isinstance(item, Message):
-            self._add_message(item)
-        self._thoughts = []
-
-    def end(self) -> list[dict[str, Any]]:
-        """Return the messages."""
-        if self._leading:
-            self._messages[0]["content"] = "\n\n".join(self._leading)
-        for message in self._messages:
-            if thoughts := message.get("reasoning_content"):
-                message["reasoning_content"] = "\n\n".join(thoughts)
-        return self._messages
-
-    def _add_message(self, item: Message) -> None:
-        """Add a message; leading ones of the system's join.
-
-        Many templates take a system message in the first place only.
-        """
-        role, text = "system" if item.role == "developer" else item.role, _text(item.content)
-        if role == "system" and len(self._messages) == bool(self._leading):
-            self._leading.append(text)
-            if self._messages:
-                return
-        self._say(role, text)
-        if role == "assistant":
-            self._think()
-
-    def _say(self, role: str, content: str, **more: Any) -> None:
-        self._messages.append({"role": role, **more, "content": content})
-
-    def _think(self) -> None:
-        """Add what was thought to the last message."""
-        if self._thoughts:
-            self._messages[-1].setdefault("reasoning_content", []).extend(self._thoughts)
+            thoughts.append("".join(part.text for part in item.content or ()))
+            continue
+        if isinstance(item, FunctionCall):
+            calls.add(item.call_id)
+        elif isinstance(item, FunctionCallOutput) and item.call_id not in calls:
+            reason = "is not the id of an earlier function_call."
+            raise RequestError(reason, field=f"input[{place}].call_id")
+        message = _add(item, messages)
+        if message["role"] == "assistant":
+            message["reasoning_content"] += filter(None, thoughts)
+        thoughts = []
+    for message in messages:
+        message["content"] = "\n\n".join(message["content"])
+        if reasoning := "\n\n".join(message.pop("reasoning_content", ())):
+            message["reasoning_content"] = reasoning
+    return messages
 
 
-def _whole(raw: RawItem, item: Item) -> RawItem:
-    """Return an item of a request as it is to be kept and listed."""
-    kind = _kind(raw)
-    raw = raw | {"type": kind, "id": item.id or new_id(_PREFIXES[kind])}
+def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add an item to the last message or as a new one, and return the message.
+
+    System messages at the beginning are joined: many templates take only one.
+    """
+    message: dict[str, Any]
+    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+    if isinstance(item, FunctionCallOutput):
+        content = [_text(item.output)]
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
+    elif isinstance(item, FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        if last["role"] == "assistant":
+            last.setdefault("tool_calls", []).append(call)
+            return last
+        message = {"role": "assistant", "content": [""], "tool_calls": [call]}
+    else:
+        assert isinstance(item, MessageItem)
+        role = "system" if item.role == "developer" else item.role
+        message = {"role": role, "content": [_text(item.content)]}
+        if role == last["role"] == "system" and len(messages) == 1:
+            last["content"] += message["content"]
+            return last
+    if message["role"] == "assistant":
+        message["reasoning_content"] = []
+    messages.append(message)
+    return message
+
+
+def _read(raw: RawItem, where: str) -> Item:
+    kind = _KINDS.get(str(raw["type"]), Item)
+    item: Item = convert(raw, kind, where)
+    return item
+
+
+def _complete(raw: RawItem, item: Item) -> RawItem:
+    """Return an item of a request as it is stored and listed."""
+    raw = raw | {"id": item.id or new_id(_PREFIXES[raw["type"]])}
     if not isinstance(item, Reasoning):
         raw["status"] = "completed"
-    if isinstance(item, Message) and isinstance(item.content, str):
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
         raw["content"] = [{"type": part, "text": item.content}]
     return raw
 
 
-def _kind(raw: RawItem) -> str:
-    kind = raw.get("type")
-    if kind is None:
-        return "item_reference" if raw.keys() <= {"id", "type"} else "message"
-    return str(kind)
-
-
-def _read(raw: RawItem, where: str) -> Item:
-    kind = _kind(raw)
-    if kind not in KINDS:
-        word = kind[:MAX_NAME_LENGTH]
-        reason = f"must be one of {', '.join(KINDS)}, got '{{value}}'.{nearest(word, KINDS)}"
-        raise UnsupportedFieldError(reason, field=f"{where}.type", value=word)
-    item = convert(raw, KINDS[kind], where)
-    if isinstance(item, Message):
-        _check(item, where)
-    elif isinstance(item, FunctionCall | FunctionCallOutput):
-        refuse_all_but(item, NEUTRAL_OF_CALLS, f"{where}.")
-    return item
-
-
-def _check(item: Message, where: str) -> None:
-    if item.role not in ROLES:
-        hint = ": send a function_call_output" if item.role == "tool" else ""
-        reason = f"must be one of {', '.join(ROLES)}, got '{{value}}'{hint}."
-        raise RequestError(reason, field=f"{where}.role", value=item.role)
-    if isinstance(item.content, str):
-        return
-    for place, part in enumerate(item.content):
-        if isinstance(part, OutputText):
-            refuse_all_but(part, NEUTRAL_OF_TEXT, f"{where}.content[{place}].")
+def _with_type(raw: RawItem) -> RawItem:
+    if raw.get("type") is not None:
+        return raw
+    return raw | {"type": "item_reference" if raw.keys() <= {"id", "type"} else "message"}
 
 
 def _text(content: str | list[Part] | list[InputText]) -> str:
@@ -306,8 +241,3 @@ def _text(content: str | list[Part] | list[InputText]) -> str:
         return content
     texts = (part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
     return "".join(texts)
-
-
-def _call(item: FunctionCall) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}

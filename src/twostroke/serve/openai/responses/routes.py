@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -38,7 +38,7 @@ class ResponseNotFoundError(TwostrokeError):
 class ItemList(msgspec.Struct, kw_only=True, frozen=True):
     """A page of the items that a response answered."""
 
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
@@ -49,8 +49,8 @@ class Deleted(msgspec.Struct, kw_only=True, frozen=True):
     """A response was deleted."""
 
     id: str
-    object: str = "response"
-    deleted: bool = True
+    object: Literal["response"] = "response"
+    deleted: Annotated[bool, msgspec.Meta(extra_json_schema={"const": True})] = True
 
 
 def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:

@@ -1,0 +1,115 @@
+"""How fields of requests describe themselves: meaning, bounds, and whether they are supported.
+
+`http/decode.py` checks requests by these annotations, `describe/document.py` publishes them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from twostroke.core.sampling import BOUNDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+T = TypeVar("T")
+
+
+class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
+    """An object of a request."""
+
+
+class TaggedObject(RequestObject, tag_field="type"):
+    """An object of a request that says in `type` what it is."""
+
+
+class Fact(StrEnum):
+    """A place in a JSON Schema for a value of the running model or of the server's options."""
+
+    LAST_ID = "{last token}"
+    ID_PATTERN = "{pattern of token ids}"
+    MODEL_NAMES = "{model names}"
+    GUESSERS = "{methods of speculation}"
+    EMBEDDING_WIDTH = "{embedding width}"
+    MAX_CHOICES = "{most answers}"
+    MAX_INPUTS = "{most inputs}"
+
+
+def doc(description: str, **keywords: object) -> Meta:
+    """Return a field's description, and JSON Schema keywords that other code enforces."""
+    return Meta(description=description, extra_json_schema=keywords)
+
+
+def sampling(name: str, description: str = "", **keywords: object) -> Meta:
+    """Describe a field whose bounds `SamplingParams` checks; `keywords` replace some of them."""
+    bounds = BOUNDS[name]
+    low = "exclusiveMinimum" if bounds.above else "minimum"
+    limits = {low: bounds.low, "maximum": bounds.high}
+    return doc(description or bounds.description, **limits | keywords)
+
+
+def unsupported(*neutral: object) -> Meta:
+    """Mark a field that is refused unless it is null or has one of the `neutral` values."""
+    text = "Not supported: leave it out."
+    return Meta(
+        description=text,
+        extra={"neutral": neutral, "shown": repr(neutral)},  # else 1 and True have one annotation
+        extra_json_schema={"enum": [None, *neutral]},
+    )
+
+
+def renamed(name: str) -> Meta:
+    """Mark a field of another protocol that is called `name` in this one."""
+    return Meta(
+        description=f"Not supported: send `{name}`.",
+        extra={"neutral": (), "new_name": name},
+        extra_json_schema={"enum": [None]},
+    )
+
+
+def hints(values: Mapping[str, str]) -> Meta:
+    """Add to the error about a wrong value what to do instead."""
+    return Meta(extra={"hints": values})
+
+
+def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return a reference to a struct's schema in the document."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+IGNORED: Final = Meta(description="Accepted without effect.")
+Ignored = Annotated[T | None, IGNORED]
+IgnoredAny = Annotated[Any, IGNORED]
+Unsupported = Annotated[Any, unsupported()]
+AlwaysOff = Annotated[Any, unsupported(False)]  # noqa: FBT003 - a value, not an option
+AlwaysOn = Annotated[Any, unsupported(True)]  # noqa: FBT003
+
+# Fields of several protocols.
+TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": Fact.LAST_ID})]
+ModelName = Annotated[
+    str | None,
+    doc("One of the names in `/v1/models`.", examples=Fact.MODEL_NAMES),
+]
+Stream = Annotated[bool | None, doc("Send the answer in pieces, as server-sent events.")]
+Timings = Annotated[bool | None, doc("Report how long each answer took.")]
+
+
+def texts_or_ids(max_items: Fact, **of_text: int) -> Meta:
+    """Describe a field that takes a text, token ids, or a list of either."""
+    text = {"type": "string", **of_text}
+    ids = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": Fact.LAST_ID},
+        "minItems": 1,
+    }
+    several = {
+        "type": "array",
+        "items": {"anyOf": [text, ids]},
+        "minItems": 1,
+        "maxItems": max_items,
+    }
+    return doc("A text, token ids, or a list of either.", oneOf=[text, ids, several])
