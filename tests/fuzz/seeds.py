@@ -56,7 +56,7 @@ def words() -> list[str]:
 
 def _gguf() -> dict[str, bytes]:
     """Return both kinds of tokenizer, each beside tensors of half the formats."""
-    values = {"a": [[1, 2], ["x", ""]], "b": 0.5, "c": Typed(7, [True, False])}
+    values = {"a": [1, 2], "d": ["x", ""], "b": 0.5, "c": Typed(7, [True, False])}
     sentencepiece = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<0x0A>", "▁", "▁H", "H", "e", "l"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,7 +39,8 @@ def test_answer_has_vllms_shape(server: LiveServer) -> None:
 
 
 def test_begin_of_text_can_be_left_out(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.client.card.tokenizer, "_prefix_ids", [1])
+    tokenizer = server.client.card.tokenizer
+    monkeypatch.setattr(tokenizer, "_parts", replace(tokenizer._parts, prefix_ids=(1,)))
     with_it = post(server, "/tokenize", prompt="hello")["tokens"]
     without = post(server, "/tokenize", prompt="hello", add_special_tokens=False)["tokens"]
     assert with_it == [1, *without]
