@@ -192,7 +192,7 @@ def _families(server: LiveServer) -> list[Any]:
     """Return every family that there can be."""
     server.chat(max_tokens=2)
     stats = server.client.loop.speculator.stats
-    stats.accepted["ngram"], stats.proposed["ngram"] = 1, 2
+    stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
     metrics = Metrics(server.client, Limits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
     return list(text_string_to_metric_families(metrics.expose("")[0].decode()))

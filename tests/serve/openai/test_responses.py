@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
 from support.tiny import EOS_ID
 from twostroke.core.config import SpeculationOptions
 
@@ -396,13 +396,3 @@ def test_a_failure_in_mid_stream_is_a_failed_response(tmp_path: Path) -> None:
         assert "secret" not in text
         assert server.http.get(f"{PATH}/{failed['id']}").json() == failed
         server.wait_idle()
-
-
-def test_a_client_that_leaves_cancels_and_keeps_nothing(tmp_path: Path) -> None:
-    with live_server(tmp_path) as server:
-        body = {"input": "a", "stream": True, "ignore_eos": True}
-        with server.http.stream("POST", PATH, json=body) as response:
-            next(response.iter_text())
-        wait_for(lambda: server.num_busy == 0)
-        server.wait_idle()
-        assert len(server.api._store) == 0

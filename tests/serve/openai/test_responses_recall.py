@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server
+from support.servers import live_server, wait_for
 from twostroke.core.errors import RequestError
 from twostroke.serve import store as store_module
 from twostroke.serve.dialect import encode_json
@@ -204,3 +204,13 @@ def _thought(text: str) -> Fields:
 def _call(number: int) -> Fields:
     call = {"call_id": f"call_{number}", "name": "weather", "arguments": "{}"}
     return {"type": "function_call", **call}
+
+
+def test_a_client_that_leaves_cancels_and_keeps_nothing(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        body = {"input": "a", "stream": True, "ignore_eos": True}
+        with server.http.stream("POST", PATH, json=body) as response:
+            next(response.iter_text())
+        wait_for(lambda: server.num_busy == 0)
+        server.wait_idle()
+        assert len(server.api._store) == 0

@@ -72,13 +72,8 @@ class CpuBackend:
         assert page_size % 16 == 0, "kernels handle 16 tokens of a page at once"
         choice = choose_level(level)
         self._program, self._activation_bits = program, activation_bits
-        self._norm: partial[NDArray[np.float32]] | None = None
-        tapped = tapped_value
-        if embeds:  # the kernel for logits norms its own rows only
-            norm = next(op for op in program.ops if op.output == program.last_states)
-            assert isinstance(norm, ops.RMSNorm), "logits are computed from a norm"
-            self._norm = partial(rms_norm, norm, weight=tensors[norm.weight].dequantize())
-            tapped = norm.x
+        self._norm = _last_norm(program, tensors) if embeds else None
+        tapped = self._norm.args[0].x if self._norm else tapped_value
         assert tapped_value in (None, tapped), "a step can return one value"
         self._lowered = self._lower([] if tapped is None else [tapped])
         library = load_library(choice.level)
@@ -107,9 +102,8 @@ class CpuBackend:
             weight_bytes=weights.num_bytes,
             cache_bytes=num_pages * program.page_bytes(page_size, FORMATS[kv_format]),
         )
-        longest = PageGroups(page_size, self.facts.windows).most_tokens(
-            num_pages, program.context_length
-        )
+        groups = PageGroups(page_size, self.facts.windows)
+        longest = groups.most_tokens(num_pages, program.context_length)
         self._steps = StepArrays(
             len(self.facts.windows),
             page_size,
@@ -178,6 +172,15 @@ class CpuBackend:
 
     def _lower(self, taps: Sequence[str]) -> Lowered:
         return lower(self._program, taps, activation_bits=self._activation_bits)
+
+
+def _last_norm(
+    program: Program, tensors: Mapping[str, QuantTensor]
+) -> partial[NDArray[np.float32]]:
+    """Return the norm of last hidden states (rows, width); the logits' kernel keeps its own."""
+    norm = next(op for op in program.ops if op.output == program.last_states)
+    assert isinstance(norm, ops.RMSNorm), "logits are computed from a norm"
+    return partial(rms_norm, norm, weight=tensors[norm.weight].dequantize())
 
 
 def _detail(level: str, num_threads: int, activation_bits: int, kv_format: str) -> str:
