@@ -10,9 +10,11 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+import msgspec
 
 Ask = Callable[[Sequence[int]], AsyncIterator[int]]  # a prompt's answer: tokens at each arrival
 
@@ -48,7 +50,9 @@ class Served:
             "ttft_p50_s": ttfts[9], "ttft_p95_s": ttfts[18],
             "itl_p50_s": gaps[9], "itl_p95_s": gaps[18], "itl_max_s": max(self.gaps_s),
         }  # fmt: skip
-        counts = {name: asdict(self)[name] for name in ("client_s", "wall_s", "num_requests")}
+        counts = {
+            name: msgspec.to_builtins(self)[name] for name in ("client_s", "wall_s", "num_requests")
+        }
         return {"tokens_per_s": self.tokens_per_s, **times, **counts}
 
 

@@ -6,8 +6,10 @@ A line is a task with a number of streams; one that is measured again replaces i
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from records import ROWS, machine_slug
 from report import caption, machine_facts, read, spread, table, write
@@ -86,7 +88,7 @@ class Guessing:
         self.lines += [line for line in before.lines if (line.task, line.streams) not in new]
         self.chosen = self.chosen or before.chosen
         path = _path(self.name)
-        write(path, json.dumps(asdict(self), indent=1) + "\n")
+        write(path, json.dumps(msgspec.to_builtins(self), indent=1) + "\n")
 
     def parts(self) -> Iterator[str]:
         """Yield the paragraphs of a report."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quiet import MAX_SHARE
 from records import OURS, Entry, is_ours
@@ -87,7 +89,7 @@ class Row:
         """Return the work and all its runs."""
         rates = {f"{name}, {way}" if way else name: r for (name, way), r in self.rates.items()}
         return {
-            "work": asdict(self.work),
+            "work": msgspec.to_builtins(self.work),
             "tokens_per_s": rates,
             "same_first_tokens": self.same_first_tokens,
             "failures": self.failures,

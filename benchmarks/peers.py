@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from goals import SMOLLM2, rows_of
 from interleaved import Row, measure
@@ -30,6 +31,7 @@ from report import caption, machine_facts, note, positive, save, spread, table
 from sides import Side, add_arguments, start
 from texts import FreshPrompts, heldout_tokens, pieces
 from twostroke.core.config import ComputeOptions
+from twostroke.core.frozen import Frozen
 from twostroke.engine.loading import load
 from twostroke.measure.divergence import compare
 from workload import WORKS
@@ -97,13 +99,12 @@ def _measure_model(given: argparse.Namespace, model: str) -> tuple[dict[str, Any
         "limits": limits,
         "engines": {side.name: side.about for side in sides},
         "speed": [row.as_json() for row in rows],
-        "quality": [asdict(line) for line in quality],
+        "quality": [msgspec.to_builtins(line) for line in quality],
     }
     return result, _text(model, given, rows, sides, quality)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Frozen):
     """What all rows of a model have in common."""
 
     given: argparse.Namespace
@@ -145,7 +146,7 @@ def _record(run: Run, name: str, row: Row) -> Record:
                 for bits in OTHER_BITS
             },
             "same_first_tokens": row.same_first_tokens,
-            "quality": [asdict(line) for line in run.quality],
+            "quality": [msgspec.to_builtins(line) for line in run.quality],
         },
     )
 
@@ -186,7 +187,7 @@ def _quality(
                 continue
             others = (np.load(path, allow_pickle=False) for path in paths)
             comparison = compare(list(zip(right, others, parts, strict=True)))
-            lines.append(Quality(f"{side.name}, {way}", asdict(comparison)))
+            lines.append(Quality(f"{side.name}, {way}", msgspec.to_builtins(comparison)))
     return lines
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from twostroke.core.config import BatchOptions, CacheOptions, ComputeOptions
 from twostroke.core.hardware import memory_available
@@ -66,7 +68,9 @@ def engine_quality(
     lines = []
     for line, generated in rows.items():
         scores = (backend.score(part, generated=generated) for part in parts)
-        lines.append(Quality(line, asdict(compare(zip(right, scores, parts, strict=True)))))
+        lines.append(
+            Quality(line, msgspec.to_builtins(compare(zip(right, scores, parts, strict=True))))
+        )
     backend.close()
     return lines
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from report import RESULTS, machine_facts, read, write
 from twostroke.backends.cpu.library import choose_level
@@ -98,7 +100,7 @@ def keep(record: Record) -> None:
     """Write a row over what was measured of it before on a machine like this."""
     parts = filter(None, (record.model, record.row, record.setting))
     path = ROWS / machine_slug(record.facts) / f"{'.'.join(map(_slug, parts))}.json"
-    write(path, json.dumps(asdict(record), indent=1) + "\n")
+    write(path, json.dumps(msgspec.to_builtins(record), indent=1) + "\n")
 
 
 def all_records() -> Iterator[tuple[str, list[Record]]]:

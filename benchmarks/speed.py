@@ -6,9 +6,11 @@ Rounds go through all rows in turn, so that a slow minute does not fall on one r
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from footprint import OFTEN_S, build_s, generate_command, installed_size, live
 from ours import run_job
@@ -128,9 +130,9 @@ def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[s
         rows = _measure_rows(engine, works, limits, prompts, given.rounds)
         batch = Row(Work("full batch", _POLICY_BATCH, PROMPT_LENGTH, 32))
         _run_once(engine, batch, limits, prompts)
-    result["engine"] = asdict(engine.facts)
-    result["limits"] = asdict(limits)
-    result["speed"] = [asdict(row) for row in rows]
+    result["engine"] = msgspec.to_builtins(engine.facts)
+    result["limits"] = msgspec.to_builtins(limits)
+    result["speed"] = [msgspec.to_builtins(row) for row in rows]
     text = _speed_text(rows, engine, limits) if "speed" in given.parts else []
     if "policies" in given.parts:
         note("Replaying one trace under each policy")
@@ -138,7 +140,8 @@ def _measure_engine(given: argparse.Namespace, result: dict[str, Any]) -> list[s
         trace = poisson_trace(prompts, _POLICY_REQUESTS, load_tokens_per_s, seed=0)
         served = compare_policies(given.model, compute, trace, _POLICY_BATCH)
         result["policies"] = [
-            {key: value for key, value in asdict(one).items() if key != "answers"} for one in served
+            {key: value for key, value in msgspec.to_builtins(one).items() if key != "answers"}
+            for one in served
         ]
         text += _policies_text(served, load_tokens_per_s)
     return text
@@ -215,7 +218,7 @@ def _measure_footprint(given: argparse.Namespace, result: dict[str, Any]) -> lis
     if "size" in given.parts:
         note("Installing into a fresh environment")
         size = installed_size()
-        result["installed"] = asdict(size)
+        result["installed"] = msgspec.to_builtins(size)
         lines.append(("installed environment without pip", f"{size.without_pip / 1e6:.0f} MB"))
         lines.append(("installed environment with pip", f"{size.total / 1e6:.0f} MB"))
         lines.append(("`pip install .`, all included", f"{size.install_s:.0f} s"))

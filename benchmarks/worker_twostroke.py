@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from closed_loop import Loop
 from ours import run_job, run_loop
@@ -57,7 +58,7 @@ def main() -> None:
             return {"bandwidth": at.bandwidth, "peak": at.peak, "peak_kind": at.peak_kind}
 
         def about() -> dict[str, Any]:
-            return {"version": f"on {facts.detail}", "facts": asdict(facts)}
+            return {"version": f"on {facts.detail}", "facts": msgspec.to_builtins(facts)}
 
         serve({
             "about": about, "run": run, "loop": loop, "limits": limits, "forget": dict

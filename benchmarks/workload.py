@@ -5,8 +5,10 @@ Only the standard library is used here: peers import this file in environments o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 Stamps = list[tuple[float, int]]  # when tokens of a stream came, and how many
 
@@ -77,7 +79,8 @@ class Timing:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for `Timing(**fields)` in another process."""
-        return asdict(self)
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
 
 PROMPT_LENGTH = 32

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import regex
+from msgspec.structs import replace
 
 from support.native import native_dir
 from support.tiny import write_tiny_gguf

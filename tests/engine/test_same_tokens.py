@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import tiny_model
 from support.native import NEEDS, load_level
@@ -14,6 +14,7 @@ from support.schedules import Setting, fresh, random_requests, run_schedule
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES
 from twostroke.backends.cpu import CpuBackend
+from twostroke.core.frozen import Frozen
 from twostroke.models import build_program
 from twostroke.schedule import Continuous
 from twostroke.weights import load_path
@@ -28,8 +29,7 @@ NUM_PAGES = 512
 CONTEXT = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Frozen):
     """One model twice: on one thread, for the expected tokens, and on two."""
 
     plain: CpuBackend

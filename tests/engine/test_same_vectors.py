@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import cpu_backend, tiny_model
 from support.native import NEEDS, load_level
@@ -19,6 +19,7 @@ from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.cache import PagePool
 from twostroke.core.embedding import Pooling
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.models import build_program
@@ -86,8 +87,7 @@ def test_torch_agrees_with_the_reference() -> None:
         np.testing.assert_allclose(*vectors, atol=1e-5)
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(Frozen):
     """One model twice: on one thread, for the expected vectors, and on two."""
 
     plain: CpuBackend

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from support.programs import program_of_layers
 from support.schedules import Setting, fresh, random_requests, run_schedule

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
 from support.sampling import (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from support.tiny_families import FAMILIES

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from support.operations import NUM_IDS, OPS, input_width
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
@@ -112,7 +112,7 @@ def test_ranks_together_compute_what_one_rank_does() -> None:
 
 def test_rules_name_fields_and_axes_that_exist() -> None:
     for op in OPS:
-        names = {field.name for field in fields(op)}
+        names = set(op.__struct_fields__)
         assert set(op.sharding.divided) <= names
         assert op.sharding.divided or op.sharding.unit is Unit.OPERATION
         for weight in op.weights:

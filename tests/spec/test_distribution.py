@@ -8,11 +8,12 @@ not token by token but jointly, since a wrong draft shows in the tokens after it
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.chi_square import AGREES, DIFFERS, deviate
 from support.native import load_level

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS
 from twostroke.quant.iq4 import LEVELS
 from twostroke.quant.k_from_minimum import unpack_scales
@@ -18,8 +17,7 @@ HALVES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Frozen):
     """A weight is scale * quant + minimum; the integer products multiply the quants.
 
     `scales` and `minimums` are float32 (outputs, sub-blocks), `quants` int64 (outputs, sub-blocks,

@@ -21,6 +21,7 @@ import pytest
 from huggingface_hub import constants
 
 from twostroke.core.errors import DownloadError
+from twostroke.core.frozen import Frozen
 from twostroke.engine import loading
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class Repo:
     commit: str = COMMIT
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Frozen):
     """A request that was made."""
 
     method: str

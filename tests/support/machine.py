@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec.structs import replace
 
 from support.fake_model import (
     VOCAB_SIZE,

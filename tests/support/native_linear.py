@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from support.block_formats import Parts, random_source, take_apart
 from support.native import address, load_level
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, FORMATS_BY_GGUF_ID
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def aligned(num_bytes: int) -> np.ndarray:
     return buffer[start : start + num_bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(Frozen):
     """A matrix in GGUF's layout: `source` bytes, and the exact weights (outputs, inputs).
 
     Those of a block format have parts.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.models import ExpertSpec, ModelSpec, RopeSpec
 from twostroke.models.blocks import decoder, residual_layer

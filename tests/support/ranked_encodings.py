@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import tiktoken
 
 from support.ranked_tokenizer import tekken_ranks
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(Frozen):
     """A vocabulary, what encodes with it, and how many control tokens precede its ids."""
 
     ranks: dict[bytes, int]

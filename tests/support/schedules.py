@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from support.guesses import add_guesses
 from support.invariants import check_scheduler
 from support.vectors import embedder_of
 from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.schedule import Batched, Continuous, Policy, Scheduler, SchedulerConfig
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
     Answer = tuple[tuple[int, ...], tuple[TokenLogprobs | None, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Frozen):
     """How a batch of requests is run."""
 
     num_pages: int

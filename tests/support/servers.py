@@ -8,11 +8,11 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from support.described import CheckedClient
 from support.engines import tiny_client
+from twostroke.core.frozen import Frozen
 from twostroke.serve import run
 from twostroke.serve.app import Api
 from twostroke.serve.options import ServeOptions
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from twostroke.engine.loop import EngineLoop
 
 
-@dataclass(frozen=True)
-class LiveServer:
+class LiveServer(Frozen):
     """A running server with everything that is behind it."""
 
     url: str

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from support.gguf_writer import I32, U16, Typed, write_gguf
 from support.safetensors_writer import write_safetensors
 from support.tiny_families import FAMILIES
 from support.tiny_weights import folder_weights, gguf_weights, random_weights
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ BOS_ID, EOS_ID = 1, 2
 _WORDS = ("the", "and", "Ġthe", "Ġa", "Ġis", "Ġof", "Ġto", "ing", "er", "Ġworld", "hello", "Ġin")
 
 
-@dataclass(frozen=True, slots=True)
-class Tiny:
+class Tiny(Frozen):
     """The sizes of a tiny model; `fmt` is the format of its matrices, `embedding_fmt` of its table.
 
     `family` is a name of `tiny_families.FAMILIES`; `tiny_of` chooses fitting sizes. Two equal Tinys

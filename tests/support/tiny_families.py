@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import field
+from msgspec.structs import replace
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+from twostroke.core.frozen import Frozen
+
+
+class Variant(Frozen):
     """A family's departures from Llama.
 
     `metadata` is a GGUF's (keys without the architecture), `config` a config.json's, `sizes` are

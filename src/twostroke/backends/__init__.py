@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class BackendFacts:
+class BackendFacts(Frozen):
     """Facts about a backend. The engine branches on these, never on the name.
 
     There are `num_pages` pages, each for `page_size` tokens of any one cache group; rows of group

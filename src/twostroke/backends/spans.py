@@ -5,12 +5,13 @@ For readers that interpret a Program one operation after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import field
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 from twostroke.core.tree import ends_of
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Frozen):
     """Consecutive rows of one sequence: `rows` of the step, at `start`, and its `pages`.
 
     Keys and values of the rows `above`, at the positions just before `start`, are also stored in

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+
+from twostroke.core.frozen import Frozen
 
 
-@dataclass(frozen=True, slots=True)
-class PageGroups:
+class PageGroups(Frozen):
     """How far the rows of each cache group see: `windows[g]` positions, or all of them if None.
 
     A page holds `page_size` tokens of one group. A request has the same number of places for pages

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class PrefixChain:
             keys.append(key)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(Frozen):
     """The first `num_places` pages of a sequence, as `Request.pages` holds them: a list a group.
 
     `num_known` is the number of places known in the groups without a window.

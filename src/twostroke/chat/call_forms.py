@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -12,8 +15,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallForm:
+class CallForm(Frozen, kw_only=True):
     """How calls are written: `begin`, then each as head, name, middle, arguments and tail, `end`.
 
     Attributes:

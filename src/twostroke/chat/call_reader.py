@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import regex
 
 from twostroke.chat.call_forms import HERMES
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.preface import overlap
 
 if TYPE_CHECKING:
@@ -29,30 +29,26 @@ _BARE_TAIL: Final = regex.compile(r"\s*+\}")
 _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;]).)+')
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(Frozen):
     """Text of the answer outside calls."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningPiece:
+class ReasoningPiece(Frozen):
     """Text of the reasoning before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegin:
+class CallBegin(Frozen):
     """A call of a function begins; `index` counts those of the answer."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsPiece:
+class ArgumentsPiece(Frozen):
     """More of the JSON of a call's arguments."""
 
     index: int
@@ -274,8 +270,7 @@ class Trim:
         return blank
 
 
-@dataclass(frozen=True, slots=True)
-class _Shapes:
+class _Shapes(Frozen):
     """Patterns of the text around arguments; possessive, so that reading is linear."""
 
     first: regex.Pattern[str]  # after the mark

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from itertools import product
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from twostroke.chat.call_forms import FORMS, HERMES, CallForm
 from twostroke.core.errors import TwostrokeError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +33,7 @@ _SHOWN: Final[dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateCapabilities:
+class TemplateCapabilities(Frozen):
     """What a chat template supports; the rest is written as text.
 
     Attributes:
@@ -104,8 +105,7 @@ def _without_calls(probe: _Probe, shown: str, tokenizer: Tokenizer) -> TemplateC
 _NONE: Final = TemplateCapabilities()
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
+class _Probe(Frozen):
     """Renders chats in which calls are given in one of several ways."""
 
     template: ChatTemplate

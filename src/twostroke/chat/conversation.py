@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.chat.capabilities import find_capabilities
 from twostroke.chat.messages import check_are_messages, checked_messages
@@ -12,6 +13,7 @@ from twostroke.chat.reader import Reading
 from twostroke.chat.reasoning import AS_IT_IS, find_marks, preface_of, variables_of, with_reasoning
 from twostroke.chat.tool_prompt import fitted
 from twostroke.chat.tools import ToolForm
+from twostroke.core.frozen import Frozen
 from twostroke.sample.lark import special_marks
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt, Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Frozen):
     """The assistant's turn: its prompt, how the answer is constrained, and how it is read.
 
     `preface` is the reasoning that may come first, `calls` the tools that may be called.

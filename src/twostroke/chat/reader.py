@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.chat.call_forms import HERMES
 from twostroke.chat.call_reader import CallReader, ReasoningPiece, TextPiece, Trim
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class AnswerPart(Protocol):
     def finish_reason(self) -> object | None: ...  # noqa: D102
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Frozen):
     """How to read the answers of a job.
 
     `functions` are the names of those that may be called, written in `form`; one must be called if

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import field
+
 from twostroke.core.errors import RequestError, nearest
+from twostroke.core.frozen import Frozen
 from twostroke.core.preface import Preface
 
 if TYPE_CHECKING:
@@ -38,8 +40,7 @@ _PAIRS: Final = (
 _KEYS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningMarks:
+class ReasoningMarks(Frozen):
     """The texts around a model's reasoning; `is_of_template` if its chat template writes them."""
 
     begin: str
@@ -47,8 +48,7 @@ class ReasoningMarks:
     is_of_template: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
+class Thinking(Frozen):
     """The reasoning that a request asks for; the template decides what is left out.
 
     `is_on` switches it, `effort` is one of `EFFORTS`, and `param` is the field of either.

@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import nodes
@@ -23,6 +22,7 @@ from jinja2.utils import Cycler, Joiner, Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -47,8 +47,7 @@ _WIDE_PERCENT: Final = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
 _WIDE_BRACES: Final = re.compile(r"\d{4}|\{[^{}]*\{")
 
 
-@dataclass(frozen=True, slots=True)
-class RenderBudget:
+class RenderBudget(Frozen):
     """The limits of one rendering.
 
     `max_chars` bounds every string or structure that a template builds, and the prompt.

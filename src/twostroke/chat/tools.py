@@ -6,12 +6,14 @@ The grammar holds an answer from the mark of a call on, so that names exist and 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled, text_but, up_to
 from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, forces_little
 
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(Frozen):
     """A function that may be called, with a schema of its arguments.
 
     `param` is the request's field with the schema. If the schema cannot be enforced, the request is
@@ -45,8 +46,7 @@ class Function:
         return replace(self, schema=dict(ANY_OBJECT))
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
+class Tools(Frozen):
     """The tools of a request.
 
     `shown` are the tools for the prompt, as the client sent them; `functions` are those that may be
@@ -109,8 +109,7 @@ class Tools:
         yield text_but(*others, *(f"BARE{place}" for place in places))
 
 
-@dataclass(frozen=True, slots=True)
-class ToolForm:
+class ToolForm(Frozen):
     """Tools, and the form in which a model calls them, after a preface if there is one."""
 
     tools: Tools

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from twostroke.cli.help import Command, ListOf, OneOf, TextFile, option
 from twostroke.cli.terminal import printable, show_table
@@ -104,7 +104,7 @@ def command(model: str, as_json: bool, layers: bool, check: bool, **given: Any) 
     num_tokens = sum(map(len, pieces))
     if as_json:
         result = {"model": model, "against": against, "right": given["right"]}
-        lines = [asdict(report) for report in reports]
+        lines = [msgspec.to_builtins(report) for report in reports]
         click.echo(json.dumps({**result, "num_tokens": num_tokens, "readers": lines}))
     else:
         what = f"{against} read by {given['right']}" if against != model else given["right"]

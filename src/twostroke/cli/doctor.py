@@ -7,10 +7,10 @@ import platform
 import shutil
 import sys
 import textwrap
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from twostroke.cli.help import Command, option
 from twostroke.core.hardware import (
@@ -65,7 +65,7 @@ def _machine() -> dict[str, Any]:
     return {
         "processor": processor_name(),
         "num_cores": num_cores(),
-        "memory_nodes": [asdict(node) for node in memory_nodes()],
+        "memory_nodes": [msgspec.to_builtins(node) for node in memory_nodes()],
         "memory_bytes": memory_total(),
         "memory_free_bytes": memory_available(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

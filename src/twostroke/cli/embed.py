@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
 from twostroke.cli.options import MACHINE, engine_options

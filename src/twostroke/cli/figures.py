@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.hardware import Hardware
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 _DOT = " · "
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Frozen):
     """One answer's times and rates.
 
     `ttft_s` counts from the arrival of the request. Rates are tokens per second; `mfu` is prefill's

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import asdict
 
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import Command, TextFile, option, read_text

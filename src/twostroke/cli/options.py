@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -23,10 +22,10 @@ from twostroke.core.config import (
 )
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import Field, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import BOUNDS, SamplingParams
 
-T = TypeVar("T")
-
+T = TypeVar("T", bound=Frozen)
 _NO_DRAFT: Final = "none"
 _DEFAULTS: Final = SamplingParams(temperature=0.7)
 _NUMBERS: Final = [name for name in BOUNDS if name not in {"n", "logprobs", "prompt_logprobs"}]
@@ -223,7 +222,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
 
 
 def _taken(kind: type[T], given: dict[str, Any]) -> T:
-    names = [field.name for field in fields(kind) if field.name in given]  # type: ignore[arg-type]
+    names = [name for name in kind.__struct_fields__ if name in given]
     return kind(**{name: given.pop(name) for name in names})
 
 

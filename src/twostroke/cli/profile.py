@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
 from twostroke.cli.help import Command, option
 from twostroke.cli.options import MACHINE, engine_options
@@ -103,7 +103,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
         result = {
             "model": model,
             "backend": profiles[0].detail,
-            "machine": asdict(profiles[0].hardware),
+            "machine": msgspec.to_builtins(profiles[0].hardware),
             "steps": [_as_json(one) for one in profiles],
         }
         click.echo(json.dumps(result))
@@ -202,9 +202,9 @@ def _as_json(profile: StepProfile) -> dict[str, Any]:
     """Return a step as --json prints it; times are in seconds."""
     return {
         "name": profile.shape.name,
-        **asdict(profile.shape),
+        **msgspec.to_builtins(profile.shape),
         "num_measured": profile.num_steps,
-        "run_s": asdict(profile.run_s),
+        "run_s": msgspec.to_builtins(profile.run_s),
         "set_up_s": profile.set_up_s,
         "scheduler_s": profile.scheduler_s,
         "tokens_per_s": profile.tokens_per_s,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
 from typing import Final, NoReturn
 
+from msgspec import field
+
 from twostroke.core.errors import Field, UsageError, nearest
+from twostroke.core.frozen import Frozen
 
 BACKENDS: Final = ("auto", "cpu", "reference", "torch")
 POLICIES: Final = ("continuous", "dynamic", "static")
@@ -19,8 +21,7 @@ SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eag
 MAX_DRAFTS: Final = 24  # for one request in one step
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeOptions:
+class ComputeOptions(Frozen):
     """The backend, its threads, and the instruction-set level of the cpu backend.
 
     `device` is the torch backend's: "auto" is a GPU if there is one, else "cpu"; "cuda:1" names
@@ -52,8 +53,7 @@ class ComputeOptions:
             raise UsageError("needs the backend torch.", field="device")
 
 
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
+class CacheOptions(Frozen):
     """The key-value cache: its size and its contents.
 
     `memory_bytes` None is enough for the longest requests, within half of the free memory.
@@ -83,8 +83,7 @@ class CacheOptions:
             raise UsageError(reason, field="context_length")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
+class BatchOptions(Frozen):
     """How requests share steps.
 
     `policy` is "continuous" (join at any step), "dynamic" (a batch starts when `batch_size`
@@ -104,8 +103,8 @@ class BatchOptions:
     def __post_init__(self) -> None:
         """Refuse unknown names and numbers out of range."""
         _one_of("policy", self.policy, POLICIES)
-        for number in fields(self)[1:]:
-            name, value = number.name, getattr(self, number.name)
+        for name in self.__struct_fields__[1:]:
+            value = getattr(self, name)
             low = 0 if name == "max_wait_s" else 1
             if value is not None and not value >= low:
                 raise UsageError(f"must be at least {low}, got {value}.", field=name)
@@ -113,8 +112,7 @@ class BatchOptions:
                 raise UsageError(f"must be a finite number, got {value}.", field=name)
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationOptions:
+class SpeculationOptions(Frozen):
     """How tokens are guessed before they are computed; this changes speed and never an answer.
 
     Attributes:
@@ -160,8 +158,7 @@ class SpeculationOptions:
         raise UsageError(reason, field=field, other=Field("method"))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
+class EngineOptions(Frozen):
     """All options of `engine.build`."""
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)

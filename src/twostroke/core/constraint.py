@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,7 @@ NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(Frozen):
     """A set of texts, one of which the answer will be.
 
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
@@ -34,7 +33,7 @@ class Constraint:
 
     notation: str
     text: str
-    param: str = field(default="constraint", compare=False)
+    param: str = "constraint"
     preface: Preface | None = None
 
     def __post_init__(self) -> None:

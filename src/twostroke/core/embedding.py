@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from twostroke.core.errors import RequestError, nearest
+from twostroke.core.frozen import Frozen
 
 
 class Pooling(Enum):
@@ -20,8 +20,7 @@ AUTO: Final = "auto"
 POOLINGS: Final = (AUTO, *(pooling.value for pooling in Pooling))
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingParams:
+class EmbeddingParams(Frozen):
     """How a text becomes a vector, whose length is always 1.
 
     `pooling` is one of `POOLINGS`; "auto" is what the model's files say, else the mean. With

@@ -7,12 +7,12 @@ import os
 import platform
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core import env
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own
 _NODES = Path("/sys/devices/system/node")
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(Frozen):
     """The limits that measured speeds are compared with, and where they come from.
 
     `bandwidth` is in bytes/s for streams the size of a model; `peak` in operations/s (one
@@ -38,8 +37,7 @@ class Hardware:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNode:
+class MemoryNode(Frozen):
     """Cores that this process may use, and that are near one part of the memory."""
 
     number: int  # the operating system's

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from twostroke.core.frozen import Frozen
 
 
-@dataclass(frozen=True, slots=True)
-class Preface:
+class Preface(Frozen):
     """A model's reasoning before its answer; constraints and stop strings do not apply to it.
 
     `begin` is the text that opens it, at the beginning of the output; empty if the prompt has

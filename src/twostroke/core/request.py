@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from twostroke.core.embedding import Pooling
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.constraint import Matcher
@@ -25,8 +26,7 @@ class FinishReason(Enum):
     ERROR = "error"  # the engine failed on it
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Frozen):
     """Advice that may make a request faster and never changes its tokens.
 
     `speculate` is the method of guessing, a name in `core.config.SPECULATE`. `prediction` is the

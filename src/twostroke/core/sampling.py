@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec import field
+from msgspec.structs import force_setattr, replace
+
 from twostroke.core.errors import Field, RequestError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +29,7 @@ MAX_BIAS = 100
 MAX_ID = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Frozen):
     """A number's meaning and its bounds, both included; with `above`, `low` is not."""
 
     kind: type[int | float]
@@ -66,8 +68,7 @@ _BIAS: Final = Bounds(float, -MAX_BIAS, MAX_BIAS)
 _MAY_BE_NONE: Final = frozenset(("max_tokens", "seed", "logprobs", "prompt_logprobs"))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Frozen):
     """Everything that decides which token comes next and when to end.
 
     The order of application is: logit bias, repetition, frequency and presence penalties,
@@ -135,8 +136,8 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         stops, ids = (_as_tuple(name, getattr(self, name)) for name in ("stop", "stop_token_ids"))
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", ids)
+        force_setattr(self, "stop", stops)
+        force_setattr(self, "stop_token_ids", ids)
         if not all(isinstance(stop, str) for stop in stops):
             raise RequestError("must be a string or a list of strings.", field="stop")
         is_wrong = any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in self.stop)

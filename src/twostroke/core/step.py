@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from msgspec import field
+from msgspec.structs import force_setattr
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,8 +70,7 @@ class Slice:
         return self.request.tokens[end - self.num_scored : end]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Frozen):
     """The work of one step: a slice for each of its requests.
 
     `preempted` requests lost their pages to make room and wait again; they are not in `slices`.
@@ -81,14 +85,14 @@ class StepPlan:
     slices: tuple[Slice, ...]
     preempted: tuple[Request, ...] = ()
     budget: int = 0
-    external: NDArray[np.float32] | None = field(default=None, compare=False)
-    requests: list[Request] = field(init=False, repr=False, compare=False)
-    starts: list[int] = field(init=False, repr=False, compare=False)
-    counts: list[int] = field(init=False, repr=False, compare=False)
-    is_decode: bool = field(init=False, repr=False, compare=False)
+    external: NDArray[np.float32] | None = None
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    is_decode: bool = False
 
     def __post_init__(self) -> None:
-        slices, counts, keep = self.slices, [s.count for s in self.slices], object.__setattr__
+        slices, counts, keep = self.slices, [s.count for s in self.slices], force_setattr
         keep(self, "requests", [s.request for s in slices])
         keep(self, "starts", [s.start for s in slices])
         keep(self, "counts", counts)
@@ -111,8 +115,7 @@ class StepPlan:
         return [place >= s.num_scored for s in self.slices for place in range(s.num_with_logits)]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Frozen):
     """Natural log-probabilities of one token, from the model's own distribution."""
 
     logprob: float
@@ -120,8 +123,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Frozen):
     """The tokens that a step drew: `num_drawn` of each slice, in the plan's order.
 
     A slice's first token follows the request's newest, the others follow its drafts. It is
@@ -136,13 +138,12 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     elapsed_s: float = 0.0
     kernel_s: float = 0.0
-    hidden: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    hidden: NDArray[np.float32] | None = None
     scores: Sequence[TokenLogprobs | None] = ()
-    states: Sequence[NDArray[np.float32]] = field(default=(), repr=False, compare=False)
+    states: Sequence[NDArray[np.float32]] = ()
 
 
-@dataclass(slots=True)  # as Slice
-class Delta:
+class Delta(Frozen):
     """The outcome of one step for one request: new tokens, and perhaps its end.
 
     `scores` are log-probabilities of the prompt's next tokens, in order, from the second token on.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
 ROOT = -1  # the request's newest token, which the first drafts follow
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(Frozen):
     """Drafts, from index `first` to the next branch's, that leave the path of earlier ones.
 
     Each follows the previous draft; the first follows draft `parent` (or `ROOT`), at `position`. A

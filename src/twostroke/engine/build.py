@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -12,6 +11,7 @@ from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import PagePool, PrefixIndex
 from twostroke.chat.conversation import Chat
 from twostroke.core.config import EngineOptions
+from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import give_back_memory, memory_available, resolve_num_threads
 from twostroke.engine.client import Client, ModelCard
 from twostroke.engine.compute import (
@@ -54,8 +54,7 @@ _MAX_RUNNING = 256
 _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Frozen):
     """A running engine: `client` takes requests, `facts` are its backend's.
 
     `limits` are the machine's, `draft` is the name of the model that guesses tokens.

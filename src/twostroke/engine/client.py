@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError, nearest
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_HINTS, Hints, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.service import DEFAULT_SERVICE
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 _MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelCard(Frozen):
     """Facts about an engine's model. Sizes are in bytes.
 
     `pooling` is how its files say that embeddings are made, None if they do not say.
@@ -57,8 +56,7 @@ class ModelCard:
         return program.value_widths[program.last_states]
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Frozen):
     """Who asks. A lower `priority` goes first; tenants do not share cached prefixes.
 
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or

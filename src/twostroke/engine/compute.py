@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level

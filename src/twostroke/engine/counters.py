@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import astuple, dataclass
 from operator import sub
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec.structs import astuple
+
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service import SERVICES
 from twostroke.engine.histogram import ROW_BOUNDS, Histogram
@@ -32,8 +34,7 @@ COMPLETED: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _NUM_RECENT: Final = 120  # steps
 
 
-@dataclass(frozen=True, slots=True)
-class Stroke:
+class Stroke(Frozen):
     """Sums over the steps of one kind; `rows` are tokens computed."""
 
     steps: int = 0
@@ -66,8 +67,7 @@ class Stroke:
         return self.bytes_per_s / hardware.bandwidth
 
 
-@dataclass(frozen=True, slots=True)
-class Strokes:
+class Strokes(Frozen):
     """Sums for prefill and decode; a step is prefill if most of its rows are prompt tokens."""
 
     prefill: Stroke = Stroke()
@@ -87,8 +87,7 @@ class TimedRows(NamedTuple):
     step_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceTotals:
+class ServiceTotals(Frozen):
     """Sums for one class of service.
 
     Prompts are counted at their first token, `completion_tokens` as they are generated. `ends` are
@@ -110,8 +109,7 @@ class ServiceTotals:
         return sum(self.ends.get(reason, 0) for reason in COMPLETED)
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationTotals:
+class SpeculationTotals(Frozen):
     """Guesses: `proposed` and `accepted` by source, `accepted_at` by place after the newest token.
 
     `passes` are slices with guesses; each drew one token besides the accepted ones. `saved_s`
@@ -125,8 +123,7 @@ class SpeculationTotals:
     saved_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Frozen):
     """The engine's counts at one moment; sums are since its start, `age_s` seconds ago.
 
     `services` are by class of service. `prefill_rows` and `decode_rows` are the distributions of a

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from twostroke.engine.output import Output
 
 
-@dataclass(frozen=True, slots=True)
-class Mailbox:
+class Mailbox(Frozen):
     """Where the outputs of a generation go.
 
     `put` takes an output. It is called in the thread of `event_loop`; without one, in any thread.

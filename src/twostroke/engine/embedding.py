@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.core.embedding import AUTO, EmbeddingParams, Pooling
 from twostroke.core.errors import EngineStoppedError, RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import FinishReason
 from twostroke.core.service import DEFAULT_SERVICE
 from twostroke.engine.listener import Listener
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     Vector = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Embedding:
+class Embedding(Frozen, eq=False):
     """One text's vector, of length 1, with its usage and its timings."""
 
     index: int

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from msgspec.structs import replace
+
 from twostroke.cache import FORMATS as CACHE_FORMATS
 from twostroke.core.config import PARTNER
 from twostroke.core.errors import MemoryLimitError, TwostrokeError, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import (
     FLOAT32_BACKENDS,
@@ -46,8 +48,7 @@ _PACKED = FORMATS["Q8_0"]
 _logger = logging.getLogger("twostroke.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(Frozen):
     """A draft that fits its target; its files are mapped and its weights not read yet.
 
     `words` are None if both models have the same vocabulary. An optional draft, which the user
@@ -168,8 +169,7 @@ class Draft:
         return replace(size, num_pages=num_pages, cache_bytes=cache_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Frozen):
     """Heads that fit their target; their files are mapped and their weights not read yet.
 
     `table` is the target's embedding, which an EAGLE head reads.

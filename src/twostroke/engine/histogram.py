@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,8 +21,7 @@ TIME_BOUNDS_S: Final = tuple(float(f"{step}e{power}") for power in range(-5, 4) 
 ROW_BOUNDS: Final = tuple(float(2**power) for power in range(15))
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(Frozen):
     """`counts[i]` values are at most `bounds[i]` and above the previous bound; the last are above.
 
     `sum` is the sum of all values.

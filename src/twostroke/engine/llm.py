@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 from twostroke.core.config import PARTNER
 from twostroke.core.embedding import AUTO, EmbeddingParams
 from twostroke.core.errors import OverloadedError, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.build import Engine, build
 from twostroke.engine.client import Caller
@@ -264,8 +264,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             generation.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(Frozen):
     """A prompt as token ids, and how to answer it."""
 
     tokens: list[int]

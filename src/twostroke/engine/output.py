@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Frozen):
     """Tokens of a choice; `cached_tokens` are prompt tokens found in the prefix cache.
 
     Guessed tokens are accepted, and then part of the completion, or rejected.
@@ -28,8 +29,7 @@ class Usage:
     rejected_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(Frozen):
     """Times of a choice, in seconds on the engine's clock.
 
     `started_s` is when it left the queue. Of an embedding, `first_token_s` is 0, and it was ready
@@ -88,8 +88,7 @@ class Output:
     embedding: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Frozen):
     """One whole answer.
 
     If the request asked for them, `logprobs` has an entry for each token and `prompt_logprobs` one

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
 from twostroke.core.request import Hints

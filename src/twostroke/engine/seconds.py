@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +16,7 @@ T = TypeVar("T")
 MAX_SECONDS: Final = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[T]):
+class Span(Frozen, Generic[T]):
     """Sums at the beginning and at the end of some whole seconds."""
 
     first: T

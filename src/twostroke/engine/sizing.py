@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.config import CacheOptions
@@ -17,8 +17,7 @@ _SHARE_OF_FREE = 0.5  # of the memory that the weights leave
 _WORKING_BYTES = 128 * 1024**2  # interpreter, tokenizer, buffers of a step
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSize:
+class CacheSize(Frozen):
     """The longest request, and the pages for all requests."""
 
     context_length: int
@@ -85,8 +84,7 @@ def size_cache(
     raise shortage.too_much_asked() if asks_too_much else shortage.too_small()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shortage:
+class _Shortage(Frozen):
     """Why weights and pages do not fit; `fitting` tokens of context would."""
 
     name: str

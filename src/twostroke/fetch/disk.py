@@ -8,10 +8,10 @@ import hashlib
 import os
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import DownloadError
+from twostroke.core.frozen import Frozen
 from twostroke.fetch.progress import Progress, Watcher
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20  # left free by a download
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Frozen):
     """A folder for models; users move it with the environment variable `variable`."""
 
     folder: Path

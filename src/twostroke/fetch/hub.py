@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from twostroke.core.errors import DownloadError, ModelFormatError, ModelNotFoundError
 from twostroke.core.files import write_text
+from twostroke.core.frozen import Frozen
 from twostroke.fetch.choice import RepoFile
 from twostroke.fetch.disk import CHUNK_BYTES, file_sha256, file_size, place_file
 from twostroke.fetch.names import is_safe_path
@@ -40,8 +40,7 @@ class UnreachableError(DownloadError):
     """The hub could not be asked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Frozen):
     """A repository at one commit: its files and its licence.
 
     `is_cached` says that the hub could not be reached: these are the files in its cache.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, UsageError, nearest
+from twostroke.core.frozen import Frozen
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel
 from twostroke.fetch.disk import file_sha256, file_size, is_locked
 from twostroke.fetch.names import look_up
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 _DAY_S = 86400
 
 
-@dataclass(frozen=True, slots=True)
-class LocalModel:
+class LocalModel(Frozen):
     """A model that is here; `name` and `licence` are None where its own files say them."""
 
     path: Path
@@ -32,8 +31,7 @@ class LocalModel:
     licence: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Frozen):
     """What an unfinished download has left: a file or a folder."""
 
     path: Path

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
 from twostroke.core.errors import ModelNotFoundError, UsageError, nearest
+from twostroke.core.frozen import Frozen
 from twostroke.fetch.catalogue import CATALOGUE, PackagedModel, Part
 from twostroke.fetch.records import stored_records
 
@@ -37,8 +37,7 @@ _PYPI = re.compile(
 _SCHEME = re.compile(r"[A-Za-z]{2,}:")
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(Frozen):
     """A model of the Hugging Face hub.
 
     `file` is a path in the repository, a quantization such as `Q4_K_M`, `safetensors`, or None for

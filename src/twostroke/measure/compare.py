@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_available
 from twostroke.engine.compute import auto_kv_format, check_can_run, make_backend, weight_bytes
 from twostroke.engine.loading import build_tokenizer, load
@@ -39,8 +40,7 @@ MAX_PERPLEXITY_CHANGE: Final = 0.005
 _PIECE = 1024  # tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Frozen):
     """A model, and how it is read."""
 
     model: str
@@ -48,8 +48,7 @@ class Subject:
     cache: CacheOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Frozen):
     """One subject against the one that counts as right.
 
     `drift[i]` is the root mean square of the difference of the hidden states after layer i, over
@@ -124,8 +123,7 @@ def compare_subjects(
             yield from _read_other(other, answers, pieces, notice)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
+class _Answers(Frozen):
     """The right logits of each piece, and the hidden states of the first."""
 
     logits: list[Array]

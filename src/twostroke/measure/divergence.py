@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 _CHUNK_VALUES = 1 << 22  # logits that are widened to float64 at once
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Frozen):
     """One reader's logits against those of another that counts as right.
 
     `mean_kl` is the mean Kullback-Leibler divergence KL(right || other) of the next-token

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
     from twostroke.program import Op, Program
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(Frozen):
     """A fused operation's name, such as "norm attn_q,k,v rope", and its layer, from 0.
 
     `layer` is None outside layers, and where all layers are meant.

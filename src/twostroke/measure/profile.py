@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
+
+from msgspec import field
 
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.cpu.library import choose_level
 from twostroke.cache import FORMATS, PageGroups
 from twostroke.core.config import CacheOptions, ComputeOptions
 from twostroke.core.errors import MemoryLimitError
+from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import OtherPrograms, memory_available, resolve_num_threads
 from twostroke.engine.compute import auto_kv_format
 from twostroke.engine.limits import machine
@@ -35,8 +37,7 @@ _FEWEST_STEPS: Final = 5
 _MOST_STEPS: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Frozen):
     """What to measure: each shape for `num_steps` steps (None: about two seconds)."""
 
     shapes: tuple[Shape, ...]
@@ -46,8 +47,7 @@ class Wanted:
     cache: CacheOptions = field(default_factory=CacheOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(Frozen):
     """The median of several measurements, between the lowest and the highest."""
 
     median: float
@@ -61,8 +61,7 @@ class Spread:
         return cls(statistics.median(every), every[0], every[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class OperationProfile:
+class OperationProfile(Frozen):
     """Fused operations of one label in a step: how often they ran, how long, and their cost.
 
     `waiting_s` is the time in which threads waited for each other (mean of the threads).
@@ -83,8 +82,7 @@ class OperationProfile:
         return max(0.0, self.time_s.median - self.floor_s)
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
+class StepProfile(Frozen):
     """One shape's step. `run_s` is the backend's whole call, to which `scheduler_s` is added.
 
     `detail` has the backend's level, threads and cache format. `set_up_s` is the part of the call

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from twostroke.cache import PageGroups, PagePool
 from twostroke.core.config import BatchOptions
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE, Request
 from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan, StepResult
@@ -25,8 +25,7 @@ NUM_CYCLES: Final = 3  # further steps, for the scheduler's time
 _FILL_ROWS = 256  # computed at once while contexts are filled
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Frozen):
     """A step: `num_streams` requests with one generated row each after `context` tokens.
 
     Or, with `num_prompt` above 0, the first `num_prompt` tokens of one request.

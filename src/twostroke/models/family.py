@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import field
+
+from twostroke.core.frozen import Frozen
 from twostroke.models.blocks import residual_layer
 
 if TYPE_CHECKING:
@@ -24,8 +26,7 @@ def as_read(fields: Fields, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Frozen):
     """A model family.
 
     `layer` adds the operations of one layer. With `scales_embedding` embeddings are multiplied by

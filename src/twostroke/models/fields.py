@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +26,7 @@ _MAX_SHOWN = 60  # characters of a word in an error
 _REQUIRED: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(Frozen):
     """The values of file `name` by key; each reading checks type and range.
 
     `prefix` is prepended to every key. Every fault is a ModelFormatError that names the file, the

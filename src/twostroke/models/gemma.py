@@ -6,9 +6,10 @@ keys instead, and rotates its sliding layers by another base.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.models.blocks import residual_layer
 from twostroke.models.common_fields import all_but_every, config_window, gguf_window

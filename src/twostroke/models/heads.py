@@ -6,9 +6,9 @@ reduced vocabulary FR-Spec (arXiv:2502.14856).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.frozen import Frozen
 from twostroke.models.blocks import norm, residual_layer
 from twostroke.models.spec import ModelSpec, RopeSpec, WindowSpec
 from twostroke.program import Program, ops
@@ -31,8 +31,7 @@ LAYER_SIZES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HeadsSpec:
+class HeadsSpec(Frozen):
     """The shapes of heads.
 
     `layer` has those of the decoder layer (EAGLE) or of the residual blocks (Medusa); its

@@ -6,8 +6,9 @@ feed-forward or experts, add.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.models.common_fields import (
     config_experts,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.models.common_fields import config_window_of_all, gguf_window
 from twostroke.models.family import Family

@@ -5,9 +5,10 @@ Sources: arXiv:2407.10671, 2505.09388. Qwen3 also has models with experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from twostroke.models.blocks import residual_layer
 from twostroke.models.common_fields import (

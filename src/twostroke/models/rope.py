@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
 from twostroke.models.fields import MAX_CONTEXT, Fields
 from twostroke.models.spec import RopeSpec
 
@@ -167,8 +169,7 @@ def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> Rop
     return _divided(plain, divisors, magnitude), min(context, original)
 
 
-@dataclass(frozen=True, slots=True)
-class _Yarn:
+class _Yarn(Frozen):
     """Slow rotations are slowed by `factor`, quick ones stay, a ramp between (arXiv:2309.00071).
 
     The ramp goes from the pair that makes `beta_fast` turns within `original` tokens to the one

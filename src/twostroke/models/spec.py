@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from twostroke.core.frozen import Frozen
 from twostroke.program import Activation
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(Frozen):
     """Rotary position embedding (Su et al., 2021, arXiv:2104.09864).
 
     `dim` is how many of a head's values are rotated. `interleaved` pairs neighbours
@@ -31,8 +29,7 @@ class RopeSpec:
         return tuple([self.base ** (-2 * pair / self.dim) for pair in range(self.dim // 2)])
 
 
-@dataclass(frozen=True, slots=True)
-class WindowSpec:
+class WindowSpec(Frozen):
     """Sliding-window attention: some layers see only the last `size` positions, their own included.
 
     `slides[i]` says whether layer i does. `rope` is the sliding layers' own, None if it is the
@@ -44,8 +41,7 @@ class WindowSpec:
     rope: RopeSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSpec:
+class ExpertSpec(Frozen):
     """A mixture of experts in place of each layer's feed-forward (arXiv:2401.04088).
 
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` makes the shares of
@@ -58,8 +54,7 @@ class ExpertSpec:
     normalize: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(Frozen):
     """The facts from which `twostroke.models` builds a `Program`.
 
     `architecture` is the key into `models.ARCHITECTURES` ("llama"). Sizes are counts of values;

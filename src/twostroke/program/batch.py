@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.tree import ends_of
 
 if TYPE_CHECKING:
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice, StepPlan
 
 
-@dataclass(frozen=True)
-class BatchShape:
+class BatchShape(Frozen, dict=True):  # its properties are cached
     """The facts of a step that its cost depends on.
 
     Request i has `counts[i]` rows, at positions from `starts[i]` on, each attending to every

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.program.pages import FLOAT16, CacheFormat
 from twostroke.program.work import Cost, Count, StepCost
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "CostModel", "StepCost"]
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(Frozen):
     """Counts the work of a Program's steps, given how its weights and its cache are stored.
 
     `weight_bytes` gives each weight's stored size.

@@ -8,10 +8,10 @@ token, and how ranks can share it. Readers (backends) alone know how it is compu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
+from twostroke.core.frozen import Frozen
 from twostroke.program.pages import CacheLayer
 from twostroke.program.sharding import Layout, Sharding, Unit, Weight
 from twostroke.program.work import (
@@ -41,8 +41,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Frozen):
     """Answers that most operations share; each operation replaces those that differ."""
 
     output: str
@@ -85,7 +84,6 @@ class Operation:
         return sum(weight_bytes[weight.name] for weight in self.weights)
 
 
-@dataclass(frozen=True, slots=True)
 class Embed(Operation):
     """`output[r] = table[token[r]]`; table is (num_ids, width)."""
 
@@ -106,7 +104,6 @@ class Embed(Operation):
         yield each_row, Cost(0, weight_bytes[self.table] // self.num_ids)
 
 
-@dataclass(frozen=True, slots=True)
 class ExternalInput(Operation):
     """`output[r]` comes from outside of the step (`StepPlan.external`), a row for each token."""
 
@@ -116,7 +113,6 @@ class ExternalInput(Operation):
     label = "external input"
 
 
-@dataclass(frozen=True, slots=True)
 class RMSNorm(Operation):
     """`output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
@@ -146,7 +142,6 @@ class RMSNorm(Operation):
         return 4 * self.width
 
 
-@dataclass(frozen=True, slots=True)
 class Linear(Operation):
     """`output = x @ weight.T + bias`; weight is (width, in_width)."""
 
@@ -176,7 +171,6 @@ class Linear(Operation):
         return self.weight.removesuffix(".weight").rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
 class Rope(Operation):
     """Rotate pairs of each head's first values by position times `inverse_frequencies[i]`.
 
@@ -206,7 +200,6 @@ class Rope(Operation):
         return 6 * self.num_heads * len(self.inverse_frequencies)
 
 
-@dataclass(frozen=True, slots=True)
 class Attention(Operation):
     """Causal attention over the pages of cache layer `layer`, k and v of this step stored first.
 
@@ -253,7 +246,6 @@ class Attention(Operation):
         return "attention" if self.window is None else f"attention({self.window})"
 
 
-@dataclass(frozen=True, slots=True)
 class GatedActivation(Operation):
     """`output = activation(gate) * up`, element by element (SwiGLU, GeGLU: arXiv:2002.05202)."""
 
@@ -275,8 +267,7 @@ class GatedActivation(Operation):
         return self.activation.value
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(Frozen):
     """Names of one expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
 
     gate: str
@@ -284,7 +275,6 @@ class Expert:
     down: str
 
 
-@dataclass(frozen=True, slots=True)
 class MixtureOfExperts(Operation):
     """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
 
@@ -323,7 +313,6 @@ class MixtureOfExperts(Operation):
         yield ShareOfExperts(self.num_used, len(self.experts)), Cost(0, stored)
 
 
-@dataclass(frozen=True, slots=True)
 class Scale(Operation):
     """`output = x * factor`, element by element."""
 
@@ -339,7 +328,6 @@ class Scale(Operation):
         return self.width
 
 
-@dataclass(frozen=True, slots=True)
 class Add(Operation):
     """`output = a + b`, element by element."""
 
@@ -355,7 +343,6 @@ class Add(Operation):
         return self.width
 
 
-@dataclass(frozen=True, slots=True)
 class Logits(Operation):
     """`output = x @ weight.T` for the rows that are sampled or scored, and for no others.
 

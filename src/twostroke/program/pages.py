@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
 _MAX_GROUPS = 16  # each costs the scheduler a page id for every `page_size` tokens of a request
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFormat:
+class CacheFormat(Frozen):
     """How keys and values are stored: bytes per number, and bytes of scale per head.
 
     A token's keys of a head have one scale, and its values another.
@@ -30,8 +30,7 @@ class CacheFormat:
 FLOAT16 = CacheFormat(2)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLayer:
+class CacheLayer(Frozen):
     """What an attention layer stores for each token: keys and values of its heads.
 
     With a `window`, only the last `window` tokens up to a row's own are ever read again.
@@ -51,8 +50,7 @@ class CacheLayer:
         return ceil(2 * self.num_kv_heads * stored.head(self.head_dim))
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroup(Frozen):
     """Layers whose keys and values lie together in pages: one page holds tokens of all of them.
 
     `layers[i]` is the cache layer at place i of the group's pages. Rows of these layers read the

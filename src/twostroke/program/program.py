@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.program.pages import FLOAT16, CacheFormat, CacheGroup, CacheLayer, group_layers
 
 if TYPE_CHECKING:
     from twostroke.program.ops import Op
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(Frozen):
     """Operations in the order in which they run, from tokens to logits.
 
     Each value is written once and before it is read. `context_length` is in tokens.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from twostroke.core.frozen import Frozen
 
 
 class Unit(Enum):
@@ -24,8 +25,7 @@ class Layout(Enum):
     ROWS = "rows"
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(Frozen):
     """How ranks can share an operation without splitting a sum: each computes some `unit`s.
 
     A rank runs the operation with the fields named in `divided` as small as its share, and with
@@ -39,8 +39,7 @@ class Sharding:
     output: Layout = Layout.COLUMNS
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
+class Weight(Frozen):
     """A vector (values) or matrix (outputs, inputs); ranks can each have a part along `axis`."""
 
     name: str

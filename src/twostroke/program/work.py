@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from twostroke.core.frozen import Frozen
 from twostroke.program.batch import BatchShape
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Frozen):
     """Work of a step or of one operation: floating-point operations, and bytes that must move.
 
     `weight_bytes` and `cache_bytes` (keys and values, read and written) are the traffic that no
@@ -59,8 +58,7 @@ def once_if_sampled(batch: BatchShape) -> int:
     return min(1, batch.num_sampled)
 
 
-@dataclass(frozen=True, slots=True)
-class EachAttended:
+class EachAttended(Frozen):
     """Counts the pairs of a row and a position that it attends to."""
 
     window: int | None
@@ -70,8 +68,7 @@ class EachAttended:
         return batch.num_attended(self.window)
 
 
-@dataclass(frozen=True, slots=True)
-class EachCached:
+class EachCached(Frozen):
     """Counts the positions whose keys and values are read, and the rows whose own are written."""
 
     window: int | None
@@ -81,8 +78,7 @@ class EachCached:
         return batch.num_context(self.window) + batch.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class ShareOfExperts:
+class ShareOfExperts(Frozen):
     """The expected share of experts that is read if each row chooses independently."""
 
     num_used: int
@@ -93,8 +89,7 @@ class ShareOfExperts:
         return 1 - (1 - self.num_used / self.num_experts) ** batch.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
+class StepCost(Frozen):
     """A cost as a sum of terms, each proportional to a count: quick to get for any batch."""
 
     terms: tuple[tuple[Count, Cost], ...]

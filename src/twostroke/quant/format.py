@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +17,7 @@ Bytes: TypeAlias = "NDArray[np.uint8]"
 Floats: TypeAlias = "NDArray[np.float32]"
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(Frozen):
     """A way to store float values: blocks of `block_size` values in `block_bytes` bytes.
 
     `gguf_id` is the type's number in a GGUF file. `decode` maps bytes (blocks, block_bytes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.quant.format import Bytes, Floats, Format
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 _CHUNK_VALUES = 1 << 18  # decoded at once: intermediate arrays stay within the cache
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantTensor:
+class QuantTensor(Frozen, eq=False):
     """A stored tensor.
 
     `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts,

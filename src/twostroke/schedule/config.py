@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import (
@@ -12,6 +11,7 @@ from twostroke.core.errors import (
     RequestError,
     UsageError,
 )
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.request import Request
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _START: Final = "This model's maximum context length is {context_length} tokens. However, "
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(Frozen):
     """The limits of one scheduler.
 
     Attributes:
@@ -55,8 +54,7 @@ class SchedulerConfig:
             raise UsageError(reason, field="token_budget", other=Field("max_running"))
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
+class SchedulerStats(Frozen):
     """A snapshot: requests and pages by state now, and counts since the start.
 
     `num_prompt_tokens` counts prompts when they are first admitted, `num_hit_tokens` those of
@@ -74,8 +72,7 @@ class SchedulerStats:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
+class SchedulerView(Frozen):
     """A copy of the running requests, by rank, and of the state of all pages.
 
     `held[i]` are the pages of `running[i]`, a tuple for each cache group (with `NO_PAGE`). `counts`

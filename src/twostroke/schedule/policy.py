@@ -7,15 +7,15 @@ asking the policy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.core.config import BatchOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(Frozen):
     """The state that a policy decides on.
 
     `num_active` requests were let start and have not ended; `num_waiting`, at least one, were not.
@@ -29,8 +29,7 @@ class Queue:
     is_flushed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Continuous:
+class Continuous(Frozen):
     """Any request may start at any step."""
 
     @property
@@ -43,8 +42,7 @@ class Continuous:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Batched:
+class Batched(Frozen):
     """A batch of `size` requests starts at once, and none joins it later.
 
     After a flush, or `max_wait_s` after its first request if that is given, it starts with fewer.

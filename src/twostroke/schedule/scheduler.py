@@ -8,6 +8,8 @@ from itertools import count as count_up
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import UNASKED, Delta, Slice, StepPlan
@@ -266,9 +268,9 @@ class Scheduler:
         elif request.pooling is not None and computed == len(request.tokens):
             request.finish_reason = FinishReason.LENGTH
         if reports is not None:
-            delta = delta or Delta(request, ())
-            delta.scores, delta.states = reports
-            request.num_scored += len(delta.scores)
+            scored, pooled = reports
+            delta = replace(delta or Delta(request, ()), scores=scored, states=pooled)
+            request.num_scored += len(scored)
         request.num_computed = computed
         if computed >= ticket.due_at:
             self._settle(ticket)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 from twostroke.chat.reader import PLAIN, Reading
+from twostroke.core.frozen import Frozen
 from twostroke.serve.events import EventReader
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 encode_json = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Frozen):
     """The facts of one response that do not change while it is written.
 
     `prompts` are the job's token ids, `reading` says how to read the answers, and `created_s` is
@@ -61,8 +60,7 @@ class Encoder(Protocol):
         """Return the response that is not streamed, from all events of the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect(Generic[T]):
+class Dialect(Frozen, Generic[T]):
     """A protocol for answers.
 
     Attributes:
@@ -82,8 +80,7 @@ class Dialect(Generic[T]):
     recalls: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingDialect(Generic[T]):
+class EmbeddingDialect(Frozen, Generic[T]):
     """A protocol for embeddings; `request` and `read` as in `Dialect`.
 
     `whole` makes the response, from the model's name, a part for each text, and the number of
@@ -95,8 +92,7 @@ class EmbeddingDialect(Generic[T]):
     whole: Callable[[str, list[msgspec.Raw], int], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Inquiry(Generic[T]):
+class Inquiry(Frozen, Generic[T]):
     """A request that needs no engine; `request`, with a field `model`, and `names` as in `Dialect`.
 
     `answer` turns a checked request into the response; raises RequestError.

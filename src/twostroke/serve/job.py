@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import (
     chat_of,
@@ -20,8 +23,6 @@ from twostroke.engine.prompts import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import msgspec
 
     from twostroke.chat.conversation import Turn
     from twostroke.chat.reasoning import Thinking
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 MAX_MESSAGES: Final = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(Frozen):
     """Messages for the model's chat template; each has `role` and `content`.
 
     Attributes:
@@ -103,8 +103,7 @@ class Encoded:
     grammar: GrammarMatcher | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Frozen):
     """Prompts and how to answer them.
 
     Attributes:
@@ -125,7 +124,7 @@ class Job:
     model: str | None
     prompts: tuple[Prompt, ...]
     params: SamplingParams
-    caller: Caller = field(default_factory=Caller)
+    caller: Caller = msgspec.field(default_factory=Caller)
     speculate: str = "auto"
     prediction: str = ""
     stream: bool = False
@@ -165,8 +164,7 @@ class Job:
         return encode_text(card, prompt)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingJob:
+class EmbeddingJob(Frozen):
     """Texts, or lists of token ids, to embed.
 
     `model` is the name that the client used, None for the default; `write` encodes an embedding

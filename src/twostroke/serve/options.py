@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from msgspec import field
+
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from twostroke.serve.http.keys import ApiKeys
@@ -15,8 +17,7 @@ if TYPE_CHECKING:
 _MAX_DRAIN_S = 86_400
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Frozen):
     """Limits for one client: sizes, and how slowly it may send and read.
 
     Attributes:
@@ -51,8 +52,7 @@ class Limits:
     compile_timeout_s: float = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(Frozen):
     """A server's address and behaviour.
 
     Attributes:

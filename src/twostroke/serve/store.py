@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+from twostroke.core.frozen import Frozen
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -139,8 +141,7 @@ class Store:
             del self.shelves[tenant]
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
+class Tenant(Frozen):
     """The sender of a request, with a view of the store."""
 
     name: str

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from twostroke.cache import PagePool, PrefixIndex
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.tree import num_accepted
 from twostroke.program import BatchShape
@@ -208,8 +211,7 @@ class DraftFollower(Follower):
         return said.tokens, kinds
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
+class Words(Frozen):
     """Translates the target's tokens into the draft's, and back."""
 
     to_draft: Translation

@@ -7,11 +7,12 @@ token's index, out of fewer tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.cache import PagePool
 from twostroke.core.request import Request

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import force_setattr
+
+from twostroke.core.frozen import Frozen
 from twostroke.core.tree import ROOT, right_drafts
 
 if TYPE_CHECKING:
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
 _AHEAD = (1, 2, 3, 4)  # further guesses, of which the cheapest number counts
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Frozen):
     """Guesses of a request's next tokens; at least one.
 
     Each follows the one before it, or in a tree the one whose index is in `parents` (`ROOT`: the
@@ -43,7 +44,7 @@ class Proposal:
             chances: list[float] = []
             for odd, parent in zip(self.odds, self.before, strict=True):
                 chances.append(odd if parent == ROOT else odd * chances[parent])
-            object.__setattr__(self, "worths", tuple(chances))
+            force_setattr(self, "worths", tuple(chances))
 
     @property
     def before(self) -> Sequence[int]:
@@ -77,8 +78,7 @@ class Proposal:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Frozen):
     """What became of a proposal.
 
     `tried` are the indices of the tokens that were computed, in the order of their rows; `right`
@@ -99,8 +99,7 @@ class Outcome:
         return [(i, i in right) for i in self.tried if before[i] in right]
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(Frozen):
     """What guesses cost in the step that is being planned.
 
     Attributes:

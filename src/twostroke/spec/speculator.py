@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.tree import right_drafts
 from twostroke.program import BatchShape
 from twostroke.spec.proposal import Outcome
@@ -35,8 +36,7 @@ _ENOUGH = 2.0  # expected right tokens of a proposal, after which no other propo
 _NUM_RECENT = 1024  # steps
 
 
-@dataclass(frozen=True, slots=True)
-class TimedStep:
+class TimedStep(Frozen):
     """One step of `num_rows`, `num_guesses` of them guesses, which brought `num_tokens`.
 
     Without guesses it would have brought `num_plain` tokens. Its time is `step_s`, after `asking_s`

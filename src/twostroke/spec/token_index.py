@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,8 +21,7 @@ _MOST_TOKENS = 1 << 19  # of all tenants together: some 100 MB at most
 END_OF_ANSWER = 2**31 - 1  # separates answers; no vocabulary has this token
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(Frozen):
     """Places where the longest known end of a context was found.
 
     `ends[i]` is the index of the token that followed, the latest first. The `length` tokens before

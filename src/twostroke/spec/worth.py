@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from twostroke.core.config import MAX_DRAFTS
+from twostroke.core.frozen import Frozen
 from twostroke.spec.proposal import Price
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ def budgets(step_time: StepTime, count: int | None) -> Callable[[BatchShape], Al
     return partial(WhilePaying, step_time) if count is None else lambda _: Always(count)
 
 
-@dataclass(frozen=True, slots=True)
-class Always:
+class Always(Frozen):
     """Takes `count` guesses of every proposal, whatever they cost."""
 
     count: int

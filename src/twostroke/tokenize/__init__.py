@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
-from twostroke.tokenize.infill import InfillTokens, encode_infill
+from twostroke.tokenize.infill import encode_infill
 from twostroke.tokenize.merges import TooManyTokensError
 from twostroke.tokenize.stream import StreamDecoder
-from twostroke.tokenize.tokenizer import Piece, Prompt, Tokenizer
+from twostroke.tokenize.tokenizer import InfillTokens, Piece, Prompt, Tokenizer
 from twostroke.tokenize.translation import Translation
 
 __all__ = [

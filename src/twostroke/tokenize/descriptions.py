@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.words import (
     DIGIT,
     GPT2,
@@ -28,8 +28,7 @@ _SPACE = "\u2581"
 _SCHEMES = (frozenset({"always", "first"}), frozenset({"always"}))
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
+class Words(Frozen):
     """How words are made of a text: it is normalized, then cut.
 
     Its first stretch is cut by `cut`, those after an added token by `cut_rest`. `byte_level` says

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar, cast
+
+from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, nearest
 from twostroke.tokenize.alphabets import (

@@ -6,8 +6,9 @@ The order is prefix, suffix, middle (arXiv:2207.14255).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from twostroke.tokenize.tokenizer import InfillTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,17 +31,6 @@ _ENDS: Final = """
     <|fim_pad|> <fim_pad> <fim-pad> <|file_sep|> <|file_separator|> <file_sep> <filename>
     <|repo_name|> <repo_name> <reponame> ▁<EOT> <EOT>
 """
-
-
-@dataclass(frozen=True, slots=True)
-class InfillTokens:
-    """The ids before prefix, suffix and answer, the ids that end an answer, and all their texts."""
-
-    prefix: int
-    suffix: int
-    middle: int
-    end_ids: frozenset[int]
-    texts: tuple[str, ...]
 
 
 def infill_tokens(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 import sys
 from array import array
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.alphabets import byte_level_text
 from twostroke.tokenize.vocabulary import Vocabulary
 
@@ -39,8 +39,7 @@ class TooManyTokensError(Exception):
         self.num_tokens = num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class MergeOptions:
+class MergeOptions(Frozen):
     """How a word becomes its first symbols, and what replaces characters outside the vocabulary.
 
     `byte_level` spells a word's bytes as characters (GPT-2); without it the symbols are the

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twostroke.core.errors import ModelFormatError, nearest
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.words import DIGIT, GPT2
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -46,8 +45,7 @@ _DEEPSEEK_LETTERS = (
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 
 
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
+class PreTokenizer(Frozen):
     """How text is cut before merging.
 
     `patterns` apply one after the other, each to the pieces of the last; matches and the stretches

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import regex
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +23,7 @@ _SPACES = re.compile(f"[{re.escape(WHITE_SPACE)}]*")
 _OF_A_WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\u200c\u200d]")
 
 
-@dataclass(frozen=True, slots=True)
-class AddedToken:
+class AddedToken(Frozen):
     """A token that is matched as a whole in the text instead of being merged from bytes.
 
     `special` (a control token such as an end of turn) is found only where the caller vouches for

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from msgspec import field
+
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.tokenize.specials import WHITE_SPACE, AddedToken, Splitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from twostroke.tokenize.infill import InfillTokens
     from twostroke.tokenize.merges import Merges
     from twostroke.tokenize.words import Cut, Normalize
 
 _SHORT_TEXT = 1 << 16  # characters; it is encoded to its end, so that errors say how many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Frozen):
     """A stretch of a prompt; `special` when it is exactly one special token of the template."""
 
     text: str
     special: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Frozen):
     """A rendered chat prompt: its pieces in order.
 
     Special pieces become single ids, all others plain text; so text in a user's message that looks
@@ -44,8 +43,20 @@ class Prompt:
         return "".join(piece.text for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerParts:
+class InfillTokens(Frozen):
+    """The tokens for filling in the middle, by id: those before prefix, suffix and answer.
+
+    `end_ids` end an answer; `texts` are the texts of all.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int
+    end_ids: frozenset[int]
+    texts: tuple[str, ...]
+
+
+class TokenizerParts(Frozen):
     """The parts of a `Tokenizer`, as the reader of a model's files makes them.
 
     `normalize` prepares plain text, `cut` makes words of it and `merges` tokens of words. `merges`

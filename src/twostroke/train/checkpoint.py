@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
 from twostroke.core.files import read_json, write_json
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights.safetensors import read_safetensors, write_safetensors
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 _NAME = "checkpoint.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Frozen):
     """The state of training; `about` identifies the target model and the options."""
 
     about: Mapping[str, Any]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch.nn import functional
 
+from twostroke.core.frozen import Frozen
 from twostroke.train.unroll import unroll
 from twostroke.weights.heads import SURENESS_KINDS
 
@@ -34,8 +36,7 @@ _LEAST_RATE = 0.02
 _PRIOR = 10.0  # guesses that the assumed share counts as
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(Frozen):
     """The shares of right guesses, as in `HeadsFacts`."""
 
     accepted: tuple[float, ...]

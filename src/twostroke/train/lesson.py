@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from twostroke.core.frozen import Frozen
 from twostroke.models.heads import TABLE
 from twostroke.train.unroll import Batch
 
@@ -26,8 +26,7 @@ _HELD_OUT = 25  # one answer of 25 is for tests
 _LEAST_ROWS = 8  # of a piece
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Frozen):
     """A batch, with the next token of each row and the state at that token."""
 
     batch: Batch

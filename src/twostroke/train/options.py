@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.models.heads import KINDS
 
 MAX_DEPTH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
+class TrainOptions(Frozen):
     """How heads are trained.
 
     `data` is "self" or a file of prompts; heads learn from `num_tokens` of the model's answers to

@@ -11,11 +11,12 @@ import importlib
 import inspect
 import random
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,7 @@ _WORDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml")
 _SHARE_OF_CHAT = 0.7
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Frozen):
     """A message of a chat, or a text to continue."""
 
     text: str

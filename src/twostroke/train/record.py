@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.core.errors import TwostrokeError, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.spec import drawn_rows
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ _TINY = np.float32(1e-30)
 _PART_ROWS = 25_000  # in one pair of files
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Frozen):
     """The last token of a prompt and the tokens of its answer, with the hidden states.
 
     `hidden[i]`, float16 (width), is the state at `tokens[i]`, from which `tokens[i + 1]` was drawn.

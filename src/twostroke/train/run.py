@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict, replace
+
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.engine.loading import load
 from twostroke.models.heads import build_heads, heads_for
 from twostroke.quant import FORMATS, QuantTensor
@@ -66,8 +68,7 @@ def train_heads(model: str, output: Path, options: TrainOptions, report: Report)
     return score
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(Frozen):
     """Heads in training, and the folder in which they are saved."""
 
     folder: Path

@@ -7,13 +7,13 @@ see when they guess.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from twostroke.backends.torch.operations import StepState, apply
+from twostroke.core.frozen import Frozen
 from twostroke.models.heads import EAGLE, last_hidden
 from twostroke.program import ops
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from twostroke.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Frozen):
     """Pieces of answers: all tensors are (pieces, length) but for `hidden` (.., width).
 
     Row i of a piece has the state `hidden[i]`, from which `tokens[i]` was drawn; `valid` rows have

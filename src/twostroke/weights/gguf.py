@@ -10,12 +10,12 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS_BY_GGUF_ID, UNSUPPORTED_GGUF_TYPES
 from twostroke.weights.mapping import MappedFile
 from twostroke.weights.tensors import TensorEntry, WeightFiles, map_tensors
@@ -62,8 +62,7 @@ class TruncatedError(ModelFormatError):
     """The file ends before its header does."""
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(Frozen):
     """What a file says before its data."""
 
     mapping: MappedFile

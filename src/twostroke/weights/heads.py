@@ -7,7 +7,6 @@ and the shares of right guesses on held-out text.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -17,6 +16,7 @@ from msgspec import Meta
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, TwostrokeError
 from twostroke.core.files import read_small_file, write_json
+from twostroke.core.frozen import Frozen
 from twostroke.models.fields import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, MAX_WIDTH
 from twostroke.models.heads import (
     KINDS,
@@ -104,8 +104,7 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return HeadsSpec(self.kind, layer, len(self.token_ids), self.depth)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedHeads:
+class LoadedHeads(Frozen):
     """Heads whose files are mapped and checked; `tensors` are without the target's weights."""
 
     path: Path

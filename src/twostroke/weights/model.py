@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -14,23 +15,20 @@ if TYPE_CHECKING:
     from twostroke.weights.mapping import MappedFile
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTokenizer:
+class GgufTokenizer(Frozen):
     """A tokenizer in a GGUF file's metadata (keys `tokenizer.ggml.*`)."""
 
     metadata: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonTokenizer:
+class JsonTokenizer(Frozen):
     """A tokenizer in a `tokenizer.json`, with the folder's `tokenizer_config.json`."""
 
     path: Path
     config: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(Frozen):
     """A model whose files are mapped and checked.
 
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen
 from twostroke.quant import FORMATS, QuantTensor
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _MAX_VALUES = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(Frozen):
     """An entry of a file's table: the tensor's values begin at byte `start` of the file.
 
     `dtype` is the file's word for the number format, and `format` is None if it is not supported.
@@ -46,8 +45,7 @@ class TensorEntry:
         return f"tensor {self.name[:80]!r}"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
+class WeightFiles(Frozen):
     """The tensors of one file, or of several that belong together, under their own names.
 
     Tensors are views into `mappings`. `unsupported` names the type of each tensor whose format is

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.cpu import LEVELS, cpu_backend, tiny_model
 from support.heldout import heldout_pieces

@@ -183,7 +183,7 @@ except BackendError as error:
 def test_a_mixture_without_memory_for_its_rows_fails_and_the_next_step_runs():
     script = """
 import resource
-from dataclasses import replace
+from msgspec.structs import replace
 from pathlib import Path
 from support.cpu import cpu_backend, greedy_request, run
 from support.programs import PROGRAMS, random_tensors

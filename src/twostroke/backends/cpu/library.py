@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from twostroke.backends.cpu.records import RECORD_SIZES, NodeRecord, PlanRecord, StepRecord
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
+from twostroke.core.frozen import Frozen
 
 _INTERFACE_VERSION = 13  # as in native/c_interface.cpp
 
@@ -53,8 +53,7 @@ _SIGNATURES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LevelChoice:
+class LevelChoice(Frozen):
     """An instruction-set level, and why it is this one."""
 
     level: str

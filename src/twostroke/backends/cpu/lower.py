@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
 
 from twostroke.backends.cpu.fuse import fuse
 from twostroke.backends.cpu.records import (
@@ -19,6 +21,7 @@ from twostroke.backends.cpu.records import (
 )
 from twostroke.core.config import ACTIVATION_BITS, DEFAULT_ACTIVATION_BITS
 from twostroke.core.errors import BackendError
+from twostroke.core.frozen import Frozen
 from twostroke.program import ops
 
 if TYPE_CHECKING:
@@ -36,16 +39,14 @@ _MAX_HEAD_DIM = 512
 _MOST_TOKENS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Vector:
+class Vector(Frozen):
     """A weight of one dimension as the kernels read it: float32, with `offset` added."""
 
     name: str
     offset: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
+class Lowered(Frozen):
     """A Program for the native executor.
 
     `records` name weights, vectors, ropes and buffers by their place in these tuples;

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from contextlib import closing
 from ctypes import byref, c_double, c_int32, c_void_p
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from twostroke.backends.cpu.records import (
     CacheFormat,
@@ -21,6 +21,7 @@ from twostroke.backends.cpu.records import (
     WeightRecord,
 )
 from twostroke.core.errors import BackendError, MemoryLimitError
+from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +38,7 @@ _EVALUATED_ROWS = 512  # rows of a step when a whole sequence is evaluated
 _NOT_THERE = 2  # `ts_step` returns it for a token or a page that does not exist
 
 
-@dataclass(frozen=True, slots=True)
-class PlanPages:
+class PlanPages(Frozen):
     """The pages of a plan: how many, of how many tokens, in which of `cache.FORMATS`."""
 
     num_pages: int
@@ -46,8 +46,7 @@ class PlanPages:
     kv_format: str
 
 
-@dataclass(frozen=True, slots=True)
-class OpTime:
+class OpTime(Frozen):
     """Seconds of one fused operation, and how many of them its threads waited (their mean)."""
 
     elapsed_s: float

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from twostroke.backends.spans import PageMap
+from twostroke.core.frozen import Frozen
 from twostroke.program import Activation, Op, ops
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class StepState:
+class StepState(Frozen):
     """Inputs of a step's operations besides values."""
 
     tokens: NDArray[np.int64]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.core.frozen import Frozen
 from twostroke.program import Activation, ops
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from twostroke.program import Op
 
 
-@dataclass(frozen=True, slots=True)
-class StepState:
+class StepState(Frozen):
     """Inputs of a step's operations besides values.
 
     `tokens`, `positions` (rows) and `sampled` (rows that get logits) are int64 on the weights'

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
 
+from twostroke.core.frozen import Frozen
 from twostroke.serve.anthropic.errors import ANTHROPIC, error_form
 from twostroke.serve.describe.field import Fact, reference
 from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS, parameter
@@ -69,8 +69,7 @@ _REQUEST_ID: Final = parameter(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Frozen):
     """The facts of one running server that its document states."""
 
     version: str

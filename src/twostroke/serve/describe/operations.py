@@ -5,8 +5,9 @@ Paths, methods and request bodies come from the routes themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import field
 
 from twostroke.core.errors import (
     EngineStoppedError,
@@ -15,6 +16,7 @@ from twostroke.core.errors import (
     RequestError,
     TwostrokeError,
 )
+from twostroke.core.frozen import Frozen
 from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
@@ -66,8 +68,7 @@ _WEATHER: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(Frozen):
     """A route as people see it.
 
     Attributes:

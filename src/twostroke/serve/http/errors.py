@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -13,6 +12,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from twostroke.core.errors import EngineStoppedError, RequestError, TwostrokeError
+from twostroke.core.frozen import Frozen
 from twostroke.serve.observe.served import served_of
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorForm:
+class ErrorForm(Frozen):
     """How a protocol reports errors.
 
     Attributes:

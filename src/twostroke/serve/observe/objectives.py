@@ -6,10 +6,10 @@ import math
 import re
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.service import SERVICES
 from twostroke.engine.seconds import MAX_SECONDS, Seconds
 
@@ -31,8 +31,7 @@ _FORM = re.compile(
 _MAX_SHOWN: Final = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
+class Objective(Frozen):
     """A limit in seconds on one of `MEASURES`, for one class of service or, if None, for all."""
 
     measure: str

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64encode
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_PAGE
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ MOST_CELLS: Final = 4096
 _FREE, _CACHED = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(Frozen):
     """How many requests hold each page, and which pages each of them holds.
 
     `held` has the pages of all running requests, those of the last request first. `holders` and

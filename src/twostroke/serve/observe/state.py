@@ -6,9 +6,10 @@ It has counts, sizes and times, and nothing that a client sent: no text, no tena
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import asdict
 
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.serve.about import VERSION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 from msgspec import Meta
 
@@ -15,8 +15,6 @@ from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from twostroke.serve.openai.fields import CommonFields
 
 _ANY_OBJECT: Final = json.dumps(ANY_OBJECT)
 # By the fields of vLLM: `guided_*` and those of `structured_outputs`.
@@ -81,7 +79,18 @@ class StructuredOutputs(field.RequestObject):
     grammar: GrammarForm = None
 
 
-def to_constraint(asked: CommonFields) -> Constraint | None:
+class FormFields(Protocol):
+    """The fields of a request that `to_constraint` reads."""
+
+    response_format: ResponseFormat | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: JsonForm
+    guided_regex: RegexForm
+    guided_choice: ChoiceForm
+    guided_grammar: GrammarForm
+
+
+def to_constraint(asked: FormFields) -> Constraint | None:
     """Return the form of the answer, or None for any text.
 
     Raises:
@@ -99,7 +108,7 @@ def to_schema(schema: str | dict[str, Any], param: str) -> Constraint:
     return _constraint("json_schema", schema, param)
 
 
-def _constraints(asked: CommonFields) -> Iterator[Constraint]:
+def _constraints(asked: FormFields) -> Iterator[Constraint]:
     form = asked.response_format
     if isinstance(form, JsonObject):
         yield Constraint("json_schema", _ANY_OBJECT, "response_format")

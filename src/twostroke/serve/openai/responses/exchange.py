@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
@@ -41,8 +40,7 @@ class PreviousNotFoundError(RequestError):
     code = "previous_response_not_found"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange(Conversation):
+class Exchange(Conversation, kw_only=True):
     """The conversation of one response, and the request to store with it.
 
     `draft` will be stored with the answer; None if the request says so, or if it is too large.
