@@ -50,7 +50,7 @@ class Turn(Frozen):
             constraint, marks = self.calls.constraint(), self.calls.form.all_marks
         if self.preface is not None:
             marks = (self.preface.begin, self.preface.end, *marks)
-            constraint = constraint and replace(constraint, preface=self.preface)
+            constraint = constraint and constraint.after(self.preface)
         if not marks:
             return params
         shown_ids = frozenset(special_marks(marks, self.tokenizer).values())

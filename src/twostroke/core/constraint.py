@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from twostroke.core.errors import RequestError
-from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,8 @@ NOTATIONS: Final = ("json_schema", "regex", "choice", "grammar", "lark")
 MAX_CONSTRAINT = 256 * 1024  # characters
 
 
-class Constraint(Frozen):
+@dataclass(frozen=True, slots=True)
+class Constraint:
     """A set of texts, one of which the answer will be.
 
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
@@ -33,7 +34,7 @@ class Constraint(Frozen):
 
     notation: str
     text: str
-    param: str = "constraint"
+    param: str = field(default="constraint", compare=False)
     preface: Preface | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +50,10 @@ class Constraint(Frozen):
             wrong = ascii(self.text[error.start])
             reason = f"contains {wrong}, which is half of a character: leave it out."
             raise RequestError(reason, field=self.param) from None
+
+    def after(self, preface: Preface) -> Constraint:
+        """Return the same constraint on the text after `preface`."""
+        return replace(self, preface=preface)
 
 
 class Matcher(Protocol):
