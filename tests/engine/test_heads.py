@@ -163,7 +163,8 @@ def test_a_slow_first_step_does_not_count(
 
         monkeypatch.setattr(proposer._runner.runner, "run", slow_at_first)
         clock = SimpleNamespace(monotonic=lambda: now_s)
-        monkeypatch.setattr("twostroke.spec.followers.time", clock)
+        for module in ("followers", "speculator"):
+            monkeypatch.setattr(f"twostroke.spec.{module}.time", clock)
         monkeypatch.setattr(proposer, "propose", with_price)
         monkeypatch.setattr("twostroke.spec.worth.Account.may_ask", lambda _: True)
         llm.generate(PROMPTS[:1], GREEDY)
