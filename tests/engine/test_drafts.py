@@ -8,8 +8,9 @@ import pytest
 
 from support.native import native_dir
 from support.tiny import Tiny, write_tiny_gguf
-from twostroke import LLM
+from twostroke import LLM, SamplingParams
 from twostroke.core.config import (
+    BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
@@ -122,3 +123,27 @@ def test_a_missing_draft_is_refused(path: Path) -> None:
 def test_contradictory_options_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         SpeculationOptions(**given)
+
+
+def test_a_request_that_reports_on_its_prompt_keeps_the_draft(path: Path, other: Path) -> None:
+    """The draft reads the prompt in several steps and reports on none of them."""
+    prompt = list(range(20, 230))
+    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True)
+    native_dir()
+    compute, guessing = ComputeOptions(backend="cpu"), SpeculationOptions("draft", str(other))
+    batch = BatchOptions(token_budget=64, max_running=8)
+    options = EngineOptions(compute, CacheOptions(memory_bytes=6_000_000), batch, guessing)
+    with LLM(str(path), options) as llm:
+        [[answer]] = llm.generate([prompt], params)
+        assert answer.usage.completion_tokens == 12
+        assert llm.engine.client.loop.speculator.stats.proposed["draft"] > 0
+        assert not llm.engine.client.loop.speculator._failed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch_size", 2.5), ("max_running", True), ("token_budget", None), ("max_wait_s", "1")],
+)
+def test_batch_sizes_must_be_whole_numbers(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match="must be a"):
+        BatchOptions(**{field: value})  # type: ignore[arg-type]

@@ -70,3 +70,12 @@ def test_a_lookup_in_a_long_text_reads_few_places():
     assert match is not None
     assert match.length == 3
     assert Counting.num_reads <= 8 * 4
+
+
+def test_equal_hashes_of_different_tokens_are_not_a_match(monkeypatch):
+    monkeypatch.setattr("twostroke.spec.token_index._FACTORS", (0, 0, 0))
+    index = TokenIndex([1, 2, 3, 4, 5, 6, 7])
+    assert index.match([7, 8, 9]) is None
+    match = index.match([2, 3, 4])
+    assert match is not None
+    assert match.ends == (4,)

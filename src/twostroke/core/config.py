@@ -105,8 +105,13 @@ class BatchOptions(Frozen):
         _one_of("policy", self.policy, POLICIES)
         for name in self.__struct_fields__[1:]:
             value = getattr(self, name)
-            low = 0 if name == "max_wait_s" else 1
-            if value is not None and not value >= low:
+            low, kind = (0, (int, float)) if name == "max_wait_s" else (1, int)
+            if value is None and name == "max_running":
+                continue
+            if not isinstance(value, kind) or isinstance(value, bool):
+                what = "an integer" if kind is int else "a number"
+                raise UsageError(f"must be {what}, got {value!r}.", field=name)
+            if not value >= low:
                 raise UsageError(f"must be at least {low}, got {value}.", field=name)
             if value == math.inf:
                 raise UsageError(f"must be a finite number, got {value}.", field=name)

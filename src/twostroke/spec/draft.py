@@ -43,7 +43,12 @@ FIRST_PRIOR = 0.75  # rate of first guesses
 _LENGTH_STEP = 0.05
 _DECLINED_RETURN = 0.02  # of first guesses' rate to its prior, when a prompt was not worth reading
 _UNKNOWN = 0  # stands for a token that the draft has no row for
-_AS_REQUEST: Any = {"logprobs": 0, "max_tokens": None, "min_tokens": 0}
+_AS_REQUEST: Any = {
+    "logprobs": 0,
+    "prompt_logprobs": None,
+    "max_tokens": None,
+    "min_tokens": 0,
+}
 # With another vocabulary a shared random number means nothing: the likeliest token is best.
 _LIKELIEST = ANY_VOCABULARY | {"temperature": 0.0, "logprobs": 0}
 _UNSETTLED = 2  # tokens at the end of a text that more of it may change

@@ -36,6 +36,7 @@ _LEAST_FIRST = 0.5  # rate of first guesses, for later ones: these follow right 
 # Sampling parameters that name tokens mean nothing in another vocabulary.
 ANY_VOCABULARY: Final[dict[str, Any]] = {
     "logprobs": _NUM_LIKELY,
+    "prompt_logprobs": None,
     "logit_bias": {},
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
