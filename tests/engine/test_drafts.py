@@ -128,14 +128,17 @@ def test_contradictory_options_are_refused(given: dict[str, Any], said: str) -> 
 def test_a_request_that_reports_on_its_prompt_keeps_the_draft(path: Path, other: Path) -> None:
     """The draft reads the prompt in several steps and reports on none of them."""
     prompt = list(range(20, 230))
-    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=1, ignore_eos=True)
     native_dir()
-    compute, guessing = ComputeOptions(backend="cpu"), SpeculationOptions("draft", str(other))
+    compute, guessing = (
+        ComputeOptions(backend="cpu"),
+        SpeculationOptions("draft", str(other), count=2),
+    )
     batch = BatchOptions(token_budget=64, max_running=8)
     options = EngineOptions(compute, CacheOptions(memory_bytes=6_000_000), batch, guessing)
     with LLM(str(path), options) as llm:
         [[answer]] = llm.generate([prompt], params)
-        assert answer.usage.completion_tokens == 12
+        assert answer.usage.completion_tokens == 24
         assert llm.engine.client.loop.speculator.stats.proposed["draft"] > 0
         assert not llm.engine.client.loop.speculator._failed
 
