@@ -98,6 +98,8 @@ REFUSED = {
     "width by filter": "{{ '%1000000000d' | format(1) }}",
     "padding": "{{ 'a'.ljust(10**9) }}",
     "indented JSON": "{{ [1] | tojson(indent=10**9) }}",
+    "encoder of JSON": "{{ 'a' | tojson(cls=namespace, encode='x'.join) }}",
+    "default of JSON": "{{ namespace() | tojson(default='{}'.format) }}",
     "rounding": "{{ 1.5 | round(10**9) }}",
     "sum of lists": "{{ ([[1]] * 9999) | sum(start=[]) }}",
     "endless recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

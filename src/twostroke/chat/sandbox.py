@@ -334,6 +334,21 @@ def _sum(
     return sum(items, start)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002
-    """JSON as chat templates expect it: no HTML escapes, other scripts as they are."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (as transformers' filter has it)
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """JSON as chat templates expect it: no HTML escapes, other scripts as they are.
+
+    No other option of `json.dumps` is taken: some of them call what a template passes.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

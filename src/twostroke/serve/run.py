@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -199,4 +200,6 @@ def _why(error: Exception, host: str, port: int) -> str:
         return f"Port {port} on {host} is already in use: stop its program, or choose --port."
     if code == errno.EACCES:
         return f"This user may not bind port {port} on {host}: choose --port above 1023."
-    return f"'{host}' is not an address of this machine: check --host."
+    if code in {errno.EADDRNOTAVAIL, None} or isinstance(error, socket.gaierror):
+        return f"'{host}' is not an address of this machine: check --host."
+    return f"Port {port} on {host} cannot be bound: {os.strerror(code)}."

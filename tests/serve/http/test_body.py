@@ -6,18 +6,18 @@ import asyncio
 import json
 import logging
 import select
+import socket
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import LiveServer, chat_body, live_server, read_all
+from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
 from twostroke.serve.http.connection import BodyReader
 from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.options import Limits, ServeOptions
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator
 
     from starlette.types import Message, Receive, Scope, Send
@@ -30,6 +30,14 @@ LARGE = 32 << 20  # more than a connection holds that nobody reads
 def brief(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     limits = Limits(max_body_bytes=1000, max_dropped_bytes=1 << 20, body_timeout_s=0.5)
     with live_server(tmp_path_factory.mktemp("brief"), ServeOptions(limits=limits)) as server:
+        yield server
+        server.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    limits = Limits(max_body_bytes=1000, body_timeout_s=1000)
+    with live_server(tmp_path_factory.mktemp("patient"), ServeOptions(limits=limits)) as server:
         yield server
         server.wait_idle()
 
@@ -82,22 +90,31 @@ def test_rest_of_a_body_is_awaited_for_a_limited_time(
             pass
 
 
-def test_expect_100_continue_is_answered(server: LiveServer) -> None:
+@pytest.mark.parametrize(("path", "status"), [(PATH, 413), ("/v1/chat", 404)])
+def test_refused_client_that_expects_100_is_told_to_close(
+    patient: LiveServer, path: str, status: int
+) -> None:
+    answers = read_all(_asked_first(patient, path, 9_999_999))
+    assert answers.startswith(b"HTTP/1.1 %d" % status)
+    assert answers.lower().count(b"\r\nconnection: close\r\n") == 1
+
+
+def test_expect_100_continue_is_answered(patient: LiveServer) -> None:
     body = json.dumps(chat_body(max_tokens=1)).encode()
-    with _asked_first(server, PATH, len(body)) as connection:
+    with _asked_first(patient, PATH, len(body)) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 100")
         connection.sendall(body)
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-def test_client_that_does_not_wait_for_continue_can_read_the_error(server: LiveServer) -> None:
-    with _asked_first(server, PATH, LARGE, b" " * 100) as connection:
+def test_client_that_does_not_wait_for_continue_can_read_the_error(patient: LiveServer) -> None:
+    with _asked_first(patient, PATH, LARGE, b" " * 100) as connection:
         connection.sendall(b" " * (LARGE - 100))
         assert read_all(connection).startswith(b"HTTP/1.1 413")
 
 
-def test_client_that_sends_after_a_refusal_can_read_it(server: LiveServer) -> None:
-    with _asked_first(server, PATH, LARGE) as connection:
+def test_client_that_sends_after_a_refusal_can_read_it(patient: LiveServer) -> None:
+    with _asked_first(patient, PATH, LARGE) as connection:
         select.select([connection], [], [], 20)
         connection.sendall(b" " * LARGE)
         assert read_all(connection).startswith(b"HTTP/1.1 413")
@@ -131,6 +148,66 @@ def test_invalid_bytes_after_a_request_are_not_logged_as_a_failure(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+def test_stopping_server_does_not_wait_for_the_rest_of_a_body(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    limits = Limits(body_timeout_s=1000)
+    options = ServeOptions(drain_s=1000, limits=limits)
+    with socket.socket() as connection:
+        with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+        assert connection.recv(65536) == b""
+
+
+@pytest.mark.parametrize("has_some", [False, True])
+def test_stopping_server_refuses_an_incomplete_body(
+    tmp_path_factory: pytest.TempPathFactory, has_some: bool
+) -> None:
+    limits = Limits(body_timeout_s=1000)
+    options = ServeOptions(drain_s=1000, limits=limits)
+    request = post_bytes(PATH, chat_body(), headers="" if has_some else "Expect: 100-continue\r\n")
+    head, _, body = request.partition(b"\r\n\r\n")
+    with socket.socket() as connection:
+        connection.settimeout(20)
+        with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(head + b"\r\n\r\n" + (body[:-1] if has_some else b""))
+            if has_some:
+                assert server.chat(max_tokens=1).status_code == 200  # the bytes before have arrived
+            else:
+                assert connection.recv(65536).startswith(b"HTTP/1.1 100")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"engine_stopped" in answer
+    assert b"retry-after" in answer
+
+
+def test_body_that_arrives_as_the_server_stops_is_read() -> None:
+    messages: asyncio.Queue[Message] = asyncio.Queue()
+    read = []
+
+    async def send(_message: Message) -> None:
+        pass
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        reader.hurry()
+        asyncio.get_running_loop().call_soon(
+            messages.put_nowait, {"type": "http.request", "body": b"whole"}
+        )
+        read.append((await receive())["body"])
+        messages.put_nowait({"type": "http.disconnect"})
+        read.append((await receive())["type"])
+
+    reader = BodyReader(messages.get, send, Limits())
+    assert asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
+    assert read == [b"whole", "http.disconnect"]
+
+
 def test_slow_body_gets_no_extra_time_after_the_response() -> None:
     async def serve() -> bool:
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
@@ -153,6 +230,48 @@ def test_slow_body_gets_no_extra_time_after_the_response() -> None:
         return bool(done)
 
     assert asyncio.run(serve())
+
+
+def test_response_after_the_stop_does_not_wait_for_the_rest() -> None:
+    sent = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return await asyncio.Future()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        reader.hurry()
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    reader = BodyReader(receive, send, Limits(body_timeout_s=1000))
+    assert not asyncio.run(asyncio.wait_for(reader.answer(app, {"type": "http"}), 10))
+    assert [(message["body"], message.get("more_body")) for message in sent] == [
+        (b"whole", True),
+        (b"", None),
+    ]
+
+
+def test_stop_at_the_time_limit_of_the_rest_is_not_an_error() -> None:
+    async def serve() -> bool:
+        async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.body", "body": b"whole"})
+
+        async def send(_message: Message) -> None:
+            pass
+
+        async def receive() -> Message:
+            try:
+                return await asyncio.Future()
+            except asyncio.CancelledError:  # the limit is expiring
+                reader.hurry()
+                raise
+
+        reader = BodyReader(receive, send, Limits(body_timeout_s=0.01))
+        return await asyncio.wait_for(reader.answer(app, {"type": "http"}), 10)
+
+    assert not asyncio.run(serve())
 
 
 def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") -> socket.socket:

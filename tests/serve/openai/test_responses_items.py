@@ -209,7 +209,8 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
         ("/input_items?order=up", "order must be asc or desc."),
         ("/input_items?after=msg_0", "must be the id of an item of this response, got 'msg_0'."),
         ("/input_items?ater=x", "Did you mean 'after'?"),
-        ("?stream=true", "stream is not a known field."),
+        ("?stream=true", "A stored response cannot be streamed"),
+        ("?starting_after=3", "A stored response cannot be streamed"),
         ("?include[]=all", "does not support 'all'"),
     ],
 )
@@ -220,6 +221,12 @@ def test_wrong_questions_about_a_response_are_refused(
     response = server.http.get(f"{PATH}/{id_}{path}")
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+def test_neutral_queries_about_a_response_are_accepted(server: LiveServer) -> None:
+    id_ = answer(server)["id"]
+    response = server.http.get(f"{PATH}/{id_}?stream=false&include_obfuscation=true")
+    assert response.json()["id"] == id_
 
 
 def test_what_is_not_kept_is_not_found(server: LiveServer) -> None:

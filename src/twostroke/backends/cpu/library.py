@@ -125,10 +125,10 @@ def load_library(level: str) -> ctypes.CDLL:
 def _obstacle(level: str) -> str | None:
     """Return why a level cannot be used here, or None if it can."""
     bit, need = (_LEVELS | _EMULATED)[level]
-    if _find(level) is None:
-        return "not built"
-    if bit and not load_library("portable").ts_probe() & bit:
+    if bit and _find("portable") and not load_library("portable").ts_probe() & bit:
         return f"the processor or the operating system lacks {need}"
+    if _find(level) is None:
+        return "not built; `make build` compiles all levels"
     if level == "amx" and not load_library(level).ts_linear_request_tiles():
         return "the operating system refuses the use of tiles"
     return None

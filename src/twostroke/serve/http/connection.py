@@ -7,15 +7,17 @@ reset and never its response. So the server reads on, within limits, before it c
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from twostroke.core.errors import EngineStoppedError
 from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.config import Config
     from uvicorn.server import ServerState
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from twostroke.serve.options import Limits
 
 _MOMENT_S: Final = 0.5  # for bytes that were sent already
+_CLOSE: Final = (b"connection", b"close")
 _END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
@@ -42,11 +45,16 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._body: BodyReader | None = None  # of the newest request
+        self._is_stopping = False
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             scope["extensions"] = {ABORT: self.transport.abort}
-            if not await BodyReader(receive, send, limits).answer(inner, scope):
+            self._body = BodyReader(receive, send, limits, self._is_asked)
+            if self._is_stopping:
+                self._body.hurry()
+            if not await self._body.answer(inner, scope):
                 self.transport.close()
 
         self.app = app
@@ -71,10 +79,20 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
+    def shutdown(self) -> None:
+        """Let a response end, without waiting for the rest of a body or for the next request."""
+        self._is_stopping = True
+        super().shutdown()
+        if self._body is not None:
+            self._body.hurry()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the client."""
         self._stop_timer()
         super().connection_lost(exc)
+
+    def _is_asked(self) -> bool:
+        return bool(self.conn.they_are_waiting_for_100_continue)
 
     def _time_headers(self) -> None:
         if self.conn.their_state is not h11.IDLE:
@@ -89,15 +107,32 @@ class Connection(H11Protocol):
 
 
 class BodyReader:
-    """Reads a request's body for the application, and drops the rest of it after the response."""
+    """Reads a request's body for the application, and drops the rest of it after the response.
 
-    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
-        """Read from `receive`, and delay the end of the response to `send`."""
+    A refused client that expects `100 Continue` still gets a moment, since some send the body.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        limits: Limits,
+        is_asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Read from `receive`, and delay the end of the response to `send`.
+
+        `is_asked` returns whether the client waits for `100 Continue` before it sends its body.
+        """
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._is_asked = is_asked
         self._is_read = False
+        self._is_answered = False  # at least in part
+        self._is_refused = False  # the client expects 100 Continue and gets an error
         self._owes_end = False
+        self._stops_at: float | None = None  # in the loop's time; set when the server stops
+        self._limit: asyncio.Timeout | None = None  # while waiting for the body or its rest
 
     async def answer(self, app: ASGIApp, scope: Scope) -> bool:
         """Let `app` answer; return whether the connection can be used again.
@@ -105,30 +140,71 @@ class BodyReader:
         The end of the response would close the connection, so it waits for the end of the request:
         until the time limit of the body, and for up to `max_dropped_bytes`.
         """
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._limits.body_timeout_s
+        ends_at = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         await app(scope, self._take, self._give)
         if self._owes_end:
-            await self._drop(max(ends_at, loop.time() + _MOMENT_S))
+            await self._drop(ends_at)
             await self._send(_END)
         return self._is_read or not self._owes_end
 
+    def hurry(self) -> None:
+        """From now on wait only a moment for a body, and not at all for the rest of one."""
+        self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0.0 if self._is_answered else self._stops_at)
+
     async def _take(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            EngineStoppedError: the server stops before the whole body has arrived.
+        """
+        if self._is_read or self._is_answered:
+            return await self._next()
+        try:
+            async with asyncio.timeout_at(self._stops_at) as self._limit:
+                return await self._next()
+        except TimeoutError:
+            message = "The server is shutting down, and the request's body is incomplete."
+            raise EngineStoppedError(message) from None
+        finally:
+            self._limit = None
+
+    async def _next(self) -> Message:
         message = await self._receive()
         if not message.get("more_body", False):  # the end, or the client has left
             self._is_read = True
         return message
 
     async def _give(self, message: Message) -> None:
-        is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if is_end and not self._is_read:
+        if message["type"] == "http.response.start":
+            if self._is_asked():  # this answer tells it not to
+                self._is_refused = True
+                message = {**message, "headers": _closing(message.get("headers", []))}
+            self._is_answered = True
+        elif not message.get("more_body", False) and not self._is_read:
             self._owes_end = True
             message = {**message, "more_body": True}
         await self._send(message)
 
     async def _drop(self, ends_at: float) -> None:
+        now = asyncio.get_running_loop().time()
         num_left = self._limits.max_dropped_bytes
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(ends_at):
+        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else 0.0
+        try:
+            begins_by = min(until, now + _MOMENT_S) if self._is_refused else until
+            async with asyncio.timeout_at(begins_by) as self._limit:
                 while not self._is_read and num_left > 0:
-                    num_left -= len((await self._take()).get("body", b""))
+                    num_left -= len((await self._next()).get("body", b""))
+                    if self._is_refused and self._stops_at is None:
+                        self._is_refused = False
+                        self._limit.reschedule(until)
+        except TimeoutError:
+            pass
+        finally:
+            self._limit = None
+
+
+def _closing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a response that closes the connection."""
+    return [*(one for one in headers if one[0] != _CLOSE[0]), _CLOSE]

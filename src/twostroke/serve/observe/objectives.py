@@ -26,7 +26,8 @@ MET, MISSED = "met", "missed"
 GOOD_TOKENS: Final = "good_tokens"  # the result that counts tokens of answers that met `ALL`
 
 _FORM = re.compile(
-    rf"(?:({'|'.join(SERVICES)}):)?({'|'.join(MEASURES)})\s*=\s*([0-9.]+(?:e-?[0-9]+)?)\s*(ms|s)?"
+    rf"(?:({'|'.join(SERVICES)})\s*:\s*)?({'|'.join(MEASURES)})\s*="
+    r"\s*\+?([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(ms|s)?"
 )
 _MAX_SHOWN: Final = 60
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.serve.dialect import to_json
 from twostroke.serve.http.decode import MAX_NAME_LENGTH
-from twostroke.serve.http.errors import UnknownFieldError
+from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import check_include
 
@@ -65,10 +65,14 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
 
     async def one(request: Request) -> Response:
         kept = find(request)
-        _query(request, ())
         if request.method == "DELETE":
+            _query(request, ())
             tenant_of(request).remove(kept.id)
             return to_json(Deleted(id=kept.id))
+        asked = _query(request, ("include_obfuscation", "starting_after", "stream"))
+        if asked.get("stream", "false") != "false" or "starting_after" in asked:
+            reason = "A stored response cannot be streamed: leave stream and starting_after out."
+            raise UnsupportedFieldError(reason, field="stream")
         return Response(kept.answer, media_type="application/json")
 
     async def items(request: Request) -> Response:
