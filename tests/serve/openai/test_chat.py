@@ -128,7 +128,7 @@ def test_a_prediction_is_used_and_counted(tmp_path: Path) -> None:
         ({"prediction": "text"}, "prediction must be an object, got a string.", "prediction"),
         (
             {"prediction": {"type": "image", "content": ""}},
-            "prediction.type must be one of content, got 'image'.",
+            "prediction.type must be content, got 'image'.",
             "prediction.type",
         ),
     ],

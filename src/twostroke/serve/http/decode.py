@@ -202,7 +202,7 @@ def _explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
     if found := _EXPECTED.fullmatch(what):
         reason = f"must be {_in_words(found[1])}, got {_in_words(found[2])}."
     elif found := _WORD.fullmatch(what):
-        reason = "must be one of {known}, got '{value}'.{hint}"
+        reason = "must be {known}, got '{value}'.{hint}"
         facts = _about_word(found[1][:MAX_NAME_LENGTH], kinds)
     elif _OUT_OF_BOUNDS.fullmatch(what):
         if is_of_key:
@@ -221,7 +221,8 @@ def _about_word(word: str, kinds: list[inspect.Type]) -> dict[str, object]:
     known = dict.fromkeys(str(value) for it in literals for value in it.values)
     special = {key: text for it in kinds for key, text in _extra(it).get("hints", {}).items()}
     hint = f" {special[word]}" if word in special else nearest(word, known)
-    return {"known": ", ".join(known), "value": word, "hint": hint}
+    words = ", ".join(known) if len(known) == 1 else f"one of {', '.join(known)}"
+    return {"known": words, "value": word, "hint": hint}
 
 
 def _limits(kind: inspect.Type) -> str:
