@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from support import native
 from twostroke.core.errors import ModelNotFoundError
 from twostroke.fetch import resolve
 
@@ -21,7 +22,12 @@ hypothesis.settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several worker processes one thread: those of two would hold each other up."""
+    """Give each of several worker processes one thread: those of two would hold each other up.
+
+    Let `support.native` announce that it compiles.
+    """
+    if (capture := config.pluginmanager.getplugin("capturemanager")) is not None:
+        native.uncaptured = capture.global_and_fixture_disabled
     if config.getoption("numprocesses", None):
         os.environ.setdefault("TWOSTROKE_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's

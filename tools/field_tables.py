@@ -88,8 +88,12 @@ def _type(schema: Schema) -> str:
 
 
 def _bounds(schema: Schema) -> str:
+    if most := schema.get("maxLength"):
+        return f"at most {most} characters"
+    if most := schema.get("maxItems", schema.get("maxProperties")):
+        return f"at most {most} entries"
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
-    high = schema.get("maximum", schema.get("maxItems", schema.get("maxProperties")))
+    high = schema.get("maximum")
     if high is None or high > 2**30:
         return f"at least {low}" if low not in (None, -(2**63)) else ""
     if above is not None:

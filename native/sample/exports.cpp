@@ -1,5 +1,4 @@
-// What the tests call: the sampler on rows and logits of their own, and the layout of its structs.
-#include <cstddef>
+// What the tests call: the sampler on rows and logits of their own, and the sizes of its structs.
 #include <cstdint>
 #include <vector>
 
@@ -13,34 +12,6 @@ using ts::SampleRow;
 TS_EXPORT int64_t ts_sample_row_size() { return sizeof(SampleRow); }
 
 TS_EXPORT int64_t ts_sample_result_size() { return sizeof(ts::SampleResult); }
-
-// The offset of the index-th field in the order of declaration, or -1 after the last.
-TS_EXPORT int64_t ts_sample_row_offset(int32_t index) {
-  constexpr size_t offsets[] = {
-      offsetof(SampleRow, tokens),
-      offsetof(SampleRow, bias_ids),
-      offsetof(SampleRow, bias_values),
-      offsetof(SampleRow, barred_ids),
-      offsetof(SampleRow, mask),
-      offsetof(SampleRow, seed),
-      offsetof(SampleRow, counter),
-      offsetof(SampleRow, num_tokens),
-      offsetof(SampleRow, num_prompt),
-      offsetof(SampleRow, temperature),
-      offsetof(SampleRow, top_p),
-      offsetof(SampleRow, min_p),
-      offsetof(SampleRow, repetition_penalty),
-      offsetof(SampleRow, frequency_penalty),
-      offsetof(SampleRow, presence_penalty),
-      offsetof(SampleRow, top_k),
-      offsetof(SampleRow, num_bias),
-      offsetof(SampleRow, num_barred),
-      offsetof(SampleRow, num_logprobs),
-      offsetof(SampleRow, given),
-  };
-  constexpr int32_t count = sizeof(offsets) / sizeof(offsets[0]);
-  return index >= 0 && index < count ? static_cast<int64_t>(offsets[index]) : -1;
-}
 
 // `logits` is (num_rows, vocab_size), as it was on return.
 TS_EXPORT void ts_sample_test(const SampleRow* rows, float* logits, int64_t num_rows,

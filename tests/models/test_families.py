@@ -24,6 +24,7 @@ TOKENS: list[int] = GOLDEN["tokens"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_file_and_folder_have_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
+    assert family in GOLDEN, f"run {GOLDEN['made_by']}, which records {family}"
     tiny = tiny_of(family)
     file = load_path(write_tiny_gguf(tmp_path / "a.gguf", tiny))
     folder = load_path(write_tiny_folder(tmp_path / "a", tiny))

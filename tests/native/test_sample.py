@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
+from support.native import ROOT
 from support.sampling import (
     KINDS,
     OneMask,
@@ -19,7 +21,7 @@ from support.sampling import (
     run_rows,
     sample_native,
 )
-from twostroke.core.sampling import SamplingParams
+from twostroke.core.sampling import BOUNDS, SamplingParams
 from twostroke.core.step import NO_TOKEN
 from twostroke.sample.reference import draw, score, weights
 from twostroke.sample.rows import RESULT, ROW, RowTable, read_scores
@@ -81,16 +83,24 @@ def test_every_level_draws_what_the_definition_draws(library):
             np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
 
 
+def test_random_requests_vary_every_option_of_a_draw():
+    rng = np.random.default_rng(0)
+    params = [random_request(rng, 100).params for _ in range(100)]
+    drawing = BOUNDS.keys() - {"max_tokens", "seed", "n", "prompt_logprobs"}
+    assert not [name for name in drawing if len({getattr(one, name) for one in params}) < 2]
+
+
 def test_rows_and_results_have_the_layout_that_python_writes(library):
-    for name in ("ts_sample_row_size", "ts_sample_result_size", "ts_sample_row_offset"):
-        getattr(library, name).restype = ctypes.c_int64
-    assert library.ts_sample_row_size() == ROW.itemsize
-    assert library.ts_sample_result_size() == RESULT.itemsize
-    assert ROW.names is not None
-    assert ROW.fields is not None
-    offsets = [library.ts_sample_row_offset(i) for i in range(len(ROW.names))]
-    assert offsets == [ROW.fields[name][1] for name in ROW.names]
-    assert library.ts_sample_row_offset(len(ROW.names)) == -1
+    header = (ROOT / "native" / "sample" / "sample.h").read_text()
+    struct = header.partition("struct SampleRow {")[2].partition("\n};")[0]
+    declared = re.findall(r"^  (?:const )?(\w+?)(?:_t)?(\*?) (\w+);", struct, re.MULTILINE)
+    kinds = {"float": "float32", "double": "float64"}
+    fields = [(name, "uint64" if star else kinds.get(kind, kind)) for kind, star, name in declared]
+    assert np.dtype(fields, align=True) == ROW
+    for name, layout in (("row", ROW), ("result", RESULT)):
+        size = getattr(library, f"ts_sample_{name}_size")
+        size.restype = ctypes.c_int64
+        assert size() == layout.itemsize
 
 
 def test_weights_equal_the_definition_bit_for_bit(library):

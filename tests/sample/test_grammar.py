@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import regex
-from msgspec.structs import replace
 
 from support.byte_tokenizer import END, byte_tokenizer
 from twostroke.core.constraint import MAX_CONSTRAINT, NOTATIONS, Constraint

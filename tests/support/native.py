@@ -7,13 +7,21 @@ import platform
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from twostroke.core import env
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Lets what is printed be seen at once; tests/conftest.py sets it to pytest's own.
+uncaptured: Callable[[], AbstractContextManager[None]] = nullcontext
 
 ROOT = Path(__file__).parents[2]
 IS_ARM = platform.machine() == "aarch64"
@@ -32,17 +40,21 @@ VECTOR_LEVELS = ("portable", "neon_dotprod") if IS_ARM else ("avx2", "avx512")
 
 @cache
 def native_dir() -> Path:
-    """The folder of native libraries; builds them if none is given and none is there."""
+    """The folder of native libraries; if none is given, one with every runnable level."""
     if (folder := env.native_dir()) is not None:
         return folder
     folder = ROOT / "build" / "strict"
-    if not list(folder.glob("libtwostroke_*.so")):
+    runnable = [level for level in NEEDS if processor_flags() >= NEEDS[level]]
+    if not all((folder / f"libtwostroke_{level}.so").exists() for level in runnable):
         search = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         cmake, ninja = (shutil.which(tool, path=search) for tool in ("cmake", "ninja"))
         if cmake is None or ninja is None:
             pytest.skip("cmake and ninja are needed to build the native libraries")
+        with uncaptured():
+            print(f"\nCompiling the kernels into {folder}: a few minutes.", file=sys.stderr)
         make = [cmake, "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
-        subprocess.run([*make, f"-DCMAKE_MAKE_PROGRAM={ninja}"], check=True)
+        options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", "-DTS_LEVELS=runnable"]
+        subprocess.run([*make, *options], check=True)
         subprocess.run([ninja, "-C", str(folder)], check=True)
     return folder
 

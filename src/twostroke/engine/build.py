@@ -1,4 +1,4 @@
-"""Puts the parts of an engine together: the only place where "auto" is resolved, once."""
+"""Puts the parts of an engine together; its helpers resolve "auto", each once, while building."""
 
 from __future__ import annotations
 

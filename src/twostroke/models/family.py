@@ -41,8 +41,8 @@ class Family(Frozen):
     {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
 
     `interleaves` says that GGUF files have the rows of queries and keys reordered for rotation in
-    neighbouring pairs. `partial_rotary` says that config.json's `partial_rotary_factor` is used;
-    transformers ignores it for other families.
+    neighbouring pairs. `partial_rotary` is config.json's key for the share of each head that is
+    rotated; None where transformers rotates whole heads whatever the file says.
     """
 
     model_types: Mapping[str, Mapping[str, Any]]
@@ -53,4 +53,4 @@ class Family(Frozen):
     layer_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     interleaves: bool = False
-    partial_rotary: bool = False
+    partial_rotary: str | None = None

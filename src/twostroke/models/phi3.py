@@ -42,5 +42,5 @@ PHI3 = Family(
     layer_names={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     # GGUF's ffn_up is gate and up here, one after the other.
     fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")},
-    partial_rotary=True,
+    partial_rotary="partial_rotary_factor",
 )

@@ -83,23 +83,21 @@ def config_rope(
     context: int,
     layer_type: str = "full_attention",
     *,
-    partial: bool = False,
+    share_key: str | None = None,
 ) -> RopeAndContext:
     """Read rope from a config.json, as `gguf_rope` does.
 
     The key is `rope_parameters` (transformers 5), which may hold one object for each type of layer;
-    `layer_type` chooses one. Older files have `rope_theta` and `rope_scaling`. With `partial`
-    the family rotates the share of each head that `partial_rotary_factor` names.
+    `layer_type` chooses one. Older files have `rope_theta` and `rope_scaling`. `share_key`
+    names the share of each head that is rotated, if the family has such a key.
     """
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     if part is not None and {"full_attention", "sliding_attention"} & part.values.keys():
         part = part.part(layer_type)
     part = part or Fields(fields.name, {})
     dim = head_dim
-    if partial:
-        share = _either(part, fields, "partial_rotary_factor").number(
-            "partial_rotary_factor", high=1.0, default=1.0
-        )
+    if share_key is not None:
+        share = _either(part, fields, share_key).number(share_key, high=1.0, default=1.0)
         dim = int(head_dim * share)
     base = _either(part, fields, "rope_theta").number(
         "rope_theta", low=_LOWEST_BASE, default=_DEFAULT_BASE

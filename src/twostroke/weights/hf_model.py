@@ -76,7 +76,7 @@ def hf_spec(fields: Fields, name: str) -> ModelSpec:
     architecture = MODEL_TYPES[fields.text("model_type")]
     family = ARCHITECTURES[architecture]
     rope, sizes["context_length"] = config_rope(
-        fields, sizes["head_dim"], sizes["context_length"], partial=family.partial_rotary
+        fields, sizes["head_dim"], sizes["context_length"], share_key=family.partial_rotary
     )
     biased = fields.flag("attention_bias", default=False)
     spec = ModelSpec(
