@@ -81,12 +81,12 @@ def read_gguf(path: Path) -> WeightFiles:
     return map_tensors(header.mapping, header.entries, header.metadata)
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, name: str | None = None) -> GgufHeader:
     """Map the file at `path` and read what comes before its data; errors as `read_gguf`.
 
-    Raises TruncatedError if the file ends before that.
+    Errors call the file `name`. Raises TruncatedError if the file ends before its data.
     """
-    reader = _Reader(MappedFile(path))
+    reader = _Reader(MappedFile(path, name))
     num_tensors, num_keys = reader.counts()
     metadata = Metadata(reader.metadata(num_keys))
     entries = reader.entries(num_tensors, reader.alignment(metadata))
@@ -163,7 +163,7 @@ class _Reader:
         start, size = self.position, self.mapping.size
         if num_bytes > size - start:
             raise TruncatedError(
-                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} needs "
+                f"{self.mapping.name!r} is truncated or damaged: {self.where} needs "
                 f"{num_bytes} bytes at offset {start}, the file has {size}."
             )
         self.position = start + num_bytes
@@ -251,7 +251,7 @@ class _Reader:
             position = size + 1
         if position > size:
             raise TruncatedError(
-                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} has {count} "
+                f"{self.mapping.name!r} is truncated or damaged: {self.where} has {count} "
                 f"strings that lead past the end of the file at {size}."
             )
         self.position = position
