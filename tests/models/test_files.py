@@ -233,6 +233,7 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, not a whole number"),
         ("mixtral", {"num_local_experts": 3}, "(4, 64); the family 'llama' reads (3, 64)"),
         ("llama", {"num_key_value_heads": 3}, "'config.json' has 4 heads, not a multiple of"),
+        ("llama", {"hidden_size": 8192, "head_dim": None}, "equal parts of at most 1024"),
         ("llama", {"num_hidden_layers": 900}, "too few for 900 layers"),
         ("llama", {"attention_bias": True}, "'blk.0.attn_q.bias', which the family"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers = a list, which is not supported"),

@@ -42,17 +42,17 @@ CASES = {
     "zip": (b"PK\x03\x04" + bytes(60), "is not a GGUF file"),
     "version 1": (header(0, 0, 1), "GGUF version 1; versions 2 and 3"),
     "version 4": (header(0, 0, 4), "GGUF version 4; versions 2 and 3"),
-    "tensor count": (header(HUGE, 0), "the entry of tensor 0 of"),
-    "key count": (header(0, HUGE), "metadata key 0 of"),
+    "tensor count": (header(65537, 0), "has 65537 tensors, the limit is 65536"),
+    "key count": (header(0, 65537), "has 65537 metadata keys, the limit is 65536"),
     "more keys than bytes": (header(0, 60000), "metadata key 0 of 60000 needs 8 bytes"),
-    "key length": (header(0, 1) + struct.pack("<Q", HUGE), "metadata key 0 of 1 needs"),
+    "key length": (header(0, 1) + struct.pack("<Q", HUGE), "bytes of text, the limit is"),
     "key twice": (header(0, 2) + key_value("a", 1) * 2, "'a' occurs twice"),
     "key not UTF-8": (header(0, 1) + string(b"\xff") + bytes(8), "is not UTF-8"),
     "value type": (header(0, 1) + string("k") + struct.pack("<I", 13), "unknown value type 13"),
     "value missing": (header(0, 1) + string("k") + struct.pack("<I", U32), "'k' needs 4 bytes"),
     "string length": (
-        header(0, 1) + string("k") + struct.pack("<IQ", STRING, HUGE),
-        "metadata key 'k' needs",
+        header(0, 1) + string("k") + struct.pack("<IQ", STRING, 2**24 + 1),
+        "'k' has 16777217 bytes of text, the limit is 16777216",
     ),
     "string past the end": (
         header(0, 1) + string("k") + struct.pack("<IQ", STRING, 1000),
@@ -60,7 +60,10 @@ CASES = {
     ),
     "truth value": (header(0, 1) + string("k") + struct.pack("<IB", 7, 2), "truth value"),
     "array type": (array_of(77, 1), "unknown value type 77"),
-    "array length": (array_of(U8, HUGE), "metadata key 'k' needs"),
+    "array length": (
+        array_of(U8, 2**24 + 1),
+        "'k' has 16777217 array items, the limit is 16777216",
+    ),
     "array past the end": (array_of(U32, 1000), "'k' needs 4000 bytes"),
     "strings past the end": (array_of(STRING, 1000), "'k' needs 8000 bytes"),
     "string leads out": (
@@ -78,7 +81,7 @@ CASES = {
         header(0, 1) + key_value("general.alignment", "x"),
         "general.alignment is str",
     ),
-    "name length": (header(1, 0) + struct.pack("<Q", 300), "the entry of tensor 0 of 1 needs"),
+    "name length": (header(1, 0) + struct.pack("<Q", 300), "the entry of tensor 0 of 1 needs 300"),
     "tensor twice": (header(2, 0) + tensor_info("a", (8,), 0, 0) * 2, "'a' occurs twice"),
     "no dimensions": (header(1, 0) + string("a") + bytes(40), "tensor 'a' has the shape []"),
     "many dimensions": (

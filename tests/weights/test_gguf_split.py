@@ -92,7 +92,7 @@ def test_loading_a_later_part_names_the_first_part(tmp_path: Path) -> None:
     message = refusal(second, ModelFormatError)
     assert message == (
         "'tiny-00002-of-00003.gguf' is part 2 of 3: "
-        "name the first part, as 'tiny-00001-of-00003.gguf'."
+        "name the first part, 'tiny-00001-of-00003.gguf'."
     )
 
 
@@ -107,12 +107,14 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     assert "tiny-00001-of-00003.gguf" in refusal(tmp_path, ModelNotFoundError)
 
 
-@pytest.mark.parametrize("name", ["model.gguf", "tiny-00001-of-00004.gguf"])
-def test_a_renamed_first_part_is_refused_with_the_right_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.gguf", "tiny-00001-of-00004.gguf", "tiny-00002-of-00003.gguf"]
+)
+def test_a_renamed_part_must_have_its_original_name(tmp_path: Path, name: str) -> None:
     path = write_tiny_split(tmp_path, TINY).rename(tmp_path / name)
-    stem = name.partition("-")[0].removesuffix(".gguf")
-    assert f"name the first part, as '{stem}-00001-of-00003.gguf'" in refusal(
-        path, ModelFormatError
+    assert refusal(path, ModelFormatError) == (
+        f"'{name}' is part 1 of 3: it needs its original name, "
+        "which ends with '-00001-of-00003.gguf'."
     )
 
 

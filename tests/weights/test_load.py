@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.gguf_writer import gguf_bytes, tensor_info, write_gguf
+from support.gguf_writer import gguf_bytes, header, key_value, tensor_info, write_gguf
 from support.resident import resident_bytes
 from support.tiny import (
     CHAT_TEMPLATE,
@@ -25,7 +25,7 @@ from support.tiny_weights import interleave_rows
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError
 from twostroke.models import ModelSpec, RopeSpec, build_program
 from twostroke.quant import FORMATS, QuantTensor
-from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path
+from twostroke.weights import GgufTokenizer, JsonTokenizer, load_path, peek_family
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +112,22 @@ def test_every_format_loads_and_releases(tmp_path: Path, fmt: str) -> None:
     model.release([tensor])
     assert resident_bytes(model.path) < held
     assert np.array_equal(tensor.dequantize(), before)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no model",
+        header(0, 1) + key_value("general.alignment", 3),
+        header(1, 0) + tensor_info("a", (8,), 0, 7),
+    ],
+)
+def test_a_peek_names_the_model_and_not_its_temporary_file(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "3fabc.incomplete"
+    path.write_bytes(data)
+    with pytest.raises(ModelFormatError, match=r"^'Q8/tiny\.gguf' "):
+        peek_family(path, "Q8/tiny.gguf")
 
 
 def test_a_folder_with_one_gguf_file_loads_that_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,21 @@ def test_damage_is_refused(tmp_path: Path) -> None:
         assert expected in str(caught.value)
         assert path.name in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_long_header_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", 100_000_001))
+    os.truncate(path, 100_000_009)  # sparse
+    with pytest.raises(ModelFormatError, match="of 100000001 bytes, the limit is 100000000"):
+        read_safetensors(path)
+
+
+def test_too_many_tensors_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(with_header({f"{number}": entry(end=0) for number in range(65537)}, b""))
+    with pytest.raises(ModelFormatError, match="has 65537 tensors, the limit is 65536"):
+        read_safetensors(path)
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ class _Pull:
         self.ends: list[int] = []
 
     def run(self) -> ModelRecord:
+        self.ends = self.kept_ends()  # while nothing deletes the folder
         self.folder.mkdir(exist_ok=True)
         try:
             self.continue_after_whole_parts()
@@ -113,12 +114,16 @@ class _Pull:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return record
 
-    def continue_after_whole_parts(self) -> None:
-        """Drop what follows the last whole part, and check that there is space for the others."""
+    def kept_ends(self) -> list[int]:
+        """Return the ends of the whole parts that are on the disk."""
         with suppress(OSError, ValueError):
             ends = msgspec.json.decode(self.journal.read_bytes(), type=_Journal).ends
             if ends and ends[-1] <= self.whole.stat().st_size:
-                self.ends = ends
+                return ends
+        return []
+
+    def continue_after_whole_parts(self) -> None:
+        """Drop what follows the last whole part, and check that there is space for the others."""
         done, total = self.ends[-1] if self.ends else 0, self.model.file_bytes
         with self.whole.open("ab") as file:
             file.truncate(done)
@@ -162,10 +167,10 @@ class _Pull:
 
     def kept(self) -> str:
         """Say what an unfinished download has left."""
-        if not self.ends:
+        if not (ends := self.kept_ends()):
             return "Nothing was kept."
         return (
-            f"{len(self.ends)} of {len(self.model.parts)} parts ({megabytes(self.ends[-1])}) are "
+            f"{len(ends)} of {len(self.model.parts)} parts ({megabytes(ends[-1])}) are "
             "kept: pull again to continue."
         )
 

@@ -36,8 +36,9 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
     kv_heads = fields.integer(keys["num_kv_heads"], MAX_WIDTH, default=heads)
     if heads % kv_heads:
         fields.fault(f"has {heads} heads, not a multiple of its {kv_heads} key-value heads")
-    if not fields.has(keys["head_dim"]) and hidden % heads:
-        fields.fault(f"has {heads} heads that do not divide its width of {hidden}")
+    if not fields.has(keys["head_dim"]) and (hidden % heads or hidden > heads * MAX_HEAD_DIM):
+        parts = f"equal parts of at most {MAX_HEAD_DIM}"
+        fields.fault(f"has {heads} heads that do not divide its width of {hidden} into {parts}")
     return {
         "hidden_size": hidden,
         "num_heads": heads,

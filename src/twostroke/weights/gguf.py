@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-
+MAX_KEYS = MAX_TENSORS = 1 << 16
+MAX_STRING_BYTES = MAX_ARRAY_ITEMS = 1 << 24
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -49,7 +50,6 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 _STRING = 8
 _ARRAY = 9
 _BOOL = 7
-
 _LENGTH_BYTES = 8  # before each string
 
 _U32 = struct.Struct("<I")
@@ -81,12 +81,12 @@ def read_gguf(path: Path) -> WeightFiles:
     return map_tensors(header.mapping, header.entries, header.metadata)
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, name: str | None = None) -> GgufHeader:
     """Map the file at `path` and read what comes before its data; errors as `read_gguf`.
 
-    Raises TruncatedError if the file ends before that.
+    Errors call the file `name`. Raises TruncatedError if the file ends before its data.
     """
-    reader = _Reader(MappedFile(path))
+    reader = _Reader(MappedFile(path, name))
     num_tensors, num_keys = reader.counts()
     metadata = Metadata(reader.metadata(num_keys))
     entries = reader.entries(num_tensors, reader.alignment(metadata))
@@ -163,24 +163,26 @@ class _Reader:
         start, size = self.position, self.mapping.size
         if num_bytes > size - start:
             raise TruncatedError(
-                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} needs "
+                f"{self.mapping.name!r} is truncated or damaged: {self.where} needs "
                 f"{num_bytes} bytes at offset {start}, the file has {size}."
             )
         self.position = start + num_bytes
         return start
 
     def u32(self) -> int:
-        value: int = _U32.unpack_from(self.mapping.buffer, self.take(4))[0]
-        return value
+        return int(_U32.unpack_from(self.mapping.buffer, self.take(4))[0])
 
     def u64(self) -> int:
-        value: int = _U64.unpack_from(self.mapping.buffer, self.take(8))[0]
+        return int(_U64.unpack_from(self.mapping.buffer, self.take(8))[0])
+
+    def bounded(self, value: int, things: str, limit: int) -> int:
+        if value > limit:
+            raise self.damaged(f"{self.where} has {value} {things}, the limit is {limit}")
         return value
 
     def string(self) -> bytes:
-        length = self.u64()
-        start = self.take(length)
-        return self.mapping.buffer[start : start + length]
+        start = self.take(self.bounded(self.u64(), "bytes of text", MAX_STRING_BYTES))
+        return self.mapping.buffer[start : self.position]
 
     def name(self) -> str:
         try:
@@ -197,7 +199,8 @@ class _Reader:
         version = self.u32()
         if version not in VERSIONS:
             raise self.mapping.fault(f"has GGUF version {version}; versions 2 and 3 are supported")
-        return self.u64(), self.u64()
+        num_tensors = self.bounded(self.u64(), "tensors", MAX_TENSORS)
+        return num_tensors, self.bounded(self.u64(), "metadata keys", MAX_KEYS)
 
     def metadata(self, count: int) -> dict[str, Stored]:
         values: dict[str, Stored] = {}
@@ -218,7 +221,7 @@ class _Reader:
             single: bool | int | float = self.numbers(kind, 1).tolist()[0]
             return single
         kind = self.u32()
-        count = self.u64()
+        count = self.bounded(self.u64(), "array items", MAX_ARRAY_ITEMS)
         return self.strings(count) if kind == _STRING else self.numbers(kind, count)
 
     def numbers(self, kind: int, count: int) -> NDArray[Any]:
@@ -251,7 +254,7 @@ class _Reader:
             position = size + 1
         if position > size:
             raise TruncatedError(
-                f"{self.mapping.path.name!r} is truncated or damaged: {self.where} has {count} "
+                f"{self.mapping.name!r} is truncated or damaged: {self.where} has {count} "
                 f"strings that lead past the end of the file at {size}."
             )
         self.position = position
@@ -264,11 +267,7 @@ class _Reader:
             name = self.name()
             if name in table:
                 raise self.damaged(f"tensor {name[:80]!r} occurs twice")
-            num_dims = self.u32()
-            if num_dims > MAX_DIMENSIONS:
-                raise self.damaged(
-                    f"tensor {name[:80]!r} has {num_dims} dimensions, the limit is {MAX_DIMENSIONS}"
-                )
+            num_dims = self.bounded(self.u32(), "dimensions", MAX_DIMENSIONS)
             columns_first = [self.u64() for _ in range(num_dims)]
             table[name] = tuple(reversed(columns_first)), self.u32(), self.u64()
         data_start = -(-self.position // alignment) * alignment

@@ -53,8 +53,11 @@ def read_gguf_parts(path: Path) -> WeightFiles:
         return first
     names = [_part_name(model_stem(path), index, count) for index in range(count)]
     if path.name != names[0]:
-        number = fields.integer("split.no", count - 1, low=0) + 1
-        fields.fault(f"is part {number} of {count}: name the first part, as {names[0]!r}")
+        index = fields.integer("split.no", count - 1, low=0)
+        advice = f"name the first part, {names[0]!r}"
+        if path.name != names[index]:
+            advice = f"it needs its original name, which ends with {_part_name('', index, count)!r}"
+        fields.fault(f"is part {index + 1} of {count}: {advice}")
     parts = [first]
     for name in names[1:]:
         if not path.with_name(name).exists():

@@ -73,7 +73,7 @@ def peek_family(path: Path, name: str) -> str | None:
     if not name.endswith(".gguf"):
         return hf_spec(hf_fields(name, read_json(path)), name).architecture
     try:
-        header = read_header(path)
+        header = read_header(path, name)
     except TruncatedError:
         return None
     unsupported = {entry.name: entry.dtype for entry in header.entries if not entry.format}

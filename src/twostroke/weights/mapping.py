@@ -27,34 +27,34 @@ class MappedFile:
     with every memory-mapped reader. Twostroke itself replaces model files only by renaming.
     """
 
-    __slots__ = ("_array", "_mmap", "path")
+    __slots__ = ("_array", "_mmap", "name", "path")
 
-    def __init__(self, path: Path) -> None:
-        """Map the file at `path`.
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Map the file at `path`; errors call it `name` (default: the path's last part).
 
         Raises:
             ModelNotFoundError: there is no such file.
             ModelFormatError: it is empty or cannot be read.
             MemoryLimitError: the limit of the address space is too low for it.
         """
-        self.path = path
+        self.path, self.name = path, name or path.name
         if path.exists() and not path.is_file():  # a pipe would block
-            raise ModelFormatError(f"{path.name!r} cannot be read: it is not a regular file.")
+            raise self.fault("cannot be read: it is not a regular file")
         try:
             with path.open("rb") as file:
                 self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ModelNotFoundError(f"There is no file {str(path)!r}.") from None
         except ValueError:
-            raise ModelFormatError(f"{path.name!r} is empty.") from None
+            raise self.fault("is empty") from None
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 size = path.stat().st_size
                 raise MemoryLimitError(
-                    f"{path.name!r} needs {size / 1e6:,.0f} MB of address space: raise the limit "
+                    f"{self.name!r} needs {size / 1e6:,.0f} MB of address space: raise the limit "
                     "(ulimit -v), or use a smaller model."
                 ) from None
-            raise ModelFormatError(f"{path.name!r} cannot be read: {error.strerror}.") from None
+            raise self.fault(f"cannot be read: {error.strerror}") from None
         self._array = np.frombuffer(self._mmap, dtype=np.uint8)
 
     @property
@@ -69,7 +69,7 @@ class MappedFile:
 
     def fault(self, text: str) -> ModelFormatError:
         """Return the error that says `text` about this file."""
-        return ModelFormatError(f"{self.path.name!r} {text}.")
+        return ModelFormatError(f"{self.name!r} {text}.")
 
     def view(self, start: int, num_bytes: int) -> Bytes:
         """Return `num_bytes` bytes from `start` as a read-only uint8 view."""

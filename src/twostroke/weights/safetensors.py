@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
+MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
+MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 _ALIGNMENT = 8  # bytes of a header that is written
 
@@ -68,8 +70,7 @@ def read_safetensors(path: Path) -> WeightFiles:
         )
         if entry.num_bytes not in {None, end - begin}:
             raise mapping.fault(
-                f"is damaged: {entry.shown} has the shape {list(entry.shape)} and {end - begin} "
-                "bytes"
+                f"is damaged: {entry.shown} has the shape {[*entry.shape]} and {end - begin} bytes"
             )
         entries.append(entry)
     return map_tensors(mapping, entries, {})
@@ -113,7 +114,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor]) -> None:
         part.unlink(missing_ok=True)
 
 
-def decode_json(raw: bytes, kind: type[T], name: str) -> T:
+def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
     """Return JSON as a value of the type `kind`; ModelFormatError about file `name` if it is not.
 
     Types declare their bounds with `msgspec.Meta`.
@@ -127,16 +128,19 @@ def decode_json(raw: bytes, kind: type[T], name: str) -> T:
 
 def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
     """Return the entries of the header, and where the data starts."""
-    name = mapping.path.name
     start = 8 + int.from_bytes(mapping.buffer[:8], "little")
     if start > mapping.size:
         raise mapping.fault(
             f"is truncated or not a safetensors file: its header ends at {start}, the file at "
             f"{mapping.size}"
         )
-    header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], name)
+    if start - 8 > MAX_HEADER_BYTES:
+        raise mapping.fault(f"has a header of {start - 8} bytes, the limit is {MAX_HEADER_BYTES}")
+    header = decode_json(mapping.buffer[8:start], dict[str, msgspec.Raw], mapping.name)
     header.pop("__metadata__", None)
-    return {key: decode_json(bytes(raw), _Entry, name) for key, raw in header.items()}, start
+    if len(header) > MAX_TENSORS:
+        raise mapping.fault(f"has {len(header)} tensors, the limit is {MAX_TENSORS}")
+    return {key: decode_json(raw, _Entry, mapping.name) for key, raw in header.items()}, start
 
 
 def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
