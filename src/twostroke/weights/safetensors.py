@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
+MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 _ALIGNMENT = 8  # bytes of a header that is written
