@@ -27,10 +27,12 @@ def test_a_text_is_given_up_only_if_it_has_too_many_tokens(name: str, text: str)
 
 
 def test_a_long_word_is_given_up_before_it_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = TOKENIZERS["bytes"]
-    monkeypatch.setattr(tokenizer._merges, "_merge_long", None)
-    with pytest.raises(TooManyTokensError):
-        tokenizer.encode("z" * SIZE, most=SIZE // tokenizer._merges.vocabulary.max_length - 1)
+    tokenizer, seen = TOKENIZERS["bytes"], list[str]()
+    monkeypatch.setattr(tokenizer._merges, "_symbols", lambda text: seen.append(text) or [4])
+    with pytest.raises(TooManyTokensError) as caught:
+        tokenizer.encode("z" * SIZE, most=SIZE - 1)
+    assert caught.value.num_tokens == SIZE  # no token has two of them
+    assert seen == ["z"]  # the whole word was never turned into symbols
 
 
 def test_pieces_of_a_prompt_count_together() -> None:

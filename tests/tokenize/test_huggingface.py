@@ -274,6 +274,11 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         (b"{}", "type None"),
         (b'{"model": {"type": "Unigram"}}', "type Unigram, which this version"),
         (b'{"model": {"type": "BPE"}}', "damaged"),
+        (b'{"model": {"vocab": {"a": 0, "b": 1}, "merges": ["a b"]}}', "'a' and 'b' does not fit"),
+        (b'{"model": {"vocab": {"a": 0, "ab": 1}, "merges": [["a", "b"]]}}', "does not fit"),
+        (b'{"model": {"vocab": {"a": 0, "ab": 1}, "merges": ["ab"]}}', "damaged"),
+        (b'{"model": {"vocab": {"a": 0, "ab": 1}, "merges": [["a"]]}}', "damaged"),
+        (b'{"model": {"vocab": {"a": 0, "ab": 1}, "merges": [["a", "b", "c"]]}}', "damaged"),
         (b'{"model": {"vocab": {"a": "x"}, "merges": []}}', "damaged|cannot"),
         (b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}', "damaged"),
         (

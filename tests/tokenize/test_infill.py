@@ -107,6 +107,16 @@ def test_a_suffix_gets_no_space_before_it() -> None:
     assert piece_tokenizer().infill is None
 
 
+def test_a_suffix_keeps_its_line_break_where_a_token_has_two() -> None:
+    more = {"▁<PRE>": 3, "▁<SUF>": 3, "▁<MID>": 3, "\n": 1, "\n\n": 1}
+    metadata = piece_metadata()
+    for name, values in (("tokens", more), ("token_type", more.values()), ("scores", [0.0] * 5)):
+        metadata[f"tokenizer.ggml.{name}"] += [*values]  # type: ignore[operator]
+    tokenizer = from_gguf(metadata)
+    texts = spelled(tokenizer, _prompt(tokenizer, "", "\nab"))
+    assert texts == ["<s>", "▁<PRE>", "▁<SUF>", "▁", "\n", "ab", "▁<MID>"]
+
+
 def test_a_folder_s_tokens_are_known_by_their_texts(tmp_path: Path) -> None:
     import json
 

@@ -33,7 +33,7 @@ class _InFile(list[str]):
 def test_texts_are_found_by_the_last_id_that_is_not_hidden(seed: int) -> None:
     raw = _random_texts(seed)
     texts = [text.decode("utf-8", "surrogateescape") for text in raw]
-    changed = dict.fromkeys(range(2, len(texts), 7), "another text")
+    changed = dict.fromkeys(range(2, len(texts), 7), "bébé " * 90)
     expected = [*raw]
     for id_, text in changed.items():
         expected[id_] = text.encode()
@@ -43,3 +43,10 @@ def test_texts_are_found_by_the_last_id_that_is_not_hidden(seed: int) -> None:
         assert [vocabulary.spelling(id_) for id_ in range(len(texts))] == expected
         for text in [*raw, *expected, b"missing"]:
             assert vocabulary.find(text) == last.get(text)
+        for chars in ("", "ab ", "ab é", "ab é\x00\udcff"):
+            used = {*chars.encode("utf-8", "surrogateescape")}
+            fitting = [text for text in expected if used.issuperset(text)]
+            longest = max(
+                (sum(byte & 0xC0 != 0x80 for byte in text) for text in fitting), default=0
+            )
+            assert vocabulary.max_length(chars) == longest

@@ -123,7 +123,7 @@ def _merger(
     # The merger itself writes the unknown token; merges may lead to what is not special.
     hidden = [t for t in added if t.special and t.text != model.get("unk_token")]
     vocabulary = Vocabulary(texts, [token.id for token in hidden if token.id < len(texts)])
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    merges = _merge_lines(model)
     bytes_of = [vocabulary.find(f"<0x{value:02X}>".encode()) for value in range(256)]
     options = MergeOptions(
         byte_level=byte_level,
@@ -133,6 +133,16 @@ def _merger(
         fuse_unknown=bool(model.get("fuse_unk")),
     )
     return Merges(vocabulary, ListedPairs(merges, vocabulary), options), len(texts)
+
+
+def _merge_lines(model: dict[str, Any]) -> Iterator[str]:
+    """Yield each merge as a line; its two texts and what they make must be tokens."""
+    vocab = model["vocab"]
+    for merge in model["merges"]:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ModelFormatError(f"its merge of '{left}' and '{right}' does not fit its tokens.")
+        yield f"{left} {right}"
 
 
 def _unknown(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:

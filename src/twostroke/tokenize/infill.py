@@ -92,9 +92,11 @@ def _encode(
     ids: list[int] = []
     for count, part in enumerate(re.split(cut, text) if cut else [text]):
         if (goes_on or count) and tokenizer.strip_space:
-            # No token reaches over a line break, so the text after it is encoded without a space.
+            # After a line break text is encoded without a space, unless a token reaches over both.
             mark = tokenizer.encode("\n")
-            ids += tokenizer.encode("\n" + part, most=most)[len(mark) :]
-        else:
-            ids += tokenizer.encode(part, most=most)
+            found = tokenizer.encode("\n" + part, most=most and most + len(mark))
+            if found[: len(mark)] == mark:
+                ids += found[len(mark) :]
+                continue
+        ids += tokenizer.encode(part, most=most)
     return ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import sys
 from array import array
+from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ _MAX_CACHED_LENGTH = 64
 _MAX_CACHED_CHARS = 1 << 16
 # Up to this many symbols it is quicker to look at all of them for each merge.
 _SHORT_WORD = 128
+# From this many characters it is worth a look through the vocabulary to give up a word early.
+_LONG_WORD = 1 << 14
 # The rank of two neighbours that stay apart. Every other rank is lower, and its last 32 bits are
 # the id of the token that the two make.
 _NEVER = 1 << 80
@@ -70,7 +73,6 @@ class Merges:
         self._options = options
         self._char_id = lru_cache(_MAX_CACHED_CHARS)(lambda char: vocabulary.find(char.encode()))
         self._words: dict[str, list[int]] = {}
-        self._max_symbols = max(vocabulary.max_length, 1)  # of one token
 
     def encode(
         self, words: Sequence[str], most: int = sys.maxsize, num_before: int = 0
@@ -102,13 +104,25 @@ class Merges:
             whole = self.vocabulary.find(spelled.encode())
             if whole is not None:
                 return [whole]
-        symbols = self._symbols(spelled)
-        if len(symbols) <= _SHORT_WORD:
-            return self._merge_short(symbols)
-        fewest = num_before + -(-len(symbols) // self._max_symbols)
-        if fewest > most:
+        if len(spelled) >= _LONG_WORD and (fewest := num_before + self._fewest(spelled)) > most:
             raise TooManyTokensError(fewest)
-        return self._merge_long(symbols)
+        symbols = self._symbols(spelled)
+        merge = self._merge_short if len(symbols) <= _SHORT_WORD else self._merge_long
+        return merge(symbols)
+
+    def _fewest(self, spelled: str) -> int:
+        """Return a lower bound of the number of tokens in a word, without merging it.
+
+        No token is longer than the longest one that has only bytes of the word's symbols.
+        """
+        num_symbols, used = 0, set[int]()
+        for char, count in Counter(spelled).items():
+            symbols = self._symbols(char)
+            used.update(symbols)
+            if self._options.unknown not in symbols:  # a run of those may be one token
+                num_symbols += count * len(symbols)
+        chars = "".join(self.vocabulary.text(symbol) or "" for symbol in used)
+        return -(-num_symbols // max(self.vocabulary.max_length(chars), 1))
 
     def _symbols(self, spelled: str) -> list[int]:
         """Return the first symbols of a word: characters, and what replaces unknown ones."""

@@ -81,11 +81,18 @@ class Vocabulary:
         spelling = self.spelling(token_id)
         return spelling.decode("utf-8", "surrogateescape") if spelling else None
 
-    @property
-    def max_length(self) -> int:
-        """The bytes of the longest text."""
-        lengths = np.asarray(self._ends, np.int64) - np.asarray(self._starts, np.int64)
-        return int(lengths.max(initial=0))
+    def max_length(self, chars: str) -> int:
+        """Return the characters of the longest text whose bytes are all in `chars`."""
+        used = chars.encode("utf-8", "surrogateescape")
+        blob = np.frombuffer(self._blob, np.uint8)
+        starts, ends = np.asarray(self._starts), np.asarray(self._ends)
+        marks = ~np.isin(blob, [*used]), blob & 0xC0 != 0x80
+        sums = (np.cumsum(np.append(False, mark), dtype=np.uint32) for mark in marks)
+        num_others, lengths = (total[ends] - total[starts] for total in sums)
+        num_others[[*self._changed]] = 1
+        changed = (text for text in self._changed.values() if not {*text}.difference(used))
+        longest = int(lengths.max(where=num_others == 0, initial=0))
+        return max(longest, *(len(text.decode()) for text in changed), 0)
 
     def before(self, char: str) -> str:
         """Return the characters that come before `char` inside some token, except `char`."""
