@@ -45,6 +45,7 @@ REASONS = {
     ),
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
     "unknown tools": (r"must be (the name of )?one of the tools",),
+    "answers that are not in the background": (r"Background mode is not supported",),
     "unknown items": (r"Item with id", r"must be the id of an item"),
     "two names of one limit": (r"is the newer name of max_tokens",),
     "limits of thinking": (r"thinking.budget_tokens must be at least 1 and less than max_tokens",),

@@ -62,7 +62,7 @@ def test_figures_follow_the_load(visit: Visiting, server: Any) -> None:
         assert float(rate.removesuffix("/s")) > 0
         assert "running: now 3" in visit.page.get_attribute("svg.chart >> nth=0", "aria-label")
         assert "of the roof" in visit.page.get_attribute(".roofline", "aria-label")
-        assert visit.page.locator(".roofline .point.warm").count() == 1
+        visit.page.wait_for_selector(".roofline .point.warm")  # drawn after the first decode step
         visit.page.click("label:has-text('60 s')")
         assert "ITL" in _text(visit, "section[aria-label=Latency]")
     visit.page.wait_for_selector(f"{running}:has-text('0')", timeout=30_000)
