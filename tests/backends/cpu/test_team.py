@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,11 @@ def pack(library: ctypes.CDLL, pool: int, kind: int, shape: tuple[int, int]) -> 
 def masks() -> dict[int, set[int]]:
     """Return the cores that each of this process's threads may use."""
     threads = (int(entry.name) for entry in Path("/proc/self/task").iterdir())
-    return {thread: os.sched_getaffinity(thread) for thread in threads}
+    found = {}
+    for thread in threads:
+        with suppress(ProcessLookupError):  # a thread of an earlier test may just have ended
+            found[thread] = os.sched_getaffinity(thread)
+    return found
 
 
 def masks_while_computing(
