@@ -17,7 +17,9 @@ from twostroke.tokenize.alphabets import byte_level_text
 from twostroke.tokenize.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    Order = Callable[[bytes, bytes, int], int | None]
 
 _MAX_CACHED_WORDS = 20_000
 _MAX_CACHED_LENGTH = 64
@@ -199,13 +201,10 @@ class _Pairs(dict[int, int]):
     kept, up to a bound.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, order: Order) -> None:
+        """`order(left, right, made)` says how late two texts become the token `made`, or None."""
         super().__init__()
-        self._vocabulary = vocabulary
-
-    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
-        """Return how late a merge of two texts into the token `made` comes, or None for never."""
-        raise NotImplementedError
+        self._vocabulary, self._order = vocabulary, order
 
     def __missing__(self, pair: int) -> int:
         vocabulary = self._vocabulary
@@ -224,12 +223,8 @@ class ListedPairs(_Pairs):
 
     def __init__(self, merges: Iterable[str], vocabulary: Vocabulary) -> None:
         """`merges` are lines of two texts and a space between; of equal ones the last counts."""
-        super().__init__(vocabulary)
-        self._merges = Vocabulary(merges)
-
-    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
-        del made
-        return self._merges.find(left + b" " + right)
+        lines = Vocabulary(merges)
+        super().__init__(vocabulary, lambda left, right, _: lines.find(left + b" " + right))
 
 
 class ScoredPairs(_Pairs):
@@ -242,12 +237,11 @@ class ScoredPairs(_Pairs):
 
     def __init__(self, scores: Sequence[float], vocabulary: Vocabulary) -> None:
         """`scores` are by id, one for each token."""
-        super().__init__(vocabulary)
         by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
         places = np.empty(len(by_score), np.uint32)
         places[by_score] = np.arange(len(by_score), dtype=np.uint32)
-        self._places = array("I", places.tobytes())
-
-    def _order(self, left: bytes, right: bytes, made: int) -> int | None:
-        del right
-        return self._places[made] << 16 | (_MAX_LENGTH - min(len(left), _MAX_LENGTH))
+        order = array("I", places.tobytes())
+        super().__init__(
+            vocabulary,
+            lambda left, _, made: order[made] << 16 | (_MAX_LENGTH - min(len(left), _MAX_LENGTH)),
+        )

@@ -94,7 +94,7 @@ class EventStream:
                 if data := b"".join([write(event) for event in read(output)]):
                     yield data
             yield write(self._reader.finish(self._answers.usage))
-        except Exception as error:
+        except Exception as error:  # a response that has begun can only end with an error event
             if not self._has_begun:
                 raise
             yield write(Failed(report(error, scope), served_of(scope).request_id))
