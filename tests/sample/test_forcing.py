@@ -11,7 +11,7 @@ from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.sample.grammar import Grammars
-from twostroke.sample.schema import forces_little
+from twostroke.schema.size import forces_little
 
 PERSON = {
     "type": "object",

@@ -15,7 +15,8 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled, text_but, up_to
-from twostroke.sample.schema import ANY_OBJECT, JSON_FORM, forces_little
+from twostroke.schema.prepare import ANY_OBJECT, JSON_FORM
+from twostroke.schema.size import forces_little
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,13 +20,8 @@ import numpy as np
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
 from twostroke.sample.lark import NO_FORCING, after_preface
-from twostroke.sample.schema import (
-    JSON_FORM,
-    MOST_FORCED,
-    check_keywords,
-    forces_little,
-    pattern_size,
-)
+from twostroke.schema.prepare import JSON_FORM, prepare
+from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -311,9 +306,8 @@ def _grammar(constraint: Constraint) -> str:
     text, notation = constraint.text, constraint.notation
     try:
         if notation == "json_schema":
-            check_keywords(text)
             form: Any = dict(JSON_FORM)
-            return LLMatcher.grammar_from_json_schema(text, overrides=form)
+            return LLMatcher.grammar_from_json_schema(prepare(text).text, overrides=form)
         if notation == "choice" and not _are_texts(json.loads(text)):
             message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
             raise _refusal(constraint, message)

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
-from twostroke.sample.schema import ANY_OBJECT, check_keywords
+from twostroke.schema.prepare import ANY_OBJECT, check_keywords
 from twostroke.serve.describe import field
 
 if TYPE_CHECKING:

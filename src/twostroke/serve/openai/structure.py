@@ -10,7 +10,7 @@ from msgspec import Meta
 from twostroke.core.constraint import MAX_CONSTRAINT, Constraint
 from twostroke.core.errors import RequestError
 from twostroke.sample.grammar import MAX_CHOICES
-from twostroke.sample.schema import ANY_OBJECT
+from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
 
 if TYPE_CHECKING:

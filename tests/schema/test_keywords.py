@@ -14,7 +14,7 @@ from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.sample.grammar import Grammars
-from twostroke.sample.schema import ANNOTATIONS, NAMED_SCHEMAS, SCHEMAS, VALUES, check_keywords
+from twostroke.schema.prepare import ANNOTATIONS, NAMED_SCHEMAS, SCHEMAS, VALUES, check_keywords
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,66 @@
+"""How much text a schema or a pattern can force, and how large it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, Final
+
+from twostroke.schema.prepare import ANNOTATIONS
+
+MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
+_DEFINITIONS: Final = frozenset(("$defs", "definitions"))
+_MINIMA: Final = ("minItems", "minProperties", "minLength")
+_COUNT: Final = re.compile(r"\{\s*(\d+)")  # in a pattern
+
+
+def forces_little(schema: object) -> bool:
+    """Return whether a schema can force at most about `MOST_FORCED` bytes of text in a row.
+
+    Where text can go on in one way only, llguidance follows it to its end without a limit, in the
+    middle of a step. This walks over the schema as often as its references and minimum counts
+    repeat it, and gives up after as many bytes; so cycles end, too.
+    """
+    left = float(MOST_FORCED)
+    waiting: list[tuple[Any, float]] = [(schema, 1.0)]
+    while waiting and left > 0:
+        part, times = waiting.pop()
+        if isinstance(part, dict):
+            counts = (part[name] for name in _MINIMA if isinstance(part.get(name), (int, float)))
+            times *= math.prod(max(1.0, min(count, MOST_FORCED)) for count in counts)
+            left -= 2 * times
+            for name, value in part.items():
+                if name in _DEFINITIONS or (name in ANNOTATIONS and isinstance(value, str)):
+                    continue
+                left -= (4 + len(name)) * times
+                if name == "$ref":
+                    waiting.append((_referred(schema, value), times))
+                elif name in {"pattern", "patternProperties"}:
+                    left -= pattern_size(json.dumps(value)) * times
+                else:
+                    waiting.append((value, times))
+        elif isinstance(part, list):
+            waiting += [(one, times) for one in part]
+            left -= 2 * times
+        else:
+            left -= len(json.dumps(part)) * times if isinstance(part, str) else 24 * times
+    return left > 0
+
+
+def pattern_size(pattern: str) -> float:
+    """Return a bound on the bytes that a regular expression forces: its size by its counts."""
+    counts = (float(count[:9]) for count in _COUNT.findall(pattern))
+    return len(pattern.encode()) * math.prod(max(1.0, count) for count in counts)
+
+
+def _referred(root: object, pointer: object) -> object:
+    """Return the part of a schema that a JSON pointer names; None if there is none."""
+    here = root
+    for step in str(pointer).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
+            here = here[int(key)]
+        else:
+            here = here.get(key) if isinstance(here, dict) else None
+    return here
