@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Parts = dict[str, Any]
 
-_SENT_TO_ANYONE = {404, 405}  # of paths and methods that are not there
+_SENT_TO_ANYONE = {403, 404, 405}  # of strangers, and of paths and methods that are not there
 _ROOT = "urn:described"
 
 

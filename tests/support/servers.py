@@ -105,7 +105,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 def post_bytes(path: str, body: object, *, headers: str = "") -> bytes:
     """Return a whole HTTP request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

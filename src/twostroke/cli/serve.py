@@ -43,6 +43,22 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     "TWOSTROKE_API_KEY is accepted as well [default: no key is needed].",
 )
 @option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin, such as https://app.example, use the server; repeatable. "
+    "'*' allows all, with keys.",
+)
+@option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Answer to this host name, too, such as that of a proxy; repeatable. With keys any name "
+    "is answered, unless this is given.",
+)
+@option(
     "--name",
     "model_names",
     multiple=True,
@@ -92,6 +108,8 @@ def command(**given: Any) -> int:
         port=given["port"],
         api_keys=ApiKeys.read(given["api_keys"], env.api_key()),
         model_names=given["model_names"],
+        cors_origins=given["cors_origins"],
+        allowed_hosts=given["allowed_hosts"],
         drain_s=given["drain_s"],
         max_stored=given["max_stored"],
         dashboard=given["dashboard"],

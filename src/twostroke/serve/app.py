@@ -32,6 +32,7 @@ from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
+from twostroke.serve.http.origins import OriginCheck, Origins
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.observe.logs import AccessLog
@@ -365,6 +366,6 @@ def build_app(api: Api) -> ASGIApp:
     }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    keys = api.options.api_keys
-    inner = app if keys is None else KeyCheck(app, keys)
-    return Boundary(inner, api.metrics, api.options.limits, api.observers)
+    keys, origins = api.options.api_keys, Origins(api.options)
+    guarded = OriginCheck(app if keys is None else KeyCheck(app, keys), origins)
+    return Boundary(guarded, api.metrics, api.options.limits, origins, api.observers)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from msgspec import field
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.serve.http.origins import ANY, is_loopback, parse_host, parse_origin
 
 if TYPE_CHECKING:
     from twostroke.serve.http.keys import ApiKeys
@@ -60,6 +60,8 @@ class ServeOptions(Frozen):
         api_keys: the valid keys and their tenants; None needs no key.
         model_names: the names by which clients may ask for the model, the default first; empty for
             the model's own name.
+        cors_origins: the web origins whose pages may use the server; "*", with keys, allows all.
+        allowed_hosts: names by which clients may reach the server, besides its address.
         keep_alive_s: a silent stream sends a comment this often, so that proxies keep it open.
         drain_s: how long a stopping server lets running requests finish.
         dashboard: whether to show the dashboard's page and state; None shows them only if `host`
@@ -78,6 +80,8 @@ class ServeOptions(Frozen):
     port: int = 8000
     api_keys: ApiKeys | None = None
     model_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
     dashboard: bool | None = None
@@ -90,15 +94,24 @@ class ServeOptions(Frozen):
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """Check the names and `drain_s`.
+        """Check the names, the origins and `drain_s`.
 
         Raises:
-            UsageError: a name is empty or not printable, or `drain_s` is over a day.
+            UsageError: a name is empty or not printable, an origin or a host is malformed, all
+                origins are allowed without keys, or `drain_s` is over a day.
         """
         for name in self.model_names:
             if not name.strip() or not name.isprintable():
                 reason = "must have printable characters, got {value!r}."
                 raise UsageError(reason, field="model_names", value=name)
+        for origin in self.cors_origins:
+            if origin != ANY:
+                parse_origin(origin)
+            elif self.api_keys is None:
+                reason = "allows every web page only on a server with keys: name the origins."
+                raise UsageError(reason, field="cors_origins")
+        for host in self.allowed_hosts:
+            parse_host(host)
         if not 0 <= self.drain_s <= _MAX_DRAIN_S:  # NaN fails, too
             reason = f"must be from 0 to {_MAX_DRAIN_S} seconds, got {self.drain_s}."
             raise UsageError(reason, field="drain_s")
@@ -106,17 +119,9 @@ class ServeOptions(Frozen):
     @property
     def is_private(self) -> bool:
         """Whether only programs of this machine reach the server."""
-        return _is_loopback(self.host)
+        return is_loopback(self.host)
 
     @property
     def shows_dashboard(self) -> bool:
         """Whether the dashboard is shown."""
         return self.is_private if self.dashboard is None else self.dashboard
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address; of names, only localhost surely is."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -57,9 +57,9 @@ def test_connection_is_reused_after_a_refused_body(
     server: LiveServer, path: str, kind: str, status: int
 ) -> None:
     with server.connect() as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
         connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % LARGE + b" " * LARGE)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = b""
         while data := connection.recv(65536):
             answers += data
@@ -82,7 +82,7 @@ def test_rest_of_a_body_is_awaited_for_a_limited_time(
     brief: LiveServer, size: int, kind: str
 ) -> None:
     with brief.connect() as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
         connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
         assert b"HTTP/1.1 4" in connection.recv(65536)
         connection.sendall(b" ")
@@ -122,7 +122,7 @@ def test_client_that_sends_after_a_refusal_can_read_it(patient: LiveServer) -> N
 
 def test_endless_rest_of_a_body_is_cut_off(brief: LiveServer) -> None:
     with brief.connect() as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head.encode() + b"Content-Length: 9999999999\r\n\r\n")
         assert b"HTTP/1.1 413" in connection.recv(65536)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -135,7 +135,7 @@ def test_invalid_bytes_after_a_request_are_not_logged_as_a_failure(
 ) -> None:
     """Whether the request is answered by then or not: somebody's bytes fill no log with traces."""
     with server.connect() as connection:
-        head = b"POST /v1/chat HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v1/chat HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head if wait else head + b"no chunk\r\n")
         answers = b""
         while data := connection.recv(65536):
@@ -156,7 +156,9 @@ def test_stopping_server_does_not_wait_for_the_rest_of_a_body(
     with socket.socket() as connection:
         with live_server(tmp_path_factory.mktemp("stopping"), options) as server:
             connection.connect(("127.0.0.1", server.port))
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            connection.sendall(
+                b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+            )
             answer = b""
             while not answer.endswith(b"}"):
                 answer += connection.recv(65536)
@@ -277,7 +279,7 @@ def test_stop_at_the_time_limit_of_the_rest_is_not_an_error() -> None:
 def _asked_first(server: LiveServer, path: str, size: int, body: bytes = b"") -> socket.socket:
     """Return a connection on which a client has asked whether to send a body, and sent some."""
     connection = server.connect()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Expect: 100-continue\r\nContent-Length: {size}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection

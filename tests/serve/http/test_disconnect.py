@@ -89,7 +89,7 @@ def test_disconnect_is_heard_through_any_asgi_server(tmp_path: Path) -> None:
             app = create_app(client)
             backend.gate.clear()
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 task = asyncio.create_task(http.post(PATH, json=chat_body(stream=True)))
                 await asyncio.to_thread(
                     wait_for, lambda: client.loop.snapshot().scheduler.num_running == 1

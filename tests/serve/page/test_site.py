@@ -109,7 +109,9 @@ def test_pages_are_held_to_their_own_server(http: httpx.Client, path: str) -> No
 )
 def test_only_names_of_files_lead_to_files(server: LiveServer, path: str) -> None:
     with server.connect() as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        )
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 404 ")
     assert b'"error"' in answer

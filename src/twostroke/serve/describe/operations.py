@@ -21,6 +21,7 @@ from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
+from twostroke.serve.http.origins import ForbiddenError
 from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
 from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     Struct = type[msgspec.Struct]
 
-ANYWHERE: Final = (errors.HeaderSizeError, TwostrokeError)
+ANYWHERE: Final = (ForbiddenError, errors.HeaderSizeError, TwostrokeError)
 _BODY: Final = (
     RequestError,
     ModelNotFoundError,

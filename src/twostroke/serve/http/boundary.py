@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, counts of responses, and unexpected errors."""
+"""The outermost layer: headers of every response, counts of responses, unexpected errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from twostroke.serve.http.origins import Origins
     from twostroke.serve.observe.metrics import Metrics
     from twostroke.serve.observe.served import Observer
     from twostroke.serve.options import Limits
@@ -34,12 +35,18 @@ class Boundary:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, limits: Limits, observers: Sequence[Observer] = ()
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        limits: Limits,
+        origins: Origins,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """Wrap `app`, count its responses, and report each request to the observers at its end."""
         self._app = app
         self._metrics = metrics
         self._limits = limits
+        self._origins = origins
         self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,25 +57,26 @@ class Boundary:
         served = _begin(scope)
         scope.setdefault("state", {})[STATE_KEY] = served
         id_headers = (_ID_HEADER, served.error_form.id_header)
-        ids = [(name, served.request_id.encode()) for name in id_headers if name is not None]
+        added = [(name, served.request_id.encode()) for name in id_headers if name is not None]
+        added += self._origins.headers(scope)
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 served.status = message["status"]
                 served.endpoint = getattr(scope.get("route"), "path", "unknown")
-                message["headers"] = [*message["headers"], *ids]
+                message["headers"] = [*message["headers"], *added]
                 self._metrics.responses.labels(served.endpoint, str(served.status)).inc()
             await send(message)
 
         try:
             check_headers(scope, self._limits)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_with_headers)
         except HeaderSizeError as error:
-            await to_response(error, scope)(scope, receive, send_with_id)
+            await to_response(error, scope)(scope, receive, send_with_headers)
         except Exception as error:  # noqa: BLE001 the outermost boundary: a fault costs one request, not the server
             known = report(error, scope)
             if not served.status:
-                await to_response(known, scope)(scope, receive, send_with_id)
+                await to_response(known, scope)(scope, receive, send_with_headers)
         finally:
             served.end()
             self._show(served)
