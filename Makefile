@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 EXACT_ARGS ?=
+FORMS ?=
 MUTANTS ?=
 API_ARGS ?=
 FUZZ_ARGS ?=
@@ -27,6 +28,7 @@ READY := $(VENV)/.package
 DEV_READY := $(VENV)/.dev-tools
 CORE_REQUIREMENTS := build/core-requirements.txt
 ARM := build/aarch64
+SUITE := build/json-schema-suite
 LARGER_MODELS := gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 NATIVE_SOURCES := $(shell find native -type f \( -name '*.cpp' -o -name '*.h' -o -name '*.inc' \) 2>/dev/null)
 CMAKE = $(BIN)/cmake -S native -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
@@ -118,8 +120,8 @@ test-oracle: build pull ## Compare with PyTorch and transformers.
 test-speculation: build pull ## Compare answers with and without speculation, token by token (EXACT_ARGS=).
 	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(EXACT_ARGS)
 
-test-forms: build pull ## Check a thousand constrained answers with another validator (EXACT_ARGS=).
-	@PYTHONPATH=src $(BIN)/python tests/exact/forms.py --model $(MODEL) $(EXACT_ARGS)
+test-forms: build pull $(SUITE)/tests ## Check answers, a suite and random walks against schemas (FORMS="suite walks").
+	@PYTHONPATH=src $(BIN)/python tests/forms/run.py --model $(MODEL) --suite $(SUITE) $(FORMS)
 
 test-clients: build pull ## Run other projects' clients against a server (CLIENTS=openai).
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b
@@ -220,6 +222,14 @@ $(CORE_REQUIREMENTS): pyproject.toml $(READY)
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "Installing into $(@D)"
 	@$(@D)/bin/python -m pip install --quiet -r $(CORE_REQUIREMENTS) -r $<
+	@touch $@
+
+# The JSON Schema Test Suite, as the sources of `jsonschema` contain it.
+$(SUITE)/tests:
+	@echo "Fetching the JSON Schema Test Suite"
+	@mkdir -p $(SUITE)
+	@$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(SUITE) jsonschema==4.26.0
+	@tar xzf $(SUITE)/jsonschema-4.26.0.tar.gz -C $(SUITE) --strip-components=2 jsonschema-4.26.0/json
 	@touch $@
 
 .venv-page/node_modules/axe-core:
