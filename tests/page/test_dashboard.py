@@ -91,20 +91,34 @@ def test_map_shows_shared_prefixes(visit: Visiting, server: Any) -> None:
     visit.page.mouse.move(0, 0)
 
 
+def test_charts_begin_with_what_was_before(visit: Visiting, server: Any) -> None:
+    with _load(server):
+        visit = visit(server)
+        visit.page.wait_for_timeout(6000)
+        asked = []
+        visit.page.on("request", lambda request: asked.append(request.url))
+        visit.page.click("#tab-dashboard")
+        line = "document.querySelector('svg.chart .line').getAttribute('d') ?? ''"
+        visit.wait_for(f"({line}).split('L').length >= 3")
+        states = [url for url in asked if "/api/state" in url]
+        assert len(states) <= 2
+        assert states[0].endswith("?past")
+
+
 def test_nothing_is_asked_while_nobody_looks(visit: Visiting, server: Any) -> None:
     visit = visit(server)
     asked = []
     visit.page.on("request", lambda request: asked.append(request.url))
     visit.page.wait_for_timeout(1500)
-    assert not [url for url in asked if url.endswith("/api/state")]
+    assert not [url for url in asked if "/api/state" in url]
     visit.page.click("#tab-dashboard")
     visit.page.wait_for_timeout(2500)
-    assert 2 <= len([url for url in asked if url.endswith("/api/state")]) <= 4
+    assert 2 <= len([url for url in asked if "/api/state" in url]) <= 4
     visit.page.click("#tab-playground")
     visit.page.wait_for_timeout(300)
     asked.clear()
     visit.page.wait_for_timeout(1500)
-    assert not [url for url in asked if url.endswith("/api/state")]
+    assert not [url for url in asked if "/api/state" in url]
 
 
 def test_dashboard_recovers_from_a_restart(visit: Visiting, own_server: Any) -> None:
@@ -121,6 +135,6 @@ def test_dashboard_recovers_from_a_restart(visit: Visiting, own_server: Any) -> 
 def test_dashboard_says_that_it_is_off(visit: Visiting, server: Any) -> None:
     visit = visit(server, allowed=("404",))
     error = {"error": {"message": "The dashboard is off: start the server with --dashboard."}}
-    visit.page.route("**/api/state", lambda route: route.fulfill(status=404, json=error))
+    visit.page.route("**/api/state*", lambda route: route.fulfill(status=404, json=error))
     visit.page.click("#tab-dashboard")
     visit.page.wait_for_selector(".trouble:has-text('--dashboard')")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def test_tokens_of_an_answer_that_goes_on_follow_its_beginning(
         visit.page.click("[aria-label='Continue the answer']")
         visit.wait_for(f"document.querySelectorAll('.reply .token').length >= {number - 1}")
         visit.wait_answered()
-        text = visit.page.inner_text(".reply .token-lead") + visit.page.inner_text(".token-text")
+        text = visit.page.inner_text(".token-text")
         assert text.startswith(begun)
         assert len(text) > len(begun)
 
@@ -255,6 +256,31 @@ def test_characters_of_several_tokens_are_put_together(visit: Visiting, server: 
     visit.send("Celebrate.")
     assert visit.page.inner_text(".token-text") == "🎉🦄𐍈!"
     assert "�" not in visit.page.inner_text(".reply")
+
+
+def test_markdown_stays_with_log_probabilities(visit: Visiting, server: Any) -> None:
+    text = (
+        "# Sky\n\nIt is **very** blue, `print(1)`:\n\n```python\nfor x in y:\n```\n\n* one\n* two"
+    )
+    visit = visit(server)
+    visit.set(
+        max_tokens=80,
+        logprobs=True,
+        form="regex",
+        form_regex=re.escape(text).replace("\\\n", r"\n"),
+    )
+    visit.send("Why?")
+    shown = visit.page.locator(".reply .token-text")
+    for tag, words in {"strong": "very", "p code": "print(1)", "pre": "for x in y:"}.items():
+        assert shown.locator(tag).inner_text() == words
+    assert shown.locator("li").all_inner_texts() == ["one", "two"]
+    assert shown.locator(".as-h1").inner_text() == "Sky"
+    assert shown.locator("figcaption .token").count() == 0
+    letters = "".join(shown.locator(".token").all_text_contents())
+    assert "".join(letters.split()) == "SkyItisveryblue,print(1):forxiny:onetwo"
+    strong = shown.locator("strong .token").first
+    strong.hover()
+    assert "ver" in visit.page.inner_text(".token-card:visible p code")
 
 
 def test_request_can_be_taken_along(visit: Visiting, server: Any) -> None:

@@ -122,10 +122,13 @@ class EngineLoop:
         with self._condition:
             return self._counters.snapshot()
 
-    def span(self, seconds: int) -> Span[Snapshot]:
-        """Return snapshots of both ends of the last whole seconds, at most 60."""
+    def span(self, seconds: int, ago_s: int = 0) -> Span[Snapshot]:
+        """Return snapshots of both ends of some whole seconds that ended `ago_s` seconds ago.
+
+        Only the last `MAX_SECONDS` are known.
+        """
         with self._condition:
-            return self._counters.seconds.span(seconds)
+            return self._counters.seconds.span(seconds, ago_s)
 
     def view(self) -> View:
         """Return the running requests and the pages' contents, as of now."""

@@ -1,4 +1,4 @@
-"""Sums as they were at the beginning of each of the last 60 seconds."""
+"""Sums as they were at the beginning of each of the last seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_SECONDS: Final = 60
+MAX_SECONDS: Final = 130
 
 
 class Span(Frozen, Generic[T]):
@@ -40,11 +40,11 @@ class Seconds(Generic[T]):
         if second != self._marks[-1][0]:
             self._marks.append((second, self._read()))
 
-    def span(self, seconds: int) -> Span[T]:
-        """Return the last whole `seconds`, or as many as there have been."""
-        now = int(self._clock() - self._began_s)
-        first = max(0, now - seconds)
-        return Span(self._at(first), self._at(now), now - first)
+    def span(self, seconds: int, ago_s: int = 0) -> Span[T]:
+        """Return the last whole `seconds` up to `ago_s`, or as many as there have been."""
+        last = max(0, int(self._clock() - self._began_s) - ago_s)
+        first = max(0, last - seconds)
+        return Span(self._at(first), self._at(last), last - first)
 
     def _at(self, second: int) -> T:
         """Return the sums at the beginning of a second: nothing changed until the next mark."""

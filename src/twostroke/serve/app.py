@@ -182,8 +182,8 @@ class Api:
         body, content_type = self.metrics.expose(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    async def state(self, _request: Request) -> Response:
-        """Return the state that the dashboard shows.
+    async def state(self, request: Request) -> Response:
+        """Return the state that the dashboard shows, and its past with `?past`.
 
         Raises:
             UnknownPathError: the dashboard is off.
@@ -192,7 +192,8 @@ class Api:
             message = "The dashboard is off: start the server with --dashboard."
             raise errors.UnknownPathError(message)
         headers = {"content-type": "application/json", "cache-control": "no-store"}
-        return Response(self._state.body(self._health), headers=headers)
+        body = self._state.body(self._health, has_past="past" in request.query_params)
+        return Response(body, headers=headers)
 
     async def models(self, _request: Request) -> Response:
         """List the model under each of its names."""

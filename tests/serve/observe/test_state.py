@@ -224,3 +224,18 @@ def _view(counts: Any, held: list[tuple[int, ...]], cached: tuple[int, ...]) -> 
         for n, pages in enumerate(held)
     ]
     return View(stats, tuple(requests), tuple(counts.tolist()), cached, None)
+
+
+def test_past_has_the_form_of_the_present(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        server.complete(prompt="hello", max_tokens=30)
+        time.sleep(3)  # the past begins two seconds ago
+        assert "past" not in server.http.get("/api/state").json()
+        state = server.http.get("/api/state?past").json()
+        assert state["past"]
+        assert [one["ago_s"] for one in state["past"]] == sorted(
+            (one["ago_s"] for one in state["past"]), reverse=True
+        )
+        for one in state["past"]:
+            assert one["requests"].keys() <= state["requests"].keys()
+            assert one["window"].keys() <= state["window"]["10"].keys()

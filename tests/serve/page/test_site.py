@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from support.servers import post_bytes
+from twostroke.serve.page import bundle
+from twostroke.serve.page.bundle import IMPORT
 from twostroke.serve.page.site import MEDIA_TYPES, Site
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ STATIC = Path(str(files("twostroke.serve.page"))) / "static"
 SOURCES = sorted(path for path in STATIC.rglob("*") if path.is_file())
 SCRIPTS = [path for path in SOURCES if path.suffix == ".js"]
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-IMPORT = re.compile(r'^import (?:\{([^}]*)\} from )?"([^"]+)";', re.MULTILINE)
 MAX_LINES = 400
 
 
@@ -51,12 +52,19 @@ def test_head_is_answered_without_a_body(http: httpx.Client) -> None:
     assert int(head.headers["content-length"]) > 1000
 
 
-def test_every_file_is_served_with_its_type(http: httpx.Client) -> None:
-    assert {path.relative_to(STATIC).as_posix() for path in SOURCES} == set(Site())
+def test_the_page_takes_few_requests_which_bring_all_of_it(http: httpx.Client) -> None:
+    index = (STATIC / "index.html").read_text()
+    named = re.findall(r'(?:href|src)="page/([^"]+)"', index)
+    assert len(named) <= 4
+    assert set(Site()) == {"index.html", *named}
+    whole = ""
+    for name in named:
+        answer = http.get(f"/page/{name}")
+        assert answer.headers["content-type"] == MEDIA_TYPES[Path(name).suffix]
+        whole += answer.text
     for path in SOURCES:
-        answer = http.get(f"/page/{path.relative_to(STATIC).as_posix()}")
-        assert answer.content == path.read_bytes()
-        assert answer.headers["content-type"] == MEDIA_TYPES[path.suffix]
+        lines = path.read_text().splitlines()
+        assert path.name == "index.html" or lines[0] in whole, path.name
 
 
 def test_unchanged_file_is_not_sent_again(http: httpx.Client) -> None:
@@ -75,7 +83,7 @@ def test_unchanged_file_is_not_sent_again(http: httpx.Client) -> None:
     assert http.get("/", headers=known).json()["name"] == "twostroke"
 
 
-@pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style/base.css", "/page/icon.svg"])
+@pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css", "/page/icon.svg"])
 def test_pages_are_held_to_their_own_server(http: httpx.Client, path: str) -> None:
     headers = http.get(path, headers=BROWSER).headers
     policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
@@ -104,7 +112,8 @@ def test_pages_are_held_to_their_own_server(http: httpx.Client, path: str) -> No
         "/page/app.js%00",
         "/page/app.js/",
         "/page/./app.js",
-        "/page/style/../app.js",
+        "/page/shared/../app.js",
+        "/page/style/base.css",
     ],
 )
 def test_only_names_of_files_lead_to_files(server: LiveServer, path: str) -> None:
@@ -146,6 +155,8 @@ def test_every_file_that_is_named_is_there_and_used() -> None:
     used.add(STATIC / "index.html")
     for path in SCRIPTS:
         used |= {(path.parent / name).resolve() for _, name in IMPORT.findall(path.read_text())}
+    sheets = re.findall(r'@import "([^"]+)"', (STATIC / "style.css").read_text())
+    used |= {STATIC / name for name in sheets}
     assert used == {path.resolve() for path in SOURCES}
 
 
@@ -156,6 +167,34 @@ def test_imported_names_are_exported() -> None:
             for name in filter(None, (name.strip() for name in names.split(","))):
                 exported = rf"^export (?:async )?(?:function\*? |class |const ){name}\b"
                 assert re.search(exported, exporting, re.MULTILINE), f"{path.name}: {name}"
+
+
+def test_joined_modules_run_once_each_after_what_they_import() -> None:
+    modules = {
+        "app.js": 'import { b } from "./x/b.js";\nimport { log } from "./log.js";\nlog(b);\n',
+        "x/b.js": 'import { log } from "../log.js";\nexport const b = "app1";\nlog("b");\n',
+        "log.js": "export const log = (text) => console.log(text);\nlog(typeof b);\n",
+    }
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node, to run JavaScript")
+    done = subprocess.run(
+        [node, "-e", bundle.script(modules, "app.js")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["undefined", "b", "app1"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'import { a } from "./app.js";\n',
+        'import { a } from "./nowhere.js";\n',
+        'import { a } from "./b.js";\nexport default 3;\n',
+    ],
+)
+def test_modules_that_cannot_be_joined_are_an_error(source: str) -> None:
+    with pytest.raises(ValueError, match=r"\.js"):
+        bundle.script({"app.js": source, "b.js": "export const a = 1;\n"}, "app.js")
 
 
 def test_every_script_parses() -> None:

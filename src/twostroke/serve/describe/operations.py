@@ -159,6 +159,11 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "The server's state, now and during the last minute",
         "Server",
         "For the dashboard; see `docs/observability.md`.",
+        parameters=(
+            parameter(
+                "query", "past", "Add what charts show of the last two minutes.", type="string"
+            ),
+        ),
         media={
             "application/json": {
                 "type": "object",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.service import SERVICES
-from twostroke.engine.seconds import MAX_SECONDS, Seconds
+from twostroke.engine.seconds import Seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -142,9 +142,9 @@ class Goodput:
         """Return the counts so far."""
         return Counter(self._counts)
 
-    def recent(self, seconds: int = MAX_SECONDS) -> tuple[Counts, int]:
-        """Return the counts of the last whole seconds, and the number of seconds."""
-        span = self._seconds.span(seconds)
+    def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:
+        """Return the counts of the last whole seconds up to `ago_s`, and how many these are."""
+        span = self._seconds.span(seconds, ago_s)
         return span.last - span.first, span.seconds
 
     def _count(

@@ -5,6 +5,7 @@ It has counts, sizes and times, and nothing that a client sent: no text, no tena
 
 from __future__ import annotations
 
+import math
 import time
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from twostroke.serve.observe.objectives import ALL, GOOD_TOKENS, MET, MISSED
 from twostroke.serve.observe.pages import Pages, page_map
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from twostroke.core.hardware import Hardware
     from twostroke.engine.client import Client, ModelCard
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.serve.observe.objectives import Goodput
 
 WINDOWS: Final = (10, 60)  # seconds
+PAST_S: Final = range(120, 0, -2)  # the seconds ago that charts begin with
 
 _MAX_AGE_S: Final = 0.5
 _PERCENTILES: Final = {"p50": (0.5, 1), "p90": (0.9, 10), "p99": (0.99, 100)}  # least samples
@@ -45,16 +47,30 @@ class State:
         self._goodput = goodput
         self._limits = limits
         self._model = _model(client.card, names)
-        self._body = b""
-        self._made_s = 0.0
+        self._kept: dict[bool, tuple[float, bytes]] = {}  # when it was made, by `has_past`
 
-    def body(self, health: str) -> bytes:
-        """Return the JSON."""
+    def body(self, health: str, *, has_past: bool = False) -> bytes:
+        """Return the JSON; with `has_past`, also what charts show of the last two minutes."""
         now_s = time.monotonic()
-        if now_s - self._made_s > _MAX_AGE_S:
-            self._body = encode_json(self._describe(health, now_s))
-            self._made_s = now_s
-        return self._body
+        made_s, body = self._kept.get(has_past, (-math.inf, b""))
+        if now_s - made_s > _MAX_AGE_S:
+            past = {"past": [*self._past()]} if has_past else {}
+            body = encode_json(self._describe(health, now_s) | past)
+            self._kept[has_past] = now_s, body
+        return body
+
+    def _past(self) -> Iterator[dict[str, Any]]:
+        """Yield requests and rates of earlier moments, in the form of the present ones."""
+        for ago_s in PAST_S:
+            span = self._client.loop.span(WINDOWS[0], ago_s)
+            if not span.seconds:
+                continue
+            stats = span.last.scheduler
+            yield {
+                "ago_s": ago_s,
+                "requests": {"num_running": stats.num_running, "num_waiting": stats.num_waiting},
+                "window": _rates(span) | _objectives(self._goodput, WINDOWS[0], ago_s),
+            }
 
     def _describe(self, health: str, now_s: float) -> dict[str, Any]:
         loop = self._client.loop
@@ -108,11 +124,11 @@ class State:
         }
 
 
-def _objectives(goodput: Goodput, seconds: int) -> dict[str, Any]:
-    """Return how objectives were met in the last seconds."""
+def _objectives(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
+    """Return how objectives were met in the last seconds up to `ago_s`."""
     if not goodput.has_objectives:
         return {"objectives": {}, "goodput": None}
-    recent, elapsed = goodput.recent(seconds)
+    recent, elapsed = goodput.recent(seconds, ago_s)
     objectives: dict[str, dict[str, Any]] = {}
     for service, limits in goodput.limits.items():
         for measure in (*limits, ALL):
@@ -198,11 +214,10 @@ def _sums(services: Iterable[ServiceTotals]) -> dict[str, int]:
     }
 
 
-def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
+def _rates(span: Span[Snapshot]) -> dict[str, Any]:
     first, last, seconds = span.first, span.last, max(1, span.seconds)
     early, late = _sums(first.services.values()), _sums(last.services.values())
     added = {name: late[name] - early[name] for name in late}
-    strokes = last.strokes - first.strokes
     latencies = {
         name: _latencies(first.services[name], service) for name, service in last.services.items()
     }
@@ -213,6 +228,14 @@ def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
         "cache_hit_rate": (
             added["cached_tokens"] / added["prompt_tokens"] if added["prompt_tokens"] else None
         ),
+    }
+
+
+def _window(span: Span[Snapshot], hardware: Hardware | None) -> dict[str, Any]:
+    first, last, seconds = span.first, span.last, max(1, span.seconds)
+    strokes = last.strokes - first.strokes
+    return {
+        **_rates(span),
         "speculation": {
             source: {
                 "proposed": count - first.speculation.proposed[source],

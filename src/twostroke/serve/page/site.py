@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from twostroke.core.frozen import Frozen
+from twostroke.serve.page import bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +28,9 @@ MEDIA_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+
+_NAMED: Final = re.compile(r'(?:href|src)="page/([^"]+)"')
+_JOIN: Final = {".css": bundle.style, ".js": bundle.script}
 
 # No foreign or inline scripts, and no text that becomes markup: the browser enforces that a model's
 # text reaches the page as text nodes only.
@@ -61,11 +66,16 @@ class _File(Frozen):
 
 
 class Site:
-    """Answers with the page's files, some hundred kilobytes."""
+    """Answers with the page and the files that it names, some hundred kilobytes."""
 
     def __init__(self) -> None:
-        """Read the files."""
-        self._files = dict(_read(files(__package__) / "static"))
+        """Read the files, and join those that import others with them."""
+        sources = dict(_read(files(__package__) / "static"))
+        page = sources[INDEX]
+        self._files = {INDEX: _file(INDEX, page)}
+        for name in _NAMED.findall(page):
+            join = _JOIN.get(_suffix(name))
+            self._files[name] = _file(name, join(sources, name) if join else sources[name])
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the files."""
@@ -98,13 +108,20 @@ def wants_page(request: Request) -> bool:
     return "text/html" in request.headers.get("accept", "").lower()
 
 
-def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, _File]]:
+def _file(name: str, text: str) -> _File:
+    body = text.encode()
+    return _File(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', MEDIA_TYPES[_suffix(name)])
+
+
+def _read(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the paths and texts of the files in a folder."""
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
             yield from _read(entry, f"{name}/")
-            continue
-        media_type = MEDIA_TYPES.get(name[name.rfind(".") :])
-        if media_type is not None:
-            body = entry.read_bytes()
-            yield name, _File(body, f'"{hashlib.sha256(body).hexdigest()[:32]}"', media_type)
+        elif _suffix(name) in MEDIA_TYPES:
+            yield name, entry.read_text("utf-8")
+
+
+def _suffix(name: str) -> str:
+    return name[name.rfind(".") :]

@@ -1,17 +1,15 @@
-// What the charts remember: one sample a second of the last two minutes, while somebody looks.
+// What the charts show: the last two minutes, from the server first, then a sample a second.
 
 export const SPAN_S = 120;
 
 export class History {
   samples = []; // {at_s, values}, the oldest first
-  #uptime_s = 0;
 
-  /** Add what a state says now; a server that began anew has no past. */
-  add(state, values) {
-    if (state.uptime_s < this.#uptime_s) this.samples = [];
-    this.#uptime_s = state.uptime_s;
+  /** Add what a state says of now, and in place of all samples its past, if it has one. */
+  add(state, valuesOf) {
     const at_s = performance.now() / 1000;
-    this.samples.push({ at_s, values });
+    if (state.past) this.samples = state.past.map((one) => ({ at_s: at_s - one.ago_s, values: valuesOf(one) }));
+    this.samples.push({ at_s, values: valuesOf({ requests: state.requests, window: state.window["10"] }) });
     while (this.samples.length && this.samples[0].at_s < at_s - SPAN_S) this.samples.shift();
   }
 

@@ -3,15 +3,21 @@
 import { ask } from "../shared/server.js";
 
 const EVERY_MS = 1000;
+const GAP_MS = 3000; // a longer one would show in the charts
 const SELDOM_MS = 10_000; // when the server has no state to show, or not to this user
 
-/** `onState` gets each state, `onTrouble` the error when there is none. */
+/**
+ * `onState` gets each state, `onTrouble` the error when there is none.
+ *
+ * The first state after a time without any has the server's past with it.
+ */
 export class Poller {
   #onState;
   #onTrouble;
   #isWanted = false;
   #waiting = 0;
   #isAsking = false;
+  #lastState_ms = -Infinity;
 
   constructor(onState, onTrouble) {
     this.#onState = onState;
@@ -34,9 +40,12 @@ export class Poller {
     const begun = performance.now();
     let pause = EVERY_MS;
     try {
-      const response = await ask("api/state", { signal: AbortSignal.timeout(5000) });
+      const path = begun - this.#lastState_ms > GAP_MS ? "api/state?past" : "api/state";
+      const response = await ask(path, { signal: AbortSignal.timeout(5000) });
       this.#onState(await response.json());
+      this.#lastState_ms = begun;
     } catch (error) {
+      this.#lastState_ms = -Infinity; // a server that began anew has another past
       if (error.status === 404 || error.status === 401) pause = SELDOM_MS;
       this.#onTrouble(error);
     }

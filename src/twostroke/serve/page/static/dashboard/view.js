@@ -61,18 +61,7 @@ export class Dashboard {
     this.#state = state;
     this.#trouble.hidden = true;
     this.#place.classList.remove("stale");
-    const now = state.window["10"];
-    const latency = overall(now.latency);
-    this.#history.add(state, {
-      running: state.requests.num_running,
-      waiting: state.requests.num_waiting,
-      out: now.completion_tokens_per_s,
-      in: now.prompt_tokens_per_s,
-      ttft: latency.ttft?.p50,
-      itl: latency.itl?.p50,
-      cache: now.cache_hit_rate,
-      goodput: now.goodput?.requests_per_s ?? now.answers_per_s,
-    });
+    this.#history.add(state, valuesOf);
     this.#draw();
   }
 
@@ -136,6 +125,21 @@ export class Dashboard {
     this.#trouble.hidden = false;
     this.#place.classList.add("stale");
   }
+}
+
+/** What the charts show of a moment. */
+function valuesOf({ requests, window }) {
+  const latency = overall(window.latency);
+  return {
+    running: requests.num_running,
+    waiting: requests.num_waiting,
+    out: window.completion_tokens_per_s,
+    in: window.prompt_tokens_per_s,
+    ttft: latency.ttft?.p50,
+    itl: latency.itl?.p50,
+    cache: window.cache_hit_rate,
+    goodput: window.goodput?.requests_per_s ?? window.answers_per_s,
+  };
 }
 
 /** The latency of all classes: that of the one with the most samples stands for them. */

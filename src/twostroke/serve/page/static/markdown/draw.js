@@ -8,7 +8,7 @@ import { toNodes } from "./inline.js";
 
 const drawn = new WeakMap(); // element -> the sources of its blocks
 
-/** Show `text` in `place`. */
+/** Show `text` in `place`; return the source of each of its elements. */
 export function draw(place, text) {
   const before = drawn.get(place) ?? [];
   const blocks = toBlocks(text);
@@ -20,7 +20,9 @@ export function draw(place, text) {
     else place.append(element);
   });
   while (place.children.length > blocks.length) place.lastChild.remove();
-  drawn.set(place, blocks.map((block) => block.source));
+  const sources = blocks.map((block) => block.source);
+  drawn.set(place, sources);
+  return sources;
 }
 
 const DRAW = {

@@ -56,7 +56,8 @@ function take(choice, delta, { finish_reason: finish, logprobs }) {
     call.name += piece.function?.name ?? "";
     call.arguments += piece.function?.arguments ?? "";
   }
-  if (logprobs) (choice.tokens ??= []).push(...(logprobs.content ?? toTokens(logprobs, choice.start)));
+  const isReasoning = delta.reasoning_content || delta.reasoning; // whose tokens are not shown
+  if (logprobs && !isReasoning) (choice.tokens ??= []).push(...(logprobs.content ?? toTokens(logprobs, choice.start)));
   if (finish) choice.finish = finish;
 }
 

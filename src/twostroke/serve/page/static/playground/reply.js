@@ -92,10 +92,10 @@ export class ReplyView {
   #showText(choice) {
     if (choice.tokens?.length) {
       if (!this.#tokens) {
-        this.#tokens = new TokenView(choice.text.slice(0, choice.lead));
+        this.#tokens = new TokenView(choice.text.slice(0, choice.lead), { isRaw: this.#isRaw });
         this.#text.replaceChildren(this.#tokens.element);
       }
-      this.#tokens.update(choice.tokens);
+      this.#tokens.update(choice.tokens, choice.text);
       return;
     }
     if (this.#tokens) {

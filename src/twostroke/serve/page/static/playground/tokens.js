@@ -2,17 +2,24 @@
 
 import { h } from "../shared/dom.js";
 import { cardOf, labelOf, legend, placeCard, shadeOf, toPieces } from "./pieces.js";
+import { ShadedMarkdown } from "./shading.js";
 
-/** Draws tokens into an element, only the new ones each time; `lead` is text before them that has none. */
+/**
+ * Draws tokens into an element, only the new ones each time.
+ *
+ * `lead` is text before them that has none. The text is drawn as Markdown, unless it `isRaw`.
+ */
 export class TokenView {
   #taken = 0;
   #pieces = [];
   #card;
+  #markdown = null;
 
-  constructor(lead = "") {
+  constructor(lead, { isRaw = false } = {}) {
     this.#card = h("div.token-card", { role: "tooltip", id: `card-${TokenView.#next++}`, hidden: true });
-    this.text = h("div.token-text", { role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
-    this.element = h("div.tokens", {}, legend(), h("div.token-lead", { hidden: lead === "" }, lead), this.text, this.#card);
+    this.text = h(isRaw ? "div.token-text" : "div.token-text.markdown", { role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
+    this.element = h("div.tokens", {}, legend(), h("div.token-lead", { hidden: !isRaw || lead === "" }, isRaw ? lead : ""), this.text, this.#card);
+    if (!isRaw) this.#markdown = new ShadedMarkdown(this.text, lead.length, (place, part) => this.#draw(place, part));
     this.text.addEventListener("mouseover", (event) => this.#show(event.target));
     this.text.addEventListener("pointerleave", ({ pointerType }) => {
       if (pointerType === "mouse") this.#hide(); // a finger leaves as soon as it has touched
@@ -25,19 +32,32 @@ export class TokenView {
 
   static #next = 1;
 
-  /** Show the tokens that are new. */
-  update(tokens) {
+  /** Show the tokens of a text that are new. */
+  update(tokens, text) {
+    const first = this.#pieces.length - Boolean(this.#pieces.at(-1)?.isOpen); // that may have changed
     for (const piece of toPieces(tokens.slice(this.#taken), this.#pieces.at(-1))) {
-      const known = this.#pieces.indexOf(piece);
-      const element = drawPiece(piece, known < 0 ? this.#pieces.length : known);
-      if (known >= 0) this.text.children[known].replaceWith(element);
-      else {
-        this.#pieces.push(piece);
-        this.text.append(element);
-      }
+      if (piece !== this.#pieces.at(-1)) this.#pieces.push(piece);
     }
     this.#taken = tokens.length;
-    if (this.text.firstChild && !this.text.querySelector('[tabindex="0"]')) this.text.firstChild.tabIndex = 0;
+    if (this.#markdown) this.#markdown.update(text, this.#pieces);
+    else this.#append(first);
+    const [next] = this.#tokens;
+    if (next && !this.text.querySelector('[tabindex="0"]')) next.tabIndex = 0;
+  }
+
+  /** Draw the pieces from `first` on as they are. */
+  #append(first) {
+    while (this.text.children.length > first) this.text.lastChild.remove();
+    for (let place = first; place < this.#pieces.length; place += 1) this.text.append(this.#draw(place, this.#pieces[place].text));
+  }
+
+  #draw(place, text) {
+    const piece = this.#pieces[place];
+    return h(`span.token.${shadeOf(piece)}`, { role: "button", "data-place": place, tabindex: "-1", "aria-label": labelOf(piece) }, text);
+  }
+
+  get #tokens() {
+    return [...this.text.querySelectorAll(".token")];
   }
 
   #show(target) {
@@ -56,7 +76,9 @@ export class TokenView {
   #walk(event) {
     const here = event.target.closest(".token");
     if (event.key === "Escape") this.#hide();
-    const goals = { ArrowRight: here?.nextSibling, ArrowLeft: here?.previousSibling, Home: this.text.firstChild, End: this.text.lastChild };
+    const tokens = this.#tokens;
+    const index = tokens.indexOf(here);
+    const goals = { ArrowRight: tokens[index + 1], ArrowLeft: tokens[index - 1], Home: tokens[0], End: tokens.at(-1) };
     const goal = goals[event.key];
     if (!goal) return;
     event.preventDefault();
@@ -64,8 +86,4 @@ export class TokenView {
     goal.tabIndex = 0;
     goal.focus();
   }
-}
-
-function drawPiece(piece, place) {
-  return h(`span.token.${shadeOf(piece)}`, { role: "button", "data-place": place, tabindex: "-1", "aria-label": labelOf(piece) }, piece.text);
 }

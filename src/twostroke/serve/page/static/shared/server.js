@@ -2,7 +2,8 @@
 
 import { hasKey, keyHeaders, wantKey } from "./key.js";
 
-const LOOK_EVERY_MS = 4000;
+const LOOK_EVERY_MS = 800; // so that the lamp is red within a second of a lost server
+const PATIENCE_MS = 3000;
 
 /** Errors that are sentences for the user. */
 export class ServerError extends Error {
@@ -58,9 +59,12 @@ async function refusal(response) {
 /** Keeps looking whether the server answers; tells `onChange` of `{status, model}`. */
 export function watchServer(onChange) {
   let last = "";
+  let isLooking = false;
   const look = async () => {
-    if (document.hidden) return;
+    if (document.hidden || isLooking) return;
+    isLooking = true;
     const found = await state();
+    isLooking = false;
     if (JSON.stringify(found) === last) return;
     last = JSON.stringify(found);
     onChange(found);
@@ -82,7 +86,7 @@ export async function abilitiesOf(model) {
 
 async function state() {
   try {
-    const response = await fetch("health", { cache: "no-store" });
+    const response = await fetch("health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     const { status, model } = await response.json();
     return { status, model };
   } catch {
