@@ -190,6 +190,15 @@ def test_room_keeps_to_its_budget_and_the_budget_to_the_room() -> None:
         assert len(list(tool.find_room_faults(rooms, budgets))) == 1
 
 
+def test_part_of_a_room_may_have_a_budget_of_its_own(tmp_path: Path) -> None:
+    for name in ("top.py", "serve/a.py", "serve/ollama/b.py", "serve/openai/c.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("pass\n")
+    counted = _check_size().count_rooms(tmp_path, {"serve/ollama"})
+    assert counted == {"(top)": 1, "serve": 2, "serve/ollama": 1}
+
+
 def _names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield `(line, dotted name)` for every import, name and attribute of a source."""
     for node in ast.walk(tree):
