@@ -129,6 +129,32 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
         assert process.wait(20) == 1
 
 
+def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, "60", "stuck") as (process, url),
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as idle,
+    ):
+        answer = pool.submit(httpx.post, url + PATH, json=chat_body(), timeout=60, trust_env=False)
+        wait_for(lambda: has_arrived(url))
+        assert idle.get("/health").json()["status"] == "ok"
+        process.terminate()
+        wait_for(lambda: httpx.get(url + "/health", trust_env=False).status_code == 503)
+        assert idle.get("/health").json()["status"] == "draining"  # on its open connection
+        for refused in (idle.get("/health"), idle.post(PATH, json=chat_body())):
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["connection"] == "close"
+        slow = post_bytes(PATH, chat_body())
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(slow[:-5])  # refused without waiting for the rest
+            assert connection.recv(100).startswith(b"HTTP/1.1 503")
+        assert not answer.done()
+        process.terminate()
+        assert answer.result().status_code == 503
+        assert process.wait(20) == 1
+
+
 def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with served(tmp_path, "0.5") as (process, url):
         port = int(url.rpartition(":")[2])

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import ModelNotFoundError, TwostrokeError, nearest
+from twostroke.core.errors import EngineStoppedError, ModelNotFoundError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.about import (
     VERSION,
@@ -290,7 +290,13 @@ class Api:
     async def _read(
         self, request: Request, work: Callable[[bytes, Request], T], *, is_long: bool = False
     ) -> T:
-        """Return `work` of the body, in a thread if the body or the work (`is_long`) is long."""
+        """Return `work` of the body, in a thread if the body or the work (`is_long`) is long.
+
+        Raises:
+            EngineStoppedError: the server drains.
+        """
+        if self.is_draining:
+            raise EngineStoppedError("The server is stopping and takes no new requests.")
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:
             return work(body, request)

@@ -68,10 +68,10 @@ def run_server(
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the process's exit code.
 
-    After the first signal the server accepts no requests, and running ones have
-    `options.drain_s` seconds to finish. Then, or at a second signal, the rest is cut off with an
-    error. The exit code is 0 if all requests finished, 1 if some were cut off. The caller closes
-    the engine.
+    After the first signal the server refuses new work (503), as `GET /health` reports, and running
+    requests have `options.drain_s` seconds to finish. Then, or at a second signal, the rest is cut
+    off with an error. The exit code is 0 if all requests finished, 1 if some were cut off. The
+    caller closes the engine.
 
     Args:
         client: the engine to serve.
@@ -117,21 +117,34 @@ class _Shutdown:
         self._server = server
         self._api = api
         self._on_stop = on_stop
+        self._draining: asyncio.Task[None] | None = None
         self.num_cut = 0
 
     def on_signal(self) -> None:
         """Drain at the first signal, cut off at the second."""
-        if self._server.should_exit:
+        if self._draining is not None:
             self._cut()
             return
-        self._server.should_exit = True
         self._api.is_draining = True
         self._api.client.loop.flush()  # so that batching does not wait for more requests
-        asyncio.get_running_loop().call_later(self._api.options.drain_s, self._cut)
+        state = self._server.server_state
+        for connection in state.connections:
+            if isinstance(connection, Connection):
+                connection.hurry()
+        loop = asyncio.get_running_loop()
+        self._draining = loop.create_task(self._stop_after(set(state.tasks)))
+        loop.call_later(self._api.options.drain_s, self._cut)
         if self._on_stop is not None:
             self._on_stop(self._api.num_running)
 
+    async def _stop_after(self, requests: set[asyncio.Task[None]]) -> None:
+        """Stop listening once these are answered; until then `GET /health` says "draining"."""
+        if requests:
+            await asyncio.wait(requests)
+        self._server.should_exit = True
+
     def _cut(self) -> None:
+        self._server.should_exit = True
         num_running = self._api.num_running
         if num_running:
             _logger.warning("Shutdown: cut off %d running requests.", num_running)
@@ -170,7 +183,7 @@ async def _serve(
 
 def _config(api: Api) -> uvicorn.Config:
     limits = api.options.limits
-    connection: Any = partial(Connection, limits=limits)
+    connection: Any = partial(Connection, limits=limits, is_draining=lambda: api.is_draining)
     return uvicorn.Config(
         build_app(api),
         http=connection,
@@ -183,7 +196,7 @@ def _config(api: Api) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         h11_max_incomplete_event_size=limits.max_header_bytes,
-        timeout_graceful_shutdown=int(api.options.drain_s) + _GRACE_S,
+        timeout_graceful_shutdown=_GRACE_S,
     )
 
 

@@ -40,13 +40,14 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: Limits,
+        is_draining: Callable[[], bool],
     ) -> None:
-        """Serve one client."""
+        """Serve one client; a server that drains takes no further request on its connection."""
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = limits.header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._body: BodyReader | None = None  # of the newest request
-        self._is_stopping = False
+        self._is_stopping = is_draining()
         inner = self.app
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -81,8 +82,12 @@ class Connection(H11Protocol):
 
     def shutdown(self) -> None:
         """Let a response end, without waiting for the rest of a body or for the next request."""
-        self._is_stopping = True
         super().shutdown()
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Wait only a moment for bodies, and close after the next response that begins."""
+        self._is_stopping = True
         if self._body is not None:
             self._body.hurry()
 
@@ -148,10 +153,10 @@ class BodyReader:
         return self._is_read or not self._owes_end
 
     def hurry(self) -> None:
-        """From now on wait only a moment for a body, and not at all for the rest of one."""
+        """From now on wait only a moment for a body or its rest."""
         self._stops_at = asyncio.get_running_loop().time() + _MOMENT_S
         if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(0.0 if self._is_answered else self._stops_at)
+            self._limit.reschedule(self._stops_at)
 
     async def _take(self) -> Message:
         """Return the next message.
@@ -178,8 +183,8 @@ class BodyReader:
 
     async def _give(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if self._is_asked():  # this answer tells it not to
-                self._is_refused = True
+            self._is_refused = self._is_asked()  # this answer tells it not to send the body
+            if self._is_refused or self._stops_at is not None:
                 message = {**message, "headers": _closing(message.get("headers", []))}
             self._is_answered = True
         elif not message.get("more_body", False) and not self._is_read:
@@ -190,7 +195,7 @@ class BodyReader:
     async def _drop(self, ends_at: float) -> None:
         now = asyncio.get_running_loop().time()
         num_left = self._limits.max_dropped_bytes
-        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else 0.0
+        until = max(ends_at, now + _MOMENT_S) if self._stops_at is None else self._stops_at
         try:
             begins_by = min(until, now + _MOMENT_S) if self._is_refused else until
             async with asyncio.timeout_at(begins_by) as self._limit:
