@@ -12,6 +12,8 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
+from twostroke.serve.paths import ALIASES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -106,7 +108,8 @@ class CheckedClient(httpx.Client):
     def send(self, request: httpx.Request, *, stream: bool = False, **given: Any) -> httpx.Response:
         response = super().send(request, stream=stream, **given)
         if not stream and request.method not in {"HEAD", "OPTIONS"}:
-            self._description.check(request.method, request.url.path, response)
+            path = ALIASES.get(request.url.path, request.url.path)
+            self._description.check(request.method, path, response)
         return response
 
 

@@ -41,6 +41,28 @@ def encode_text(
         return card.tokenizer.encode(prompt, add_special=True, most=card.context_length)
 
 
+def encode_parts(card: ModelCard, parts: Sequence[str | int]) -> list[int]:
+    """Return the token ids of texts and ids that follow each other.
+
+    The text of a special token becomes that token, so the caller must vouch for the texts.
+
+    Raises:
+        ContextLengthError: as `encode_text`.
+    """
+    tokenizer, ids = card.tokenizer, list[int]()
+    begin = tokenizer.named_texts.get("bos_token")
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        begins = place == 0 and not (begin and part.startswith(begin))
+        with _within_context(card, "prompt"):
+            ids += tokenizer.encode(
+                part, add_special=begins, parse_special=True, most=card.context_length
+            )
+    return ids
+
+
 def encode_gap(card: ModelCard, prefix: str | Sequence[int], suffix: str) -> list[int]:
     """Return the prompt for an answer between `prefix`, a text or ids, and `suffix`.
 

@@ -21,6 +21,7 @@ def _version() -> str:
 
 
 VERSION: Final = _version()
+FINGERPRINT: Final = f"twostroke-{VERSION}"  # of whatever else may change an answer
 
 
 class AboutBody(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.origins import OriginCheck, Origins
 from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.job import check_choices, check_texts
+from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.observe.logs import AccessLog
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.served import served_of
@@ -115,6 +116,7 @@ class Api:
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
+            *info_routes(self.client, self.options, self.names[0]),
         ]
 
     @property

@@ -56,8 +56,8 @@ class Encoder(Protocol):
     def write(self, event: Event) -> bytes:
         """Return the server-sent events for an event; empty where the protocol has none."""
 
-    def whole(self, stream: Iterable[Event]) -> msgspec.Struct:
-        """Return the response that is not streamed, from all events of the job."""
+    def whole(self, stream: Iterable[Event]) -> Any:
+        """Return the response that is not streamed, from all events of the job, for JSON."""
 
 
 class Dialect(Frozen, Generic[T]):

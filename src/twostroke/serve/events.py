@@ -63,10 +63,15 @@ class ContentBlock(msgspec.Struct, eq=False):
 
 
 class Began(msgspec.Struct, frozen=True):
-    """A choice has its first output; `usage` is known unless prompt logprobs come first."""
+    """A choice has its first output; `usage` is known unless prompt logprobs come first.
+
+    `tokens` are the ids of the answer's tokens so far; the list grows with the answer, also by
+    tokens without text.
+    """
 
     choice: int
     usage: Usage | None
+    tokens: list[int]
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -150,7 +155,7 @@ class EventReader:
         reader = None if self._reading.is_plain else self._reading.reader(self._tokenizer)
         answer = _Answer(output.index, reader, has_logprobs=self._has_logprobs)
         self._answers[output.index] = answer
-        return [Began(output.index, output.usage), *answer.read(output)]
+        return [Began(output.index, output.usage, answer.tokens), *answer.read(output)]
 
     def finish(self, usage: Usage) -> Finished:
         """Return the event after the last output; `usage` is that of all choices."""
@@ -169,6 +174,7 @@ class _Answer:
     def __init__(self, choice: int, reader: AnswerReader | None, *, has_logprobs: bool) -> None:
         """Begin; without a reader an answer is one block of text."""
         self.num_reasoning = 0  # tokens
+        self.tokens: list[int] = []
         self._choice = choice
         self._reader = reader
         self._has_logprobs = has_logprobs
@@ -179,6 +185,7 @@ class _Answer:
 
     def read(self, output: Output | Completion) -> list[Event]:
         events: list[Event] = []
+        self.tokens += output.token_ids
         if self._has_logprobs:
             self._score(output, events)
         if self._reader is None:

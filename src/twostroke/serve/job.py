@@ -79,7 +79,20 @@ class Conversation(Frozen):
         return chat_of(card).turn(self.render(card), tools, continued=continued)
 
 
-Prompt = str | list[int] | Conversation
+class Composed(Frozen):
+    """A prompt that a protocol puts together for the model."""
+
+    def encode(self, card: ModelCard) -> list[int]:
+        """Return the token ids.
+
+        Raises:
+            RequestError: the model cannot read such a prompt.
+            ContextLengthError: it has more tokens than the context.
+        """
+        raise NotImplementedError
+
+
+Prompt = str | list[int] | Conversation | Composed
 
 
 @dataclass(slots=True)
@@ -108,7 +121,7 @@ class Job(Frozen):
 
     Attributes:
         model: the name that the client used; None for the default.
-        prompts: one conversation, or any number of texts and lists of token ids.
+        prompts: one conversation, or any number of texts, lists of token ids and composed prompts.
         params: how to choose tokens.
         caller: the sender, and the urgency.
         speculate, prediction: become the engine's `Hints`.
@@ -117,6 +130,7 @@ class Job(Frozen):
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
         timings: whether to report durations.
+        llama_timings: whether to report them in llama-server's form.
         tools: the tools that answers to a conversation may call.
         tier: the class of service to report; None reports nothing.
     """
@@ -132,6 +146,7 @@ class Job(Frozen):
     echo: bool = False
     suffix: str = ""
     timings: bool = False
+    llama_timings: bool = False
     tools: Tools | None = None
     tier: str | None = None
 
@@ -159,6 +174,8 @@ class Job(Frozen):
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
         assert not isinstance(prompt, Conversation)
+        if isinstance(prompt, Composed):
+            return prompt.encode(card)
         if self.suffix:
             return encode_gap(card, prompt, self.suffix)
         return encode_text(card, prompt)

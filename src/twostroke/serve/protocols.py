@@ -7,9 +7,14 @@ from typing import Any, Final
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic.reply import MessageEncoder
 from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
+from twostroke.serve.llama_server import completion, infill
+from twostroke.serve.llama_server import embeddings as llama_embeddings
+from twostroke.serve.llama_server.fields import NAMES
+from twostroke.serve.llama_server.reply import LlamaEncoder
 from twostroke.serve.openai import chat, completions, embeddings, tokens
 from twostroke.serve.openai.chat_reply import ChatEncoder
 from twostroke.serve.openai.completions_reply import CompletionEncoder
+from twostroke.serve.openai.fields import other_names
 from twostroke.serve.openai.responses import exchange as responses
 from twostroke.serve.openai.responses.reply import ResponsesEncoder
 from twostroke.serve.openai.responses.request import ResponsesRequest
@@ -19,7 +24,11 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder, chat.names
     ),
     "/v1/completions": Dialect(
-        "cmpl-", completions.CompletionRequest, completions.read, CompletionEncoder
+        "cmpl-",
+        completions.CompletionRequest,
+        completions.read,
+        CompletionEncoder,
+        other_names,
     ),
     "/v1/messages": Dialect(
         "msg_", messages.MessagesRequest, messages.read, MessageEncoder, messages.names
@@ -32,14 +41,26 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         responses.names,
         recalls=True,
     ),
+    "/completion": Dialect(
+        "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, lambda _asked: NAMES
+    ),
+    "/infill": Dialect(
+        "cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, lambda _asked: NAMES
+    ),
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
     "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
     "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
+    "/apply-template": Inquiry(
+        tokens.TemplateRequest, tokens.apply_template, lambda _asked: chat.TOOL_NAMES
+    ),
 }
 EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
     "/v1/embeddings": EmbeddingDialect(
         embeddings.EmbeddingRequest, embeddings.read, embeddings.whole
-    )
+    ),
+    "/embeddings": EmbeddingDialect(
+        llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
+    ),
 }

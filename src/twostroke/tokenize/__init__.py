@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from twostroke.tokenize.gguf import from_gguf
 from twostroke.tokenize.huggingface import from_tokenizer_json
-from twostroke.tokenize.infill import encode_infill
+from twostroke.tokenize.infill import encode_infill, encode_part
 from twostroke.tokenize.merges import TooManyTokensError
 from twostroke.tokenize.stream import StreamDecoder
 from twostroke.tokenize.tokenizer import InfillTokens, Piece, Prompt, Tokenizer
@@ -19,6 +19,7 @@ __all__ = [
     "TooManyTokensError",
     "Translation",
     "encode_infill",
+    "encode_part",
     "from_gguf",
     "from_tokenizer_json",
 ]

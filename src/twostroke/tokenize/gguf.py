@@ -35,7 +35,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Fill in the middle: the key, and its name in older files.
 _INFILL_KEYS = (("fim_pre", "prefix"), ("fim_suf", "suffix"), ("fim_mid", "middle"))
-_INFILL_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "eot_token_id")
+_INFILL_HEAD_KEYS = ("fim_rep_token_id", "fim_sep_token_id")
+_INFILL_END_KEYS = ("fim_pad_token_id", "eot_token_id")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _TURNS_OF_PHI3 = frozenset({"<|user|>", "<|assistant|>", "<|end|>"})
 _KEPT_BY_PHI3 = frozenset({"<unk>", "<s>", "<|endoftext|>"})  # the white space after these
@@ -205,13 +206,14 @@ class _Fields:
         after = self.ends[0] if self.get("add_eos_token", bool) else None
         return () if before is None else (before,), () if after is None else (after,)
 
-    def infill(self) -> tuple[list[int | None], list[int | None]]:
-        """Return the ids that come before prefix, suffix and middle, and those that end one."""
+    def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
+        """Return the ids before prefix, suffix and middle; before repository and file; the ends."""
         named = []
         for key, older in _INFILL_KEYS:
             id_ = self.token_id(f"{key}_token_id")
             named.append(self.token_id(f"{older}_token_id") if id_ is None else id_)
-        return named, [self.token_id(key) for key in _INFILL_END_KEYS]
+        heads = [self.token_id(key) for key in _INFILL_HEAD_KEYS]
+        return named, heads, [self.token_id(key) for key in _INFILL_END_KEYS]
 
     def named_texts(self) -> dict[str, str]:
         """Return the texts of `bos_token` and the like, by the names that templates use."""

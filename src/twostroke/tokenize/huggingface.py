@@ -96,7 +96,7 @@ def _build(
             strip_space=strip_space,
             named_texts=named,
             chat_templates=_chat_templates(config, folder),
-            infill=infill_tokens((), (), added),
+            infill=infill_tokens((), (), (), added),
         )
     )
 

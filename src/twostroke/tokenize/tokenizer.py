@@ -46,12 +46,15 @@ class Prompt(Frozen):
 class InfillTokens(Frozen):
     """The tokens for filling in the middle, by id: those before prefix, suffix and answer.
 
+    `repository` and `file` stand before the names of these, where the vocabulary has them.
     `end_ids` end an answer; `texts` are the texts of all.
     """
 
     prefix: int
     suffix: int
     middle: int
+    repository: int | None
+    file: int | None
     end_ids: frozenset[int]
     texts: tuple[str, ...]
 

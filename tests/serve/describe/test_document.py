@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from support.described import Description
 from support.servers import chat_body, live_server
-from support.tiny import Tiny
+from support.tiny import Tiny, infill_metadata
 from twostroke.serve.describe.document import components, described_routes
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
@@ -186,9 +186,13 @@ def test_every_component_is_used(described: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def roomy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A context long enough for tools, which take many words for a model without a tool form."""
+    """A context long enough for tools, which take many words for a model without a tool form.
+
+    The model can fill in the middle.
+    """
     tiny = Tiny(context_length=2048)
-    with live_server(tmp_path_factory.mktemp("roomy"), tiny=tiny) as server:
+    folder = tmp_path_factory.mktemp("roomy")
+    with live_server(folder, tiny=tiny, metadata=infill_metadata()) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ import pytest
 from support.servers import events, live_server
 from support.tiny import EOS_ID, SPECIAL_TOKENS
 from twostroke.core.config import SpeculationOptions
+from twostroke.serve.about import FINGERPRINT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,7 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
     assert body == {
         "object": "chat.completion",
         "model": "tiny",
+        "system_fingerprint": FINGERPRINT,
         "choices": [
             {
                 "index": 0,
@@ -58,10 +60,11 @@ def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None
         f'data: {{"id":"{first["id"]}","object":"chat.completion.chunk",'
         f'"created":{first["created"]},"model":"tiny","choices":[{{"index":0,"delta":{{'
     )
-    piece = '},"logprobs":null,"finish_reason":null}]}\n\n'
+    end = f'}}],"system_fingerprint":"{FINGERPRINT}"}}\n\n'
+    piece = '},"logprobs":null,"finish_reason":null' + end
     expected = start + '"role":"assistant","content":""' + piece
     expected += (start + '"content":"hello"' + piece) * 2
-    expected += start + '},"logprobs":null,"finish_reason":"length"}]}\n\n'
+    expected += start + '},"logprobs":null,"finish_reason":"length"' + end
     expected += "data: [DONE]\n\n"
     assert response.content == expected.encode()
 

@@ -8,6 +8,7 @@ import pytest
 
 from support.servers import events
 from support.tiny import SPECIAL_TOKENS
+from twostroke.serve.about import FINGERPRINT
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
@@ -24,6 +25,7 @@ def test_answer_has_openais_shape(server: LiveServer, hello: Fields) -> None:
     assert body == {
         "object": "text_completion",
         "model": "tiny",
+        "system_fingerprint": FINGERPRINT,
         "choices": [choice],
         "usage": {
             **usage,
@@ -50,12 +52,13 @@ def test_stream_is_right_byte_by_byte(server: LiveServer, hello: Fields) -> None
         '"prompt_tokens_details":{"cached_tokens":0},"completion_tokens_details":'
         '{"reasoning_tokens":0,"accepted_prediction_tokens":0,"rejected_prediction_tokens":0}}'
     )
+    end = f'"system_fingerprint":"{FINGERPRINT}"}}\n\n'
     expected = (
         f'{start}{{"index":0,"text":"hello","logprobs":null,"finish_reason":null}}],'
-        '"usage":null}\n\n'
+        f'"usage":null,{end}'
         f'{start}{{"index":0,"text":"","logprobs":null,"finish_reason":"length"}}],'
-        '"usage":null}\n\n'
-        f'{start}],"usage":{usage}}}\n\n'
+        f'"usage":null,{end}'
+        f'{start}],"usage":{usage},{end}'
         "data: [DONE]\n\n"
     )
     assert response.content == expected.encode()

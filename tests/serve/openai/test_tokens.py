@@ -25,6 +25,11 @@ def post(server: LiveServer, path: str, **fields: Any) -> Any:
     return response.json()
 
 
+def both(text: str) -> dict[str, str]:
+    """Return the answer that has a text as vLLM and as llama-server name it."""
+    return {"prompt": text, "content": text}
+
+
 def test_answer_has_vllms_shape(server: LiveServer) -> None:
     tokenizer = server.client.card.tokenizer
     ids = tokenizer.encode("hello of the")
@@ -33,9 +38,9 @@ def test_answer_has_vllms_shape(server: LiveServer) -> None:
     body = post(server, "/tokenize", prompt="hello of the", return_token_strs=True)
     assert body["token_strs"][0] == "hello"
     assert "".join(body["token_strs"]) == "helloĠofĠthe"
-    assert post(server, "/detokenize", tokens=ids) == {"prompt": "hello of the"}
+    assert post(server, "/detokenize", tokens=ids) == both("hello of the")
     assert post(server, "/tokenize", prompt="")["count"] == 0
-    assert post(server, "/detokenize", tokens=[]) == {"prompt": ""}
+    assert post(server, "/detokenize", tokens=[]) == both("")
 
 
 def test_begin_of_text_can_be_left_out(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +55,8 @@ def test_text_of_a_special_token_stays_text_and_ids_of_them_come_back(server: Li
     for text in SPECIAL_TOKENS:
         ids = post(server, "/tokenize", prompt=text)["tokens"]
         assert len(ids) > 1
-        assert post(server, "/detokenize", tokens=ids) == {"prompt": text}
-    assert post(server, "/detokenize", tokens=[1, 2]) == {"prompt": "".join(SPECIAL_TOKENS[1:])}
+        assert post(server, "/detokenize", tokens=ids) == both(text)
+    assert post(server, "/detokenize", tokens=[1, 2]) == both("".join(SPECIAL_TOKENS[1:]))
 
 
 def test_messages_become_the_prompt_of_a_chat(server: LiveServer) -> None:
@@ -79,8 +84,8 @@ def test_tools_are_shown_as_in_a_chat(server: LiveServer) -> None:
 def test_halves_of_characters_come_back_joined(server: LiveServer) -> None:
     ids = post(server, "/tokenize", prompt="é€")["tokens"]
     assert len(ids) == 5
-    assert post(server, "/detokenize", tokens=ids) == {"prompt": "é€"}
-    assert post(server, "/detokenize", tokens=ids[:1]) == {"prompt": "\ufffd"}
+    assert post(server, "/detokenize", tokens=ids) == both("é€")
+    assert post(server, "/detokenize", tokens=ids[:1]) == both("\ufffd")
 
 
 @pytest.mark.parametrize(
@@ -156,4 +161,4 @@ def test_long_texts_are_tokenized_beside_the_event_loop(server: LiveServer) -> N
     text = "hello the world " * 4000
     body = post(server, "/tokenize", prompt=text)
     assert body["count"] > body["max_model_len"]
-    assert post(server, "/detokenize", tokens=body["tokens"]) == {"prompt": text}
+    assert post(server, "/detokenize", tokens=body["tokens"]) == both(text)

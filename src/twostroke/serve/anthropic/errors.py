@@ -8,15 +8,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.core.errors import ContextLengthError, OverloadedError, TwostrokeError
-from twostroke.serve.http.errors import OPENAI, ErrorForm, to_message
+from twostroke.serve.http.errors import ErrorForm, to_message
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
-
     from twostroke.core.errors import Naming
 
-_PATH: Final = "/v1/messages"
-_VERSION_HEADER: Final = b"anthropic-version"  # which their SDKs always send
 _OVERLOADED: Final = 529
 KINDS: Final = {
     401: "authentication_error",
@@ -51,15 +47,6 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="err
 
     error: AnthropicErrorDetail
     request_id: str
-
-
-def error_form(scope: Scope) -> ErrorForm:
-    """Return Anthropic's form for its paths and its clients, OpenAI's for all others."""
-    path = scope["path"]
-    if path == _PATH or path.startswith(f"{_PATH}/"):
-        return ANTHROPIC
-    is_client = any(name == _VERSION_HEADER for name, _ in scope["headers"])
-    return ANTHROPIC if is_client else OPENAI
 
 
 def _status(error: TwostrokeError) -> int:

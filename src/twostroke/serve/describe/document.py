@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import msgspec
 
 from twostroke.core.frozen import Frozen
-from twostroke.serve.anthropic.errors import ANTHROPIC, error_form
 from twostroke.serve.describe.field import Fact, reference
 from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS, parameter
+from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
 from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
 from twostroke.serve.openai.responses.items import UNTYPED, Item
@@ -112,7 +112,7 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
 def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
     """Return the JSON Schemas of all structs of requests and responses, by name."""
     asked = [*bodies.values(), *get_args(Item)]
-    sent: list[Any] = [OPENAI.struct, ANTHROPIC.struct]
+    sent: list[Any] = [form.struct for form in FORMS]
     for operation in OPERATIONS.values():
         sent += [operation.answer] if operation.answer is not None else []
         sent += operation.events
@@ -126,6 +126,12 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
         found[kind.__name__]["required"].remove("type")
         found[kind.__name__]["properties"]["type"]["enum"].append(None)
     return dict(sorted(found.items()))
+
+
+def schema_of(kind: Any) -> Parts:
+    """Return the schema of a type, with references to those of structs."""
+    (found,), _ = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+    return found
 
 
 def _with_facts(schema: Any, facts: Facts) -> Any:
@@ -191,7 +197,9 @@ def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Par
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]
     content: Parts = {kind: {"schema": schema} for kind, schema in operation.media.items()}
     if operation.answer is not None:
-        content[JSON] = {"schema": reference(operation.answer)}
+        schema = schema_of(operation.answer)
+        other = operation.media.get(JSON)
+        content[JSON] = {"schema": {"anyOf": [schema, other]} if other else schema}
     if operation.events:
         content[EVENTS] = {"schema": _stream(operation, form)}
     responses: Parts = {"200": _response("The answer.", content, ids)}
@@ -228,6 +236,7 @@ def _stream(operation: Operation, form: ErrorForm) -> Parts:
     OpenAPI 3.1 has no notation for streams; 3.2 calls this `itemSchema`.
     """
     kinds = [reference(struct) for struct in dict.fromkeys(operation.events)]
+    kinds += [operation.media[JSON]] if JSON in operation.media else []
     data: Parts = {"contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
     if form is OPENAI:
         data = {"anyOf": [{"const": "[DONE]"}, data]}

@@ -22,6 +22,10 @@ from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http import errors
 from twostroke.serve.http.origins import ForbiddenError
+from twostroke.serve.llama_server import info
+from twostroke.serve.llama_server.embeddings import LlamaEmbedding
+from twostroke.serve.llama_server.errors import LLAMA_SERVER
+from twostroke.serve.llama_server.reply import LlamaCompletion, LlamaPiece
 from twostroke.serve.openai import chat_reply, completions_reply, embeddings, tokens
 from twostroke.serve.openai.responses import stream_events
 from twostroke.serve.openai.responses.body import ResponseBody
@@ -74,9 +78,9 @@ class Operation(Frozen):
 
     Attributes:
         summary, tag, description: the summary is a few words, the tag the protocol's owner.
-        answer: the struct of a JSON answer; None without one.
+        answer: the type of a JSON answer; None without one.
         events: the structs of a stream's events; empty without streams.
-        media: other media types of an answer, with their schemas.
+        media: other media types of an answer, with their schemas; for JSON, another form of it.
         may_be_unready: whether the same answer also comes with status 503.
         errors: the errors besides `ANYWHERE`.
         examples: request bodies by name, without the model's name.
@@ -87,7 +91,7 @@ class Operation(Frozen):
     summary: str
     tag: str
     description: str = ""
-    answer: Struct | None = None
+    answer: Any = None
     events: tuple[Struct, ...] = ()
     media: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     may_be_unready: bool = False
@@ -135,6 +139,11 @@ _PAGE: Final = (
         default="desc",
     ),
 )
+_CHOSEN: Final = {
+    "type": "object",
+    "description": "The fields in `response_fields`, by these names.",
+    "not": {"required": ["content", "prompt", "stop", "model", "timings"]},
+}
 _ANTHROPIC_VERSION: Final = parameter(
     "header", "anthropic-version", "Any text: there is one version.", **_TEXT
 )
@@ -345,10 +354,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/tokenize"): Operation(
         "Return the token ids of a text or a conversation",
         "vLLM",
+        "llama-server's clients send `content`.",
         answer=tokens.TokenizeBody,
         errors=_BODY,
         examples={
             "text": {"prompt": "The sky is blue.", "return_token_strs": True},
+            "pieces": {"content": "The sky is blue.", "with_pieces": True},
             "conversation": {"messages": _HELLO},
         },
     ),
@@ -358,5 +369,71 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answer=tokens.DetokenizeBody,
         errors=_BODY,
         examples={"ids": {"tokens": [5, 6, 7]}},
+    ),
+    ("POST", "/completion"): Operation(
+        "Continue texts",
+        "llama-server",
+        "llama-server's own protocol, also at `/completions`. Several prompts or answers make a "
+        "list. With `stream` the last event of each answer has its facts.",
+        answer=LlamaCompletion | list[LlamaCompletion],
+        media={"application/json": _CHOSEN},
+        events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
+        errors=_GENERATION,
+        examples={
+            "text": {"prompt": "The capital of France is", "n_predict": 8, "temperature": 0},
+            "stream": {"prompt": "The capital of France is", "n_predict": 8, "stream": True},
+            "several": {"prompt": ["2 + 2 =", [5, 6, "a text"]], "n_predict": 4, "seed": 7},
+            "chosen": {"prompt": "2 + 2 =", "n_predict": 4, "response_fields": ["content"]},
+        },
+    ),
+    ("POST", "/infill"): Operation(
+        "Write the text between a prefix and a suffix",
+        "llama-server",
+        "For models that can fill in the middle; further fields as in `/completion`.",
+        answer=LlamaCompletion | list[LlamaCompletion],
+        media={"application/json": _CHOSEN},
+        events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
+        errors=_GENERATION,
+        examples={
+            "gap": {
+                "input_prefix": "def add(a, b):\n",
+                "prompt": "    return ",
+                "input_suffix": "\n",
+                "n_predict": 8,
+            },
+        },
+    ),
+    ("POST", "/apply-template"): Operation(
+        "Return the text that the chat template makes of a conversation",
+        "llama-server",
+        answer=tokens.TemplateBody,
+        errors=_BODY,
+        examples={"conversation": {"messages": _HELLO}},
+    ),
+    ("POST", "/embeddings"): Operation(
+        "Turn texts into vectors",
+        "llama-server",
+        "llama-server's own form, also at `/embedding`. Vectors have length 1.",
+        answer=list[LlamaEmbedding],
+        errors=_GENERATION,
+        examples={"text": {"content": "The sky is blue."}},
+    ),
+    ("GET", "/props"): Operation(
+        "The server's properties, and the settings of `/completion` that are not asked for",
+        "llama-server",
+        answer=info.Props,
+    ),
+    ("GET", "/slots"): Operation(
+        "The running requests, each in a place of its own",
+        "llama-server",
+        "With `fail_on_no_slot` in the query an error is sent if there is no free place.",
+        answer=list[info.Slot],
+        errors=(info.SlotsOffError, OverloadedError),
+        parameters=(parameter("query", "fail_on_no_slot", "Anything but an empty text.", **_TEXT),),
+    ),
+    ("GET", "/lora-adapters"): Operation(
+        "An empty list: there are no adapters",
+        "llama-server",
+        media={"application/json": {"type": "array", "maxItems": 0}},
     ),
 }

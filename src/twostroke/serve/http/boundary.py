@@ -7,10 +7,11 @@ import re
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from twostroke.serve.anthropic.errors import error_form
+from twostroke.serve.error_forms import error_form
 from twostroke.serve.http.errors import HeaderSizeError, report, to_response
 from twostroke.serve.http.limits import check_headers
 from twostroke.serve.observe.served import STATE_KEY, ServedRequest
+from twostroke.serve.paths import ALIASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +91,11 @@ class Boundary:
 
 
 def _begin(scope: Scope) -> ServedRequest:
+    """Return the facts of a request; an alias in its path becomes the path that is served."""
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
     request_id = headers.get(_ID_HEADER, "")
     if not _SAFE_ID.fullmatch(request_id):
         request_id = f"req-{secrets.token_hex(16)}"
-    form, traceparent = error_form(scope), headers.get(b"traceparent", "")
-    return ServedRequest(request_id, form, scope["method"], scope["path"], traceparent)
+    path, traceparent = scope["path"], headers.get(b"traceparent", "")
+    scope["path"] = ALIASES.get(path, path)
+    return ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)

@@ -18,6 +18,7 @@ from twostroke.serve.openai.fields import (
     TemplateVariables,
     TopLogprobs,
     check_combinations,
+    other_names,
     to_caller,
     to_job,
     to_params,
@@ -254,4 +255,5 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
 def names(asked: ChatRequest) -> Mapping[str, str]:
     """Return the protocol's names for the engine's fields, as the request uses them."""
     has_newer = asked.max_completion_tokens is not None
-    return TOOL_NAMES | ({"max_tokens": "max_completion_tokens"} if has_newer else {})
+    newer = {"max_tokens": "max_completion_tokens"} if has_newer else {}
+    return TOOL_NAMES | newer | other_names(asked)

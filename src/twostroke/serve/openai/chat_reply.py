@@ -9,18 +9,21 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from twostroke.serve import events
+from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, encode_json, sse
 from twostroke.serve.openai.logprobs import ChatLogprobs, chat_logprobs
 from twostroke.serve.openai.usage import (
     Finish,
     TimingsBody,
     UsageBody,
+    asked_timings,
     fail_stream,
     finish_reason,
     finish_stream,
     timings_body,
     usage_body,
 )
+from twostroke.serve.timings import LlamaTimings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,6 +76,8 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: UsageBody
     service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -105,6 +110,8 @@ class Chunk(msgspec.Struct):
     choices: list[ChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
 
 
 class ChatEncoder:
@@ -123,6 +130,7 @@ class ChatEncoder:
             None if reply.job.include_usage else UNSET,
             reply.job.tier or UNSET,
         )
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
 
     def write(self, event: events.Event) -> bytes:
@@ -140,8 +148,10 @@ class ChatEncoder:
                 return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
             case events.Ended():
                 self._end(self._choice, event)
+                self._chunk.timings = self._timings
                 return self._write(event.choice, Delta())
             case events.Finished():
+                self._chunk.timings = self._timings
                 return finish_stream(self._chunk, event)
             case events.Failed():
                 return fail_stream(event)
@@ -177,6 +187,7 @@ class ChatEncoder:
             choices,
             usage,
             reply.job.tier or UNSET,
+            timings=self._timings,
         )
 
     def _write_text(self, index: int, text: str) -> bytes:
@@ -193,6 +204,7 @@ class ChatEncoder:
         choice.index, choice.delta = index, delta
         data = sse(encode_json(self._chunk))
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
+        self._chunk.timings = UNSET
         return data
 
     def _logprobs(self, event: events.Added) -> ChatLogprobs:
@@ -200,6 +212,7 @@ class ChatEncoder:
 
     def _end(self, choice: ChatChoice | ChunkChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason, has_calls=event.has_calls)
+        self._timings = asked_timings(self._reply.job, event)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)
 

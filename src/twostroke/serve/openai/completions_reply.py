@@ -8,18 +8,20 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve import events
+from twostroke.serve.about import FINGERPRINT
 from twostroke.serve.dialect import Reply, encode_json, sse
-from twostroke.serve.job import Conversation
 from twostroke.serve.openai.logprobs import CompletionLogprobs, CompletionScorer
 from twostroke.serve.openai.usage import (
     TimingsBody,
     UsageBody,
+    asked_timings,
     fail_stream,
     finish_reason,
     finish_stream,
     timings_body,
     usage_body,
 )
+from twostroke.serve.timings import LlamaTimings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +49,8 @@ class CompletionBody(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: UsageBody | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
+    system_fingerprint: str = FINGERPRINT
+    timings: LlamaTimings | UnsetType = UNSET
 
 
 class CompletionEncoder:
@@ -65,6 +69,7 @@ class CompletionEncoder:
             None if reply.job.include_usage else UNSET,
             reply.job.tier or UNSET,
         )
+        self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
     def write(self, event: events.Event) -> bytes:
@@ -82,6 +87,7 @@ class CompletionEncoder:
             case events.Ended():
                 return self._end(event)
             case events.Finished():
+                self._body.timings = self._timings
                 return finish_stream(self._body, event)
             case events.Failed():
                 return fail_stream(event)
@@ -105,7 +111,7 @@ class CompletionEncoder:
                     self._finish(choices[-1], event)
                 case events.Finished():
                     self._body.usage = usage_body(event.usage)
-        self._body.choices = choices
+        self._body.choices, self._body.timings = choices, self._timings
         return self._body
 
     def _begin(self, choice: int) -> str:
@@ -114,7 +120,7 @@ class CompletionEncoder:
         if reply.job.echo:
             place = choice // reply.job.params.n
             prompt, tokens = reply.job.prompts[place], list(reply.prompts[place])
-            assert not isinstance(prompt, Conversation)
+            assert isinstance(prompt, str | list)
             text = prompt if isinstance(prompt, str) else reply.tokenizer.decode(prompt)
         if reply.has_logprobs:
             self._scorers[choice] = CompletionScorer(reply.tokenizer, tokens, text)
@@ -137,11 +143,13 @@ class CompletionEncoder:
         choice.index, choice.text = event.choice, ""
         choice.logprobs = scorer.take() if scorer is not None and scorer.has_news else None
         self._finish(choice, event)
+        self._body.timings = self._timings
         last = sse(encode_json(self._body))
-        choice.finish_reason, choice.timings = None, UNSET
+        choice.finish_reason, choice.timings, self._body.timings = None, UNSET, UNSET
         return last
 
     def _finish(self, choice: CompletionChoice, event: events.Ended) -> None:
         choice.finish_reason = finish_reason(event.reason)
+        self._timings = asked_timings(self._reply.job, event)
         if self._reply.job.timings:
             choice.timings = timings_body(event.usage, event.timings)

@@ -154,6 +154,23 @@ class CommonFields(ServiceFields):
     guided_choice: ChoiceForm = None
     guided_grammar: GrammarForm = None
 
+    # llama-server's further fields and names.
+    grammar: GrammarForm = None
+    json_schema: JsonForm = None
+    n_predict: Annotated[
+        int | None, field.doc("The same as `max_tokens`; -1: as many as fit.", minimum=-1)
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        field.sampling("repetition_penalty", "The same as `repetition_penalty`."),
+    ] = None
+    timings_per_token: Annotated[
+        bool | None, field.doc("Report `timings` in llama-server's form.")
+    ] = None
+    return_progress: field.Ignored[bool] = None
+    id_slot: field.Ignored[int] = None
+    cache_prompt: field.Ignored[bool] = None
+
     metadata: field.Ignored[Pairs] = None
     store: field.Ignored[bool] = None
     safety_identifier: field.Ignored[str] = None
@@ -179,6 +196,14 @@ _SAME_NAME: Final = (
     *("ignore_eos", "logit_bias", "stop", "stop_token_ids"),
 )
 
+# llama-server's names of fields, by ours.
+_OTHER_NAMES: Final = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
+
+
+def other_names(asked: CommonFields) -> dict[str, str]:
+    """Return the names of the engine's fields that a request uses besides ours, for errors."""
+    return {own: name for own, name in _OTHER_NAMES.items() if getattr(asked, name) is not None}
+
 
 def check_combinations(asked: CommonFields) -> None:
     """Refuse fields that do not suit each other.
@@ -202,6 +227,9 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     values["include_stop"] = asked.include_stop_str_in_output
     values["constraint"] = to_constraint(asked)
     values |= own
+    values |= {own: getattr(asked, name) for own, name in other_names(asked).items()}
+    if asked.n_predict == -1:
+        values["max_tokens"] = None
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -226,6 +254,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),
+        llama_timings=bool(asked.timings_per_token),
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
         **own,
     )

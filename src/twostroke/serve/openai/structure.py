@@ -12,11 +12,13 @@ from twostroke.core.errors import RequestError
 from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
+from twostroke.serve.http.errors import MissingFieldError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-_ANY_OBJECT: Final = json.dumps(ANY_OBJECT)
+    Notated = tuple[str, object, str]  # a notation, a form in it or None, and the field that has it
+
 # By the fields of vLLM: `guided_*` and those of `structured_outputs`.
 _NOTATIONS: Final = {
     "json": "json_schema",
@@ -48,7 +50,9 @@ class Text(field.TaggedObject, tag="text"):
 
 
 class JsonObject(field.TaggedObject, tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object, or those that llama-server's `schema` allows."""
+
+    schema: dict[str, Any] | None = None
 
 
 class NamedSchema(field.RequestObject):
@@ -61,9 +65,10 @@ class NamedSchema(field.RequestObject):
 
 
 class JsonSchema(field.TaggedObject, tag="json_schema"):
-    """JSON that a schema allows."""
+    """JSON that a schema allows; `schema` is llama-server's place for it."""
 
-    json_schema: NamedSchema
+    json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 ResponseFormat = Text | JsonObject | JsonSchema
@@ -88,6 +93,8 @@ class FormFields(Protocol):
     guided_regex: RegexForm
     guided_choice: ChoiceForm
     guided_grammar: GrammarForm
+    grammar: GrammarForm
+    json_schema: JsonForm
 
 
 def to_constraint(asked: FormFields) -> Constraint | None:
@@ -96,7 +103,16 @@ def to_constraint(asked: FormFields) -> Constraint | None:
     Raises:
         RequestError: more than one field sets a form, or a form cannot be used.
     """
-    found = list(_constraints(asked))
+    return one_constraint(_constraints(asked))
+
+
+def one_constraint(forms: Iterable[Notated]) -> Constraint | None:
+    """Return the form that is not None, as a constraint.
+
+    Raises:
+        RequestError: there are several, or the form cannot be used.
+    """
+    found = [_constraint(*form) for form in forms if form[1] is not None]
     if len(found) > 1:
         reason = f"cannot be combined with {found[0].param}: leave one of them out."
         raise RequestError(reason, field=found[1].param)
@@ -108,23 +124,25 @@ def to_schema(schema: str | dict[str, Any], param: str) -> Constraint:
     return _constraint("json_schema", schema, param)
 
 
-def _constraints(asked: FormFields) -> Iterator[Constraint]:
+def _constraints(asked: FormFields) -> Iterator[Notated]:
     form = asked.response_format
     if isinstance(form, JsonObject):
-        yield Constraint("json_schema", _ANY_OBJECT, "response_format")
+        param = "response_format.schema" if form.schema else "response_format"
+        yield "json_schema", form.schema or ANY_OBJECT, param
     elif isinstance(form, JsonSchema):
-        yield to_schema(form.json_schema.schema, "response_format.json_schema.schema")
+        named = form.json_schema
+        if named is None and form.schema is None:
+            raise MissingFieldError("is missing.", field="response_format.json_schema")
+        yield "json_schema", form.schema, "response_format.schema"
+        yield "json_schema", named and named.schema, "response_format.json_schema.schema"
     vllms = asked.structured_outputs or StructuredOutputs()
     if vllms.json_object:
-        yield Constraint("json_schema", _ANY_OBJECT, "structured_outputs.json_object")
+        yield "json_schema", ANY_OBJECT, "structured_outputs.json_object"
     for name, notation in _NOTATIONS.items():
-        values = {
-            f"guided_{name}": getattr(asked, f"guided_{name}"),
-            f"structured_outputs.{name}": getattr(vllms, name),
-        }
-        for param, value in values.items():
-            if value is not None:
-                yield _constraint(notation, value, param)
+        yield notation, getattr(asked, f"guided_{name}"), f"guided_{name}"
+        yield notation, getattr(vllms, name), f"structured_outputs.{name}"
+    yield "grammar", asked.grammar or None, "grammar"
+    yield "json_schema", asked.json_schema, "json_schema"
 
 
 def _constraint(notation: str, value: object, param: str) -> Constraint:

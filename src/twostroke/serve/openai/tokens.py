@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: texts to token ids and back, in vLLM's form."""
+"""POST /tokenize, /detokenize and /apply-template, as vLLM's and llama-server's clients ask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from twostroke.core.errors import RequestError
 from twostroke.serve.describe import field
 from twostroke.serve.openai.chat import (
+    ChatMessage,
     ContinuesLast,
     Messages,
     OpensTurn,
@@ -20,8 +21,10 @@ from twostroke.serve.tools import ToolBody, ToolsAs, to_tools
 
 if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.job import Conversation
+    from twostroke.tokenize import Tokenizer
 
-# Fields that suit only one of the two ways to give a text.
+# The ways to give a text, and the fields that suit only one of them.
 _FIELDS_OF: Final = {
     "messages": (
         "add_generation_prompt",
@@ -30,26 +33,54 @@ _FIELDS_OF: Final = {
         "tools",
     ),
     "prompt": ("add_special_tokens",),
+    "content": ("add_special", "parse_special", "with_pieces"),
 }
 
 
-class TokenizeRequest(field.RequestObject):
-    """One of `prompt`, a text, and `messages`, a conversation for the chat template."""
+class TemplateFields(field.RequestObject):
+    """How to make a prompt of a conversation."""
 
-    prompt: Annotated[str | None, field.doc("A text.")] = None
-    messages: Annotated[Messages | None, field.doc("A conversation.")] = None
     model: field.ModelName = None
-    add_special_tokens: Annotated[
-        bool | None, field.doc("Add the tokens that begin every text; true if left out.")
-    ] = None
-    return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
     add_generation_prompt: OpensTurn = None
     continue_final_message: ContinuesLast = None
     chat_template_kwargs: TemplateVariables = None
     tools: ToolsAs[ToolBody] = None
 
     chat_template: field.Unsupported = None
+
+
+class TokenizeRequest(TemplateFields):
+    """One of `prompt`, a text, `messages`, a conversation for the chat template, and `content`.
+
+    The last is llama-server's.
+    """
+
+    prompt: Annotated[str | None, field.doc("A text.")] = None
+    messages: Annotated[Messages | None, field.doc("A conversation.")] = None
+    content: Annotated[
+        str | list[int | str] | None, field.doc("A text, or texts and ids that follow each other.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, field.doc("Add the tokens that begin every text; true if left out.")
+    ] = None
+    return_token_strs: Annotated[bool | None, field.doc("Return the tokens' texts, too.")] = None
+    add_special: Annotated[
+        bool | None, field.doc("Add the tokens that begin every text; false if left out.")
+    ] = None
+    parse_special: Annotated[
+        bool | None,
+        field.doc("Make special tokens of their texts in `content`; true if left out."),
+    ] = None
+    with_pieces: Annotated[bool | None, field.doc("Return each token with its text.")] = None
+
     mm_processor_kwargs: Annotated[Any, field.unsupported({})] = None
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token and its text, or its bytes if they are a part of a character."""
+
+    id: int
+    piece: str | list[int]
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
@@ -57,7 +88,7 @@ class TokenizeBody(msgspec.Struct, frozen=True):
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
     token_strs: list[str | None] | None
 
 
@@ -69,7 +100,20 @@ class DetokenizeRequest(field.RequestObject):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True):
-    """The ids' text, including special tokens."""
+    """The ids' text, including special tokens, as vLLM and as llama-server name it."""
+
+    prompt: str
+    content: str
+
+
+class TemplateRequest(TemplateFields, kw_only=True):
+    """A conversation for the chat template."""
+
+    messages: Messages
+
+
+class TemplateBody(msgspec.Struct, frozen=True):
+    """The text of the prompt."""
 
     prompt: str
 
@@ -78,11 +122,12 @@ def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
     """Return the ids of a prompt or of messages.
 
     Raises:
-        RequestError: both or neither are given, or the chat template refuses the messages.
+        RequestError: not exactly one is given, or the chat template refuses the messages.
     """
-    ids = _encode(asked, card)
-    texts = [card.tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
-    return TokenizeBody(len(ids), card.context_length, ids, texts)
+    tokenizer, ids = card.tokenizer, _encode(asked, card)
+    texts = [tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
+    tokens = [_piece(tokenizer, id_) for id_ in ids] if asked.with_pieces else ids
+    return TokenizeBody(len(ids), card.context_length, [*tokens], texts)
 
 
 def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
@@ -97,25 +142,60 @@ def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
         if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
             reason = f"is not a token of this model, whose ids go from 0 to {last}."
             raise RequestError(reason, field=f"tokens[{place}]")
-    return DetokenizeBody(tokenizer.decode(asked.tokens, skip_special=False))
+    text = tokenizer.decode(asked.tokens, skip_special=False)
+    return DetokenizeBody(text, text)
+
+
+def apply_template(asked: TemplateRequest, card: ModelCard) -> TemplateBody:
+    """Return the text that the chat template makes of messages.
+
+    Raises:
+        RequestError: the chat template is missing, or refuses the messages.
+    """
+    return TemplateBody(_conversation(asked, asked.messages).render(card).text)
 
 
 def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise RequestError("Give either prompt or messages.", field="prompt")
-    other = "messages" if asked.messages is None else "prompt"
-    for name in _FIELDS_OF[other]:
-        if getattr(asked, name):
-            raise RequestError(f"may only be set with {other}: leave it out.", field=name)
+    given = [way for way in _FIELDS_OF if getattr(asked, way) is not None]
+    if len(given) != 1:
+        raise RequestError("Give one of prompt, messages and content.", field="prompt")
+    for way, names in _FIELDS_OF.items():
+        for name in names:
+            if way not in given and getattr(asked, name):
+                raise RequestError(f"may only be set with {way}: leave it out.", field=name)
+    tokenizer = card.tokenizer
     if asked.prompt is not None:
-        add_special = asked.add_special_tokens is not False
-        return card.tokenizer.encode(asked.prompt, add_special=add_special)
-    assert asked.messages is not None
-    conversation = to_conversation(
-        asked.messages,
+        return tokenizer.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
+    if asked.messages is not None:
+        return _conversation(asked, asked.messages).encode(card)
+    assert asked.content is not None
+    parts = [asked.content] if isinstance(asked.content, str) else asked.content
+    ids: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        ids += tokenizer.encode(
+            part,
+            add_special=bool(asked.add_special) and place == 0,
+            parse_special=asked.parse_special is not False,
+        )
+    return ids
+
+
+def _conversation(asked: TemplateFields, messages: list[ChatMessage]) -> Conversation:
+    return to_conversation(
+        messages,
         to_tools([tool.function for tool in asked.tools or ()], None, parallel=None),
         opens_turn=asked.add_generation_prompt,
         continues=asked.continue_final_message,
         thinking=to_thinking(asked.chat_template_kwargs),
     )
-    return conversation.encode(card)
+
+
+def _piece(tokenizer: Tokenizer, id_: int) -> TokenPiece:
+    data = tokenizer.token_bytes(id_)
+    try:
+        return TokenPiece(id_, data.decode())
+    except UnicodeDecodeError:
+        return TokenPiece(id_, list(data))

@@ -10,10 +10,12 @@ from msgspec import UNSET, UnsetType
 from twostroke.core.request import FinishReason
 from twostroke.serve.dialect import encode_json, sse
 from twostroke.serve.http.errors import OPENAI
+from twostroke.serve.timings import LlamaTimings, final_timings
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
-    from twostroke.serve.events import Failed, Finished
+    from twostroke.serve.events import Ended, Failed, Finished
+    from twostroke.serve.job import Job
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -93,6 +95,11 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
         accepted_tokens=usage.accepted_tokens,
         rejected_tokens=usage.rejected_tokens,
     )
+
+
+def asked_timings(job: Job, event: Ended) -> LlamaTimings | UnsetType:
+    """Return the durations of an answer in llama-server's form, if the request asks for it."""
+    return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 
 
 def finish_reason(reason: FinishReason, *, has_calls: bool = False) -> Finish:

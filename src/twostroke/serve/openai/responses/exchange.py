@@ -181,7 +181,7 @@ def _form(asked: ResponsesRequest) -> Constraint | None:
     other = to_constraint(asked)
     form = asked.text.format if asked.text is not None else None
     if isinstance(form, JsonObject):
-        found = to_schema({"type": "object"}, "text.format")
+        found = to_schema(form.schema or {"type": "object"}, "text.format")
     elif isinstance(form, TextSchema):
         found = to_schema(form.schema, "text.format.schema")
     else:

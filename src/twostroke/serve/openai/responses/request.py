@@ -133,10 +133,12 @@ class ResponsesRequest(CommonFields):
     moderation: field.Unsupported = None
     n: Annotated[Any, field.unsupported(1)] = None
     prompt: field.Unsupported = None
+    timings_per_token: field.AlwaysOff = None
 
     max_completion_tokens: Annotated[Any, field.renamed("max_output_tokens")] = None
     max_tokens: Annotated[Any, field.renamed("max_output_tokens")] = None
     messages: Annotated[Any, field.renamed("input")] = None
+    n_predict: Annotated[Any, field.renamed("max_output_tokens")] = None
     reasoning_effort: Annotated[Any, field.renamed("reasoning.effort")] = None
     response_format: Annotated[Any, field.renamed("text.format")] = None
 

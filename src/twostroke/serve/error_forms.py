@@ -1,0 +1,33 @@
+"""Which form an error has: that of the path's protocol, or of the client's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from twostroke.serve.anthropic.errors import ANTHROPIC
+from twostroke.serve.http.errors import OPENAI
+from twostroke.serve.llama_server.errors import LLAMA_SERVER
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+    from twostroke.serve.http.errors import ErrorForm
+
+_ANTHROPIC_HEADER: Final = b"anthropic-version"  # which Anthropic's SDKs always send
+_LLAMA_PATHS: Final = """
+    /completion /infill /apply-template /embeddings /props /slots /lora-adapters
+    /rerank /reranking /v1/rerank /v1/reranking
+"""
+# For these paths and those below them; the first that suits a path counts.
+_BY_PATH: Final = {"/v1/messages": ANTHROPIC, **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER)}
+FORMS: Final = (OPENAI, *dict.fromkeys(_BY_PATH.values()))
+
+
+def error_form(scope: Scope) -> ErrorForm:
+    """Return the form of errors for a request; OpenAI's where no other protocol is known."""
+    path = scope["path"]
+    for prefix, form in _BY_PATH.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return form
+    is_anthropic = any(name == _ANTHROPIC_HEADER for name, _ in scope["headers"])
+    return ANTHROPIC if is_anthropic else OPENAI

@@ -1,0 +1,69 @@
+"""POST /embeddings: llama-server's own form of embeddings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from twostroke.core.embedding import EmbeddingParams
+from twostroke.core.errors import RequestError
+from twostroke.engine.client import Caller
+from twostroke.serve.describe import field
+from twostroke.serve.dialect import encode_json
+from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.job import EmbeddingJob
+from twostroke.serve.openai.completions import split_prompts
+
+if TYPE_CHECKING:
+    from twostroke.engine.embedding import Embedding
+    from twostroke.serve.store import Tenant
+
+Texts = str | list[str | int | list[int]]
+
+
+class LlamaEmbeddingRequest(field.RequestObject):
+    """The body of a request; one of `content` and `input`."""
+
+    content: Annotated[
+        Texts | None,
+        field.doc("A text, token ids, or a list of either."),
+    ] = None
+    input: Annotated[Texts | None, field.doc("The same as `content`.")] = None
+    model: field.ModelName = None
+    encoding_format: Annotated[Any, field.unsupported("float")] = None
+    embd_normalize: Annotated[Any, field.unsupported(2)] = None
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True):
+    """The embedding of one text, of length 1, as the only vector of a list."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
+    """Translate a request.
+
+    Raises:
+        RequestError: there is no text, or one is empty; `field` names it.
+    """
+    name = "content" if asked.input is None else "input"
+    given = getattr(asked, name)
+    if given is None:
+        raise MissingFieldError("is missing.", field="content")
+    texts = split_prompts(given, name)
+    if not all(texts):
+        raise RequestError("is empty: give at least one token.", field=name)
+    caller = Caller(tenant=tenant.name, prompt_field=name)
+    return EmbeddingJob(asked.model, texts, EmbeddingParams(), caller, _write)
+
+
+def whole(_model: str, parts: list[msgspec.Raw], _num_tokens: int) -> list[msgspec.Raw]:
+    """Return the response."""
+    return parts
+
+
+def _write(embedding: Embedding) -> msgspec.Raw:
+    vectors = [embedding.vector.tolist()]
+    return msgspec.Raw(encode_json(LlamaEmbedding(embedding.index, vectors)))

@@ -1,0 +1,143 @@
+"""GET /props, /slots and /lora-adapters: a server's properties and what it does now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.routing import Route
+
+from twostroke.core.errors import OverloadedError
+from twostroke.serve.about import FINGERPRINT
+from twostroke.serve.dialect import to_json
+from twostroke.serve.http.errors import UnknownPathError
+from twostroke.serve.llama_server.fields import TextFields, to_params
+from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from twostroke.engine.client import Client
+    from twostroke.engine.view import RequestView
+    from twostroke.serve.options import ServeOptions
+
+
+class DefaultSettings(msgspec.Struct, frozen=True):
+    """The settings of /completion that a request does not set, and the context in tokens."""
+
+    params: GenerationSettings
+    n_ctx: int
+
+
+class Modalities(msgspec.Struct, frozen=True):
+    """What a prompt may have besides text."""
+
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True, frozen=True):
+    """A server's properties; `model_path` is the model's name, not a path."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    endpoint_slots: bool
+    endpoint_props: bool = False
+    endpoint_metrics: bool = True
+    webui: bool = True
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool = False
+
+
+class NextToken(msgspec.Struct, frozen=True):
+    """How far an answer is, in tokens."""
+
+    has_next_token: bool
+    n_decoded: int
+
+
+class Slot(msgspec.Struct, kw_only=True, frozen=True):
+    """A place for a running request, with the counts of its prompt if there is one."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_prompt_tokens_processed: int | UnsetType = UNSET
+    n_prompt_tokens_cache: int | UnsetType = UNSET
+    next_token: list[NextToken] | UnsetType = UNSET
+
+
+class SlotsOffError(UnknownPathError):
+    """The server does not show what it does."""
+
+
+def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]:
+    """Return the routes for `client`'s model, which is called `name`."""
+    config, card = client.loop.config, client.card
+
+    async def props(_request: Request) -> Response:
+        defaults = TextFields()
+        texts = card.tokenizer.named_texts
+        return to_json(
+            Props(
+                default_generation_settings=DefaultSettings(
+                    settings_of(defaults, to_params(defaults)), card.context_length
+                ),
+                total_slots=config.max_running,
+                model_alias=name,
+                model_path=name,
+                modalities=Modalities(),
+                endpoint_slots=options.shows_dashboard,
+                chat_template=card.tokenizer.chat_templates.get("default", ""),
+                bos_token=texts.get("bos_token", ""),
+                eos_token=texts.get("eos_token", ""),
+                build_info=FINGERPRINT,
+            )
+        )
+
+    async def slots(request: Request) -> Response:
+        if not options.shows_dashboard:
+            message = "The slots are not shown: start the server with --dashboard."
+            raise SlotsOffError(message)
+        running = client.loop.view().running
+        if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
+            raise OverloadedError("All slots are taken.")
+        shown = [*running, *[None] * (config.max_running - len(running))]
+        is_guessing = bool(client.loop.speculator.methods)
+        return to_json(
+            [_slot(id_, one, card.context_length, is_guessing) for id_, one in enumerate(shown)]
+        )
+
+    async def adapters(_request: Request) -> Response:
+        return to_json([])
+
+    gets = {"/props": props, "/slots": slots, "/lora-adapters": adapters}
+    return [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
+
+
+def _slot(id_: int, running: RequestView | None, context: int, is_guessing: bool) -> Slot:  # noqa: FBT001
+    more: dict[str, Any] = {}
+    if running is not None:
+        more = {
+            "n_prompt_tokens": running.num_prompt,
+            "n_prompt_tokens_processed": min(running.num_computed, running.num_prompt),
+            "n_prompt_tokens_cache": running.num_cached,
+            "next_token": [NextToken(has_next_token=True, n_decoded=running.num_output)],
+        }
+    return Slot(
+        id=id_,
+        n_ctx=context,
+        speculative=is_guessing,
+        is_processing=running is not None,
+        **more,
+    )

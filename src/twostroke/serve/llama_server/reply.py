@@ -1,0 +1,270 @@
+"""llama-server's own completions: the response, whole or as a stream of pieces."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
+
+from twostroke.core.request import FinishReason
+from twostroke.serve import events
+from twostroke.serve.dialect import Reply, encode_json, sse
+from twostroke.serve.llama_server.completion import LlamaJob
+from twostroke.serve.llama_server.errors import LLAMA_SERVER
+from twostroke.serve.llama_server.fields import num_predict
+from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
+from twostroke.serve.timings import LlamaTimings, final_timings, llama_timings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from twostroke.engine.output import Usage
+    from twostroke.tokenize import Tokenizer
+
+NO_SLOT = -1
+
+
+class LikelyToken(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens; `bytes` is exact even for a part of a character."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ScoredToken(msgspec.Struct, frozen=True):
+    """A token of the answer, and the likeliest ones at its place."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[LikelyToken]
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt was read: `cache` of its tokens were in the cache already."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
+    """An event of a stream: the next text and tokens, which may be ahead of their text."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
+    id_slot: int
+    tokens_predicted: int
+    tokens_evaluated: int
+    timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+
+
+class LlamaCompletion(msgspec.Struct, kw_only=True, frozen=True):
+    """A whole answer, or the last event of a stream, which has no text.
+
+    `tokens_evaluated` are those of the prompt; `tokens_cached` are those of prompt and answer.
+    """
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Annotated[bool, Meta(extra_json_schema={"const": True})] = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: GenerationSettings
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str
+    tokens_cached: int
+    timings: LlamaTimings
+    completion_probabilities: list[ScoredToken] | UnsetType = UNSET
+
+
+class _Progress:
+    """One answer so far: its text, and how many of its tokens were sent."""
+
+    def __init__(self, began: events.Began, began_s: float) -> None:
+        self.tokens = began.tokens
+        self.usage = began.usage
+        self.prompt_s = time.monotonic() - began_s
+        self.began_s = time.monotonic()
+        self.texts: list[str] = []
+        self.scored: list[ScoredToken] = []
+        self.num_sent = 0
+
+    def take_tokens(self) -> list[int]:
+        """Return the tokens since the last call."""
+        found = self.tokens[self.num_sent :]
+        self.num_sent += len(found)
+        return found
+
+
+class LlamaEncoder:
+    """Writes pieces of text as they come, and each answer's facts in its last event."""
+
+    def __init__(self, reply: Reply) -> None:
+        """Write `reply`."""
+        assert isinstance(reply.job, LlamaJob)
+        self._reply = reply
+        self._asked = reply.job.asked
+        self._settings = settings_of(reply.job.asked, reply.job.params)
+        self._is_unheard = num_predict(reply.job.asked) == 0  # the one token is not shown
+        self._id_slot = NO_SLOT if self._asked.id_slot is None else self._asked.id_slot
+        self._began_s = time.monotonic()
+        self._answers: dict[int, _Progress] = {}  # by choice
+
+    def write(self, event: events.Event) -> bytes:
+        """Return the server-sent events of an event."""
+        match event:
+            case events.Began():
+                self._answers[event.choice] = _Progress(event, self._began_s)
+                if self._asked.return_progress and event.usage is not None:
+                    return self._write(event.choice, "", [], progress=event.usage)
+            case events.Added():
+                scored = self._add(event)
+                if self._is_unheard:
+                    return b""
+                tokens = self._answers[event.block.choice].take_tokens()
+                return self._write(event.block.choice, event.text, tokens, scored)
+            case events.Ended():
+                rest = self._answers[event.choice].take_tokens()
+                unsent = b""
+                if rest and not self._is_unheard:
+                    unsent = self._write(event.choice, "", rest)
+                last = replace(self._end(event), content="", tokens=[])
+                last = replace(last, completion_probabilities=UNSET)
+                return unsent + sse(encode_json(self._chosen(last)))
+            case events.Failed():
+                return sse(LLAMA_SERVER.body(event.error, event.request_id, str))
+        return b""
+
+    def whole(self, stream: Iterable[events.Event]) -> Any:
+        """Return the response that is not streamed: an answer, or a list of several."""
+        found = []
+        for event in stream:
+            match event:
+                case events.Began():
+                    self._answers[event.choice] = _Progress(event, self._began_s)
+                case events.Added():
+                    self._add(event)
+                case events.Ended():
+                    found.append(self._chosen(self._end(event)))
+        return found if self._reply.job.num_choices > 1 else found[0]
+
+    def _add(self, event: events.Added) -> list[ScoredToken]:
+        answer = self._answers[event.block.choice]
+        answer.texts.append(event.text)
+        scored = [*_scored(self._reply.tokenizer, event.scored)]
+        answer.scored += scored
+        return scored
+
+    def _write(
+        self,
+        choice: int,
+        text: str,
+        tokens: list[int],
+        scored: Sequence[ScoredToken] = (),
+        *,
+        progress: Usage | None = None,
+    ) -> bytes:
+        answer, num_prompt = self._answers[choice], self._num_prompt(choice)
+        piece = LlamaPiece(
+            index=choice,
+            content=text,
+            tokens=tokens,
+            id_slot=self._id_slot,
+            tokens_predicted=answer.num_sent,
+            tokens_evaluated=num_prompt,
+            timings=self._timings(answer) if self._asked.timings_per_token else UNSET,
+            prompt_progress=UNSET if progress is None else _progress(progress, answer),
+            completion_probabilities=[*scored] or UNSET,
+        )
+        return sse(encode_json(piece))
+
+    def _timings(self, answer: _Progress) -> LlamaTimings | UnsetType:
+        """Return the timings so far, as measured here."""
+        if answer.usage is None:
+            return UNSET
+        usage = replace(answer.usage, completion_tokens=len(answer.tokens))
+        return llama_timings(usage, answer.prompt_s, time.monotonic() - answer.began_s)
+
+    def _end(self, event: events.Ended) -> LlamaCompletion:
+        reply, answer, usage = self._reply, self._answers[event.choice], event.usage
+        if self._is_unheard:
+            answer.texts, answer.tokens, answer.scored = [], [], []
+            usage = replace(usage, completion_tokens=0)
+        prompt = reply.prompts[event.choice // reply.job.params.n]
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        is_cut = event.reason is FinishReason.LENGTH
+        word = event.stop if isinstance(event.stop, str) else ""
+        text = "".join(answer.texts)
+        return LlamaCompletion(
+            index=event.choice,
+            content=text,
+            tokens=answer.tokens if self._asked.return_tokens else [],
+            id_slot=self._id_slot,
+            model=reply.model,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            generation_settings=self._settings,
+            prompt=reply.tokenizer.decode(prompt, skip_special=False),
+            has_new_line="\n" in text,
+            truncated=is_cut and usage.completion_tokens != self._settings.n_predict,
+            stop_type="limit" if is_cut or self._is_unheard else "word" if word else "eos",
+            stopping_word=word,
+            tokens_cached=num_tokens,
+            timings=final_timings(usage, event.timings),
+            completion_probabilities=answer.scored or UNSET,
+        )
+
+    def _chosen(self, answer: LlamaCompletion) -> LlamaCompletion | dict[str, Any]:
+        """Return the fields of an answer that were asked for."""
+        if not self._asked.response_fields:
+            return answer
+        found: dict[str, Any] = {}
+        for path in self._asked.response_fields:
+            value: Any = answer
+            for name in path.split("/"):
+                value = getattr(value, name, UNSET) if isinstance(value, _OPEN) else UNSET
+            if value is not UNSET:
+                found[path] = value
+        return found
+
+    def _num_prompt(self, choice: int) -> int:
+        return len(self._reply.prompts[choice // self._reply.job.params.n])
+
+
+# The structs of an answer whose fields may be asked for one by one.
+_OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
+
+
+def _progress(usage: Usage, answer: _Progress) -> PromptProgress:
+    num, ms = usage.prompt_tokens, answer.prompt_s * 1000
+    return PromptProgress(num, usage.cached_tokens, num, ms)
+
+
+def _scored(tokenizer: Tokenizer, scored: Iterable[tuple[int, Any]]) -> Iterator[ScoredToken]:
+    for token, found in scored:
+        top = zip(found.top_ids, found.top_logprobs, strict=True)
+        likely = [LikelyToken(*_spelled(tokenizer, other), logprob) for other, logprob in top]
+        yield ScoredToken(*_spelled(tokenizer, token), found.logprob, likely)
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> tuple[int, str, list[int]]:
+    data = tokenizer.token_bytes(token)
+    return token, data.decode(errors="ignore"), list(data)

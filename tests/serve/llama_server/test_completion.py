@@ -1,0 +1,318 @@
+"""llama-server's own completions, as its clients know them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import chat_body, events
+from support.tiny import EOS_ID
+
+if TYPE_CHECKING:
+    import httpx
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+GREEDY: Fields = {"prompt": "hello", "n_predict": 6, "temperature": 0, "ignore_eos": True}
+
+
+def post(server: LiveServer, path: str = "/completion", **fields: Any) -> Any:
+    response = server.http.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(server: LiveServer, **fields: Any) -> Any:
+    response = server.http.post("/completion", json={"prompt": "hello", **fields})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def pieces(response: httpx.Response) -> list[Any]:
+    """Return the events of a stream, which ends without `[DONE]`."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts.pop() == ""
+    return [json.loads(part.removeprefix("data: ")) for part in parts if not part.startswith(":")]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+def test_answer_has_the_facts_of_llama_servers(server: LiveServer, path: str) -> None:
+    body = post(server, path, **GREEDY, return_tokens=True, id_slot=3, stop=["no such text"])
+    timings, settings = body.pop("timings"), body.pop("generation_settings")
+    content, tokens = body.pop("content"), body.pop("tokens")
+    assert body == {
+        "index": 0,
+        "id_slot": 3,
+        "stop": True,
+        "model": "tiny",
+        "tokens_predicted": 6,
+        "tokens_evaluated": 1,
+        "tokens_cached": 7,
+        "prompt": "hello",
+        "has_new_line": "\n" in content,
+        "truncated": False,
+        "stop_type": "limit",
+        "stopping_word": "",
+    }
+    tokenizer = server.client.card.tokenizer
+    assert len(tokens) == 6
+    assert tokenizer.decode(tokens) == content
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (0, 1, 6)
+    assert timings["prompt_per_token_ms"] == timings["prompt_ms"]
+    assert settings["n_predict"] == settings["max_tokens"] == 6
+    assert (settings["top_k"], settings["top_p"], settings["min_p"]) == (40, 0.95, 0.05)
+    assert settings["stop"] == ["no such text"]
+
+
+def test_stream_says_the_same_in_pieces(server: LiveServer) -> None:
+    whole = post(server, **GREEDY, return_tokens=True, n_probs=2)
+    fields = {**GREEDY, "stream": True, "return_tokens": True, "n_probs": 2}
+    more = {"timings_per_token": True, "return_progress": True}
+    first, *middle, last = pieces(server.http.post("/completion", json=fields | more))
+    assert first["content"] == ""
+    assert first["prompt_progress"].items() >= {"total": 1, "cache": 0, "processed": 1}.items()
+    assert "".join(piece["content"] for piece in middle) == whole["content"]
+    assert [token for piece in middle for token in piece["tokens"]] == whole["tokens"]
+    scored = [one for piece in middle for one in piece.get("completion_probabilities", [])]
+    assert scored == whole["completion_probabilities"]
+    assert middle[-1]["tokens_predicted"] == 6
+    assert not any(piece["stop"] for piece in middle)
+    assert all(piece["timings"]["prompt_n"] == 1 for piece in middle)
+    assert (last["content"], last["tokens"], last["stop"]) == ("", [], True)
+    changing = {"content", "tokens", "timings", "generation_settings", "completion_probabilities"}
+    assert {k: v for k, v in last.items() if k not in changing} == {
+        k: v for k, v in whole.items() if k not in changing
+    }
+
+
+def test_tokens_of_a_stream_reach_the_client_even_without_text(server: LiveServer) -> None:
+    fields = {**GREEDY, "ignore_eos": False, "logit_bias": [[EOS_ID, 100]], "stream": True}
+    piece, last = pieces(server.http.post("/completion", json=fields))
+    assert (piece["content"], piece["tokens"]) == ("", [EOS_ID])
+    assert (last["stop_type"], last["tokens_predicted"]) == ("eos", 1)
+
+
+def test_scored_tokens_have_ids_texts_and_bytes(server: LiveServer) -> None:
+    [first, *_] = post(server, **GREEDY, n_probs=2)["completion_probabilities"]
+    tokenizer = server.client.card.tokenizer
+    assert first["id"] == first["top_logprobs"][0]["id"]
+    assert first["logprob"] == first["top_logprobs"][0]["logprob"] <= 0
+    assert len(first["top_logprobs"]) == 2
+    assert bytes(first["bytes"]) == tokenizer.token_bytes(first["id"])
+    assert "completion_probabilities" not in post(server, **GREEDY)
+
+
+def test_prompts_may_be_texts_ids_both_and_several(server: LiveServer) -> None:
+    ids = server.client.card.tokenizer.encode("hello of the")
+    plain = post(server, **GREEDY | {"prompt": "hello of the"})
+    assert plain["tokens_evaluated"] == len(ids)
+    for prompt in (ids, [*ids[:1], " of the"], ["hello of the"], {"prompt_string": "hello of the"}):
+        found = post(server, **GREEDY | {"prompt": prompt})
+        found = found[0] if isinstance(found, list) else found
+        assert found["content"] == plain["content"]
+    prompts = ["hello of the", ids, [*ids[:1], " of the"]]
+    several = post(server, **GREEDY | {"prompt": prompts})
+    assert [one["index"] for one in several] == [0, 1, 2]
+    assert {one["content"] for one in several} == {plain["content"]}
+    twice = post(server, **GREEDY, n_cmpl=2)
+    assert [one["content"] for one in twice] == [post(server, **GREEDY)["content"]] * 2
+    for wrong in ([], [1, ["hello"]], [1, {"prompt_string": "x"}], {"text": "x"}, [1.5]):
+        assert refused(server, prompt=wrong)["type"] == "invalid_request_error"
+
+
+def test_special_tokens_may_be_written(server: LiveServer) -> None:
+    templated = post(server, "/apply-template", **chat_body())["prompt"]
+    chat = server.chat(max_tokens=1).json()
+    assert (
+        post(server, prompt=templated, n_predict=1)["tokens_evaluated"]
+        == (chat["usage"]["prompt_tokens"])
+    )
+
+
+def test_samplers_that_are_not_listed_are_off(server: LiveServer) -> None:
+    fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.3, "repeat_penalty": 1.3}
+    off = {"top_k": 0, "top_p": 1, "min_p": 0, "temperature": 1, "repeat_penalty": 1}
+    for samplers, kept in (
+        (["top_k", "infill", "temperature"], {"top_k", "temperature"}),
+        ("kt", {"top_k", "temperature"}),
+        ("edkypmxt", fields.keys()),
+        ([], set[str]()),
+    ):
+        body = post(server, prompt="hello", n_predict=1, samplers=samplers, **fields)
+        expected = off | {name: fields[name] for name in kept}
+        assert body["generation_settings"].items() >= expected.items()
+
+
+def test_values_out_of_a_samplers_range_become_the_nearest(server: LiveServer) -> None:
+    fields = {"temperature": -1, "top_k": -1, "top_p": 2, "min_p": -0.5, "seed": -1}
+    settings = post(server, prompt="hello", n_predict=1, **fields)["generation_settings"]
+    nearest = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 2**32 - 1}
+    assert settings.items() >= nearest.items()
+    assert post(server, prompt="hello", n_predict=1, top_p=0)["tokens_predicted"] == 1
+
+
+def test_bias_takes_ids_texts_and_bans(server: LiveServer) -> None:
+    tokenizer = server.client.card.tokenizer
+    token = tokenizer.find("hello")
+    for bias in ([[token, 100]], [["hello", 1e9]], {str(token): 100}, {"hello": 100}):
+        assert post(server, **GREEDY, logit_bias=bias)["content"] == "hello" * 6
+    plain = post(server, **GREEDY, return_tokens=True)["tokens"]
+    banned = post(server, **GREEDY, return_tokens=True, logit_bias=[[plain[0], False]])["tokens"]
+    assert plain[0] not in banned
+    assert post(server, **GREEDY, logit_bias=[[10**6, 1]])["tokens_predicted"] == 6
+    for wrong in ([1], [[1]], [[1, True]], [[True, 1]], [[1, "x"]], [[1, 2, 3]], [[1, 1]] * 1025):
+        assert "logit_bias" in refused(server, logit_bias=wrong)["message"]
+
+
+def test_seeds_repeat_answers_and_minus_one_does_not(server: LiveServer) -> None:
+    fields = {"prompt": "hello", "n_predict": 16, "temperature": 5, "top_k": 0, "top_p": 1}
+    fields |= {"min_p": 0, "ignore_eos": True}
+    same = {post(server, **fields, seed=7)["content"] for _ in range(2)}
+    assert len(same) == 1
+    assert len({post(server, **fields, seed=-1)["content"] for _ in range(3)}) == 3
+
+
+def test_answers_end_at_words_tokens_and_the_context(server: LiveServer) -> None:
+    token = server.client.card.tokenizer.find("hello")
+    ending: Fields = {"prompt": "x", "temperature": 0}
+    always = {**ending, "logit_bias": [[token, 100]]}
+    word = post(server, **always, stop=["lohe", ""])
+    assert (word["content"], word["stop_type"], word["stopping_word"]) == ("hel", "word", "lohe")
+    end = post(server, **ending, logit_bias=[[EOS_ID, 100]])
+    assert (end["content"], end["stop_type"], end["truncated"]) == ("", "eos", False)
+    full = post(server, **always, n_predict=-1)
+    assert (full["stop_type"], full["truncated"]) == ("limit", True)
+    assert full["tokens_cached"] == server.client.card.context_length
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_to_predict_only_reads_the_prompt(server: LiveServer, stream: bool) -> None:
+    fields = {**GREEDY, "prompt": "hello " * 40, "n_predict": 0, "stream": stream, "n_probs": 1}
+    response = server.http.post("/completion", json=fields)
+    [body] = pieces(response) if stream else [response.json()]
+    assert (body["content"], body["tokens"], body["tokens_predicted"]) == ("", [], 0)
+    assert (body["stop_type"], body["truncated"]) == ("limit", False)
+    again = post(server, **fields | {"n_predict": 1, "stream": False})
+    assert again["timings"]["cache_n"] > 0
+
+
+def test_limits_have_three_names(server: LiveServer) -> None:
+    for name in ("n_predict", "max_tokens", "max_completion_tokens"):
+        found = post(server, prompt="hello", ignore_eos=True, **{name: 2})
+        assert found["tokens_predicted"] == 2
+    assert refused(server, n_predict=-2)["message"] == "n_predict must be at least -1, got -2."
+
+
+def test_only_the_fields_that_are_asked_for_come_back(server: LiveServer) -> None:
+    names = [
+        "content",
+        "timings/predicted_n",
+        "generation_settings/n_predict",
+        "none",
+        "stop/x",
+        "",
+    ]
+    for stream in (False, True):
+        fields = {**GREEDY, "response_fields": names, "stream": stream}
+        response = server.http.post("/completion", json=fields)
+        body = pieces(response)[-1] if stream else response.json()
+        content = body.pop("content")
+        assert body == {"timings/predicted_n": 6, "generation_settings/n_predict": 6}
+        assert (content == "") == stream
+
+
+def test_grammars_and_schemas_hold(server: LiveServer) -> None:
+    fields = {"prompt": "x", "n_predict": 40, "temperature": 0}
+    assert post(server, **fields, grammar='root ::= "yes" | "no"')["content"] in {"yes", "no"}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    found = post(server, **fields, json_schema={**schema, "additionalProperties": False})
+    assert json.loads(found["content"]) == {"a": 1}
+    assert post(server, **fields, grammar="", n=1)["tokens_predicted"] > 0
+    error = refused(server, grammar='root ::= "a"', json_schema={})
+    assert "json_schema cannot be combined with grammar" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "other"),
+    [
+        ("mirostat", 0, 2),
+        ("dry_multiplier", 0.0, 0.8),
+        ("xtc_probability", 0, 0.5),
+        ("typical_p", 1.0, 0.5),
+        ("dynatemp_range", 0, 0.5),
+        ("top_n_sigma", -1, 1),
+        ("adaptive_target", -1.0, 0.5),
+        ("lora", [], [{"id": 0, "scale": 1}]),
+        ("post_sampling_probs", False, True),
+    ],
+)
+def test_other_samplers_may_only_be_off(
+    server: LiveServer, field: str, neutral: object, other: object
+) -> None:
+    assert post(server, prompt="hello", n_predict=1, **{field: neutral})
+    assert field in refused(server, **{field: other})["message"]
+
+
+def test_errors_have_llama_servers_form(server: LiveServer) -> None:
+    error = server.http.post("/completion", json={"prompt": "hello " * 600}).json()["error"]
+    assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
+    assert error["n_ctx"] == 512
+    assert error["n_prompt_tokens"] > 512
+    for path, status, kind in (
+        ("/rerank", 404, "not_found_error"),
+        ("/props", 405, "not_supported_error"),
+    ):
+        error = server.http.post(path, json={}).json()["error"]
+        assert (error["code"], error["type"]) == (status, kind)
+
+
+def test_openais_paths_take_llama_servers_fields(server: LiveServer) -> None:
+    fields: Fields = {"n_predict": 2, "ignore_eos": True, "cache_prompt": True, "id_slot": 0}
+    for path, text in (("/v1/chat/completions", chat_body()), ("/v1/completions", {"prompt": "x"})):
+        body = {**text, **fields, "timings_per_token": True, "repeat_penalty": 1.2}
+        answer = server.http.post(path, json=body).json()
+        assert answer["usage"]["completion_tokens"] == 2
+        assert answer["timings"]["predicted_n"] == 2
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, finish, usage, _ = events(server.http.post(path, json=body | options).text)
+        assert finish["timings"]["predicted_n"] == usage["timings"]["predicted_n"] == 2
+        assert usage["choices"] == []
+    full = server.chat(n_predict=-1, ignore_eos=True).json()["usage"]
+    assert full["total_tokens"] == 512
+    error = server.chat(repeat_penalty=-1).json()["error"]
+    assert error["message"].startswith("repeat_penalty must be")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"grammar": 'root ::= "[1]"'},
+        {"json_schema": {"const": [1]}},
+        {"response_format": {"type": "json_schema", "schema": {"const": [1]}}},
+    ],
+)
+def test_openais_paths_keep_to_llama_servers_forms(server: LiveServer, form: Fields) -> None:
+    answer = server.chat(max_tokens=40, temperature=0, **form).json()["choices"][0]
+    assert json.loads(answer["message"]["content"]) == [1]
+
+
+def test_a_json_object_may_have_a_schema(server: LiveServer) -> None:
+    schema = {"const": {"a": 1}}
+    form = {"response_format": {"type": "json_object", "schema": schema}}
+    answer = server.chat(max_tokens=40, temperature=0, **form).json()["choices"][0]
+    assert json.loads(answer["message"]["content"]) == {"a": 1}
+    error = server.chat(response_format={"type": "json_schema"}).json()["error"]
+    assert error["message"] == "response_format.json_schema is missing."
+
+
+def test_paths_may_lack_the_version(server: LiveServer) -> None:
+    assert server.http.post("/chat/completions", json=chat_body(max_tokens=1)).json()["choices"]
+    assert server.http.get("/models").json() == server.http.get("/v1/models").json()
+    assert server.http.get("/v1/health").json() == server.http.get("/health").json()
+    error = server.http.post("/chat/completions", json={}).json()["error"]
+    assert error["param"] == "messages"

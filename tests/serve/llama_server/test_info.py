@@ -1,0 +1,100 @@
+"""What llama-server's clients ask a server about itself, and its forms of tokens and vectors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support.servers import live_server, post_bytes, read_all, wait_for
+from twostroke.serve.about import FINGERPRINT
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+
+def post(server: LiveServer, path: str, **fields: Any) -> Any:
+    response = server.http.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_props_are_those_of_the_server(server: LiveServer) -> None:
+    props = server.http.get("/props").json()
+    card = server.client.card
+    assert props["total_slots"] == server.client.loop.config.max_running
+    assert props["default_generation_settings"]["n_ctx"] == card.context_length
+    assert props["model_alias"] == props["model_path"] == "tiny"
+    assert props["chat_template"] == card.tokenizer.chat_templates["default"]
+    assert (props["build_info"], props["endpoint_slots"]) == (FINGERPRINT, True)
+    assert props["modalities"] == {"vision": False, "audio": False}
+    used = post(server, "/completion", prompt="x", n_predict=1)["generation_settings"]
+    defaults = props["default_generation_settings"]["params"]
+    assert {k for k in used if used[k] != defaults[k]} == {"n_predict", "max_tokens"}
+
+
+def test_slots_show_running_requests_without_their_text(server: LiveServer) -> None:
+    body = {"prompt": "hello of the", "n_predict": 4}
+    server.backend.gate.clear()
+    try:
+        connection = server.connect()
+        connection.sendall(post_bytes("/completion", body, headers="Connection: close\r\n"))
+        wait_for(lambda: server.client.loop.view().running != ())
+        busy, *idle = server.http.get("/slots").json()
+    finally:
+        server.backend.gate.set()
+    assert b"200 OK" in read_all(connection)
+    num_prompt = len(server.client.card.tokenizer.encode("hello of the"))
+    assert (busy["is_processing"], busy["n_prompt_tokens"]) == (True, num_prompt)
+    assert "hello" not in str(busy)
+    assert idle[0] == {"id": 1, "n_ctx": 512, "speculative": False, "is_processing": False}
+    assert len(idle) + 1 == server.client.loop.config.max_running
+
+
+def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(dashboard=False)) as server:
+        error = server.http.get("/slots").json()["error"]
+        assert (error["code"], error["type"]) == (404, "not_found_error")
+        assert server.http.get("/props").json()["endpoint_slots"] is False
+
+
+def test_no_adapters_are_listed(server: LiveServer) -> None:
+    assert server.http.get("/lora-adapters").json() == []
+
+
+def test_tokens_come_with_their_pieces(server: LiveServer) -> None:
+    tokenizer = server.client.card.tokenizer
+    ids = tokenizer.encode("hello é")
+    assert post(server, "/tokenize", content="hello é")["tokens"] == ids
+    found = post(server, "/tokenize", content="hello é", with_pieces=True)["tokens"]
+    assert [one["id"] for one in found] == ids
+    assert found[0]["piece"] == "hello"
+    assert [one["piece"] for one in found][-2:] == [[0xC3], [0xA9]]
+    mixed = post(server, "/tokenize", content=[7, "hello"])["tokens"]
+    assert mixed == [7, *tokenizer.encode("hello")]
+    assert post(server, "/tokenize", content="<|im_end|>")["count"] == 1
+    assert post(server, "/tokenize", content="<|im_end|>", parse_special=False)["count"] > 1
+
+
+def test_templates_are_applied(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    turn = "<|im_start|>user\nhello<|im_end|>\n"
+    body = post(server, "/apply-template", messages=messages)
+    assert body == {"prompt": f"{turn}<|im_start|>assistant\n"}
+    body = post(server, "/apply-template", messages=messages, add_generation_prompt=False)
+    assert body == {"prompt": turn}
+
+
+def test_embeddings_are_lists_of_vectors(server: LiveServer) -> None:
+    texts = ["hello", "of the"]
+    expected = [one["embedding"] for one in post(server, "/v1/embeddings", input=texts)["data"]]
+    for path, name in (("/embedding", "content"), ("/embeddings", "input")):
+        found = post(server, path, **{name: texts})
+        assert [one["index"] for one in found] == [0, 1]
+        assert np.array_equal([one["embedding"][0] for one in found], expected)
+    for wrong in ({}, {"content": ""}, {"content": "x", "embd_normalize": -1}):
+        error = server.http.post("/embedding", json=wrong).json()["error"]
+        assert error["code"] == 400
