@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import ComputeOptions as ComputeOptions
     from twostroke.core.config import EngineOptions as EngineOptions
     from twostroke.core.config import SpeculationOptions as SpeculationOptions
+    from twostroke.core.constraint import Constraint as Constraint
     from twostroke.core.sampling import SamplingParams as SamplingParams
     from twostroke.engine.embedding import Embedding as Embedding
     from twostroke.engine.llm import LLM as LLM
@@ -21,6 +22,7 @@ _HOMES = {
     "LLM": "twostroke.engine.llm",
     "AsyncLLM": "twostroke.engine.llm",
     "SamplingParams": "twostroke.core.sampling",
+    "Constraint": "twostroke.core.constraint",
     "EngineOptions": "twostroke.core.config",
     "ComputeOptions": "twostroke.core.config",
     "CacheOptions": "twostroke.core.config",
@@ -40,3 +42,8 @@ def __getattr__(name: str) -> object:
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted(__all__)

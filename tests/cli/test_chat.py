@@ -51,7 +51,13 @@ class Talk:
     ) -> None:
         self.file = io.StringIO()
         console = Console(file=self.file, width=100, color_system=None)
-        self.conversation = Conversation(engine, params, console, system)
+        self.asked: list[str] = []
+        self.agrees = True
+        self.conversation = Conversation(engine, params, console, system, ask=self.ask)
+
+    def ask(self, question: str) -> bool:
+        self.asked.append(question)
+        return self.agrees
 
     def say(self, *lines: str) -> str:
         """Say lines and return what was shown since the last ones."""
@@ -143,14 +149,49 @@ def test_a_conversation_that_outgrows_the_context_goes_on_anew(engine: Engine) -
     shown = talk.say("word " * 600)
     assert "The conversation exceeds 512 tokens: start anew with /new." in shown
     assert talk.roles == ["user", "assistant"]
+    assert talk.asked == []  # the message alone is too long
     assert "TTFT" in talk.say("/new", "hello")
+
+
+def test_a_full_conversation_goes_on_without_its_oldest_turns(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    talk = Talk(engine, params, system="be kind")
+    number = 0
+    while not talk.asked:
+        number += 1
+        shown = talk.say(f"message {number}")
+    assert "The conversation fills the context of 512 tokens." in shown
+    assert "TTFT" in shown
+    messages = talk.conversation.messages
+    num_dropped = number - len(messages) // 2
+    assert num_dropped >= 1
+    assert messages[0]["content"] == f"message {num_dropped + 1}"
+    dropped = "turn" if num_dropped == 1 else f"{num_dropped} turns"
+    assert talk.asked == [f"Drop the oldest {dropped} and keep {len(messages) // 2 - 1}?"]
+    assert len(encode_chat(engine.card, messages[:-1])) <= 512 - 2 * 512 // 8
+    talk.say("/again")
+    assert talk.conversation.messages == messages
+
+
+def test_who_keeps_all_turns_gets_the_room_that_is_left(engine: Engine) -> None:
+    talk = Talk(engine, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+    talk.agrees = False
+    shown = ""
+    while "the context is full" not in shown:
+        shown = talk.say("hello")
+    num_messages = len(talk.roles)
+    assert "exceeds 512 tokens: start anew with /new." in talk.say("hello")
+    assert len(talk.roles) == num_messages
+    talk.agrees = True
+    assert "TTFT" in talk.say("hello")
+    assert len(talk.roles) <= num_messages
 
 
 def test_an_answer_gets_what_room_there_is(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, min_tokens=490, ignore_eos=True)
     talk = Talk(engine, params)
     shown = talk.say("hello" * 4)
-    assert "the context is full: start anew with /new" in shown
+    assert "the context is full" in shown
 
 
 def test_a_message_that_breaks_the_engine_is_as_if_not_said(

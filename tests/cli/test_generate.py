@@ -165,6 +165,8 @@ def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, l
         (("-p", "  "), b"", 2, "prompt is empty"),
         (("-p", "", "--raw"), b"", 2, "prompt is empty"),
         ((), b"caf\xe9", 2, "Standard input is not UTF-8 text: byte 3 is 0xe9."),
+        (("-p", "caf\udce9"), b"", 2, "--prompt is not UTF-8 text: its character 3 is 0xe9."),
+        (("-p", "a", "--stop", "\udcff"), b"", 2, "--stop is not UTF-8 text"),
         (("-f", "/nowhere/x"), b"", 2, "'/nowhere/x' cannot be read: No such file"),
         (("-f", "/"), b"", 2, "cannot be read: Is a directory"),
         (("-p", "a", "--context-length", "513"), b"", 2, "at most 512 tokens of context, not 513"),

@@ -20,7 +20,7 @@ from twostroke.core.config import CacheOptions, EngineOptions
 from twostroke.engine import loading
 from twostroke.fetch import inventory, names
 from twostroke.fetch.catalogue import PackagedModel, Part
-from twostroke.fetch.disk import locked
+from twostroke.fetch.disk import locked, megabytes
 from twostroke.fetch.progress import Progress, ignore
 
 if TYPE_CHECKING:
@@ -150,10 +150,14 @@ def test_all_models_are_verified_and_each_fault_named(cli: Cli, mini: Path) -> N
 
 @pytest.mark.parametrize("word", ["remove", "rm"])
 def test_a_removed_model_is_gone(cli: Cli, mini: Path, word: str) -> None:
-    ran = cli("models", word, "mini")
+    refused = cli("models", word, "mini")
+    assert refused.code == 2
+    assert "This would delete mini (0 MB): confirm it with --yes." in refused.err
+    assert mini.exists()
+    ran = cli("models", word, "mini", "-y")
     assert (ran.code, ran.out) == (0, "Removed mini: 0 MB freed.\n")
     assert not mini.exists()
-    assert cli("models", word, "mini").code == 3
+    assert cli("models", word, "mini", "-y").code == 3
 
 
 @pytest.mark.parametrize(("answer", "gone"), [("n\n", False), ("y\n", True), ("", False)])
@@ -221,6 +225,12 @@ def test_unused_days_must_not_be_negative(cli: Cli, mini: Path, days: str) -> No
     assert mini.exists()
 
 
+def test_sizes_are_shown_in_a_unit_that_people_can_read() -> None:
+    sizes = (12_345_678, 9_999_000_000, 12_340_000_000, 1_230_000_000_000, 12_300_000_000_000)
+    shown = ["12 MB", "9,999 MB", "12.3 GB", "1,230.0 GB", "12.3 TB"]
+    assert list(map(megabytes, sizes)) == shown
+
+
 def test_a_user_s_own_file_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
     ran = cli("models", "remove", tiny)
     assert ran.code == 2
@@ -230,6 +240,20 @@ def test_a_user_s_own_file_is_not_removed(cli: Cli, own_cache: Path, tiny: str) 
 
 def test_pull_says_where_the_model_is(cli: Cli, mini: Path) -> None:
     assert cli("pull", "mini").out == f"mini is already here: {mini}\n{LICENCE}"
+
+
+def test_pull_of_a_path_fails_unless_it_is_a_model(cli: Cli, tmp_path: Path, tiny: str) -> None:
+    ran = cli("pull", tiny)
+    assert (ran.code, ran.out) == (0, f"{tiny} is your own file, which needs no fetching: {tiny}\n")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("some notes")
+    for path, code, said in (
+        (notes, 4, "'notes.txt' is not a GGUF file"),
+        (tmp_path, 3, "has neither a config.json nor a .gguf file"),
+    ):
+        ran = cli("pull", str(path))
+        assert (ran.code, ran.out) == (code, "")
+        assert said in ran.err
 
 
 def test_pull_names_a_draft_that_is_not_here(

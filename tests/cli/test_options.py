@@ -170,6 +170,7 @@ def test_values_of_the_wrong_kind_are_refused(
         ("2MB", 2_000_000),
         ("1.5g", 1_500_000_000),
         ("1GiB", 2**30),
+        ("1.5TB", 1_500_000_000_000),
         ("2 MiB", 2**21),
         ("4Ki", 4096),
     ],
@@ -178,7 +179,7 @@ def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
     assert ByteSize().convert(text, None, None) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1T", "1..5G", "1e9", "i", "1iB"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "1P", "1..5G", "1e9", "i", "1iB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         ByteSize().convert(text, None, None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import twostroke
 from support.native import native_dir
 from support.servers import wait_for
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, write_tiny_gguf
@@ -44,6 +45,12 @@ def test_a_model_is_a_path_or_a_name(path: Path) -> None:
     for wrong in (None, 5, b"smollm2"):
         with pytest.raises(UsageError, match="by a name or a path"):
             LLM(wrong)  # type: ignore[arg-type]
+
+
+def test_public_names_are_listed_and_importable() -> None:
+    assert {"LLM", "SamplingParams", "Constraint", "EngineOptions"} <= set(dir(twostroke))
+    for name in dir(twostroke):
+        assert getattr(twostroke, name).__name__ == name
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])

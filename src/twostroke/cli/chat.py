@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,7 @@ from twostroke.core.errors import (
 from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prompt_toolkit import PromptSession
     from rich.console import Console
@@ -43,6 +44,7 @@ _HELP: Final = {
     "Ctrl-C": "stop the answer, or clear the line",
     "Alt-Enter": "start a new line in the message",
 }
+_ROOM_SHARE: Final = 8  # less than this part of the context is little room for an answer
 
 
 @click.command(
@@ -77,15 +79,24 @@ def _check_template(card: ModelCard) -> None:
         raise UsageError(message)
 
 
+def _confirm(question: str) -> bool:
+    """Ask a person; Ctrl-C and Ctrl-D mean no."""
+    try:
+        return click.confirm(question, default=True)
+    except click.Abort:
+        return False
+
+
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, and how the next is answered."""
+    """The messages so far, and how the next is answered; `ask` puts a question to the person."""
 
     engine: Engine
     params: SamplingParams
     console: Console
     system: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
+    ask: Callable[[str], bool] = _confirm
 
     def run(self, lines: Iterator[str]) -> None:
         """Answer each line, or obey it, until the person leaves."""
@@ -130,33 +141,60 @@ class Conversation:
             self._say("There is no message yet.", "dim")
             return
         earlier, self.messages = self.messages, self.messages[:-2]
+        is_answered = False
         try:
-            self._turn(earlier[-2]["content"])
+            is_answered = self._turn(earlier[-2]["content"])
         finally:
-            if len(self.messages) < len(earlier):  # no new answer: keep the old one
+            if not is_answered:  # keep the old answer
                 self.messages = earlier
 
-    def _turn(self, text: str) -> None:
-        """Answer one message; without an answer, the message is forgotten."""
-        from twostroke.engine.prompts import encode_turn
-
+    def _turn(self, text: str) -> bool:
+        """Answer one message; without an answer, it is forgotten, and the result is False."""
         question = {"role": "user", "content": text}
-        system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            messages = [*system, *self.messages, question]
-            tokens, params = encode_turn(self.engine.card, messages, self.params)
+            self._make_room(question)
+            tokens, params = self._encode([*self.messages, question])
             answer = self._answer(tokens, self._within_room(params, len(tokens)))
         except EngineStoppedError:
             raise
         except ContextLengthError:
             limit = self.engine.context_length
             self._say(f"The conversation exceeds {limit} tokens: start anew with /new.", "red")
-            return
+            return False
         except TwostrokeError as error:
             self._say(str(error), "red")
-            return
+            return False
         if answer:
             self.messages += [question, answer]
+        return answer is not None
+
+    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams]:
+        """Return the tokens of the prompt, with the system message, and its parameters."""
+        from twostroke.engine.prompts import encode_turn
+
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return encode_turn(self.engine.card, [*system, *messages], self.params)
+
+    def _make_room(self, question: dict[str, str]) -> None:
+        """Offer to drop the oldest turns if little room is left for the answer."""
+        limit, num_turns = self.engine.context_length, len(self.messages) // 2
+        little = min(limit // _ROOM_SHARE, self.params.max_tokens or limit)
+
+        def room_after(num_dropped: int) -> int:
+            try:
+                return limit - len(self._encode([*self.messages[2 * num_dropped :], question])[0])
+            except ContextLengthError:
+                return 0
+
+        if not num_turns or room_after(0) >= little or room_after(num_turns) < 1:
+            return
+        # Twice that room, so that the next turns have some, too.
+        num_dropped = bisect_left(range(num_turns), 2 * little, key=room_after)
+        turns = "turn" if num_dropped == 1 else f"{num_dropped} turns"
+        left = num_turns - num_dropped
+        self._say(f"The conversation fills the context of {limit} tokens.", "yellow")
+        if self.ask(f"Drop the oldest {turns} and keep {left or 'none'}?"):
+            del self.messages[: 2 * num_dropped]
 
     def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:
         """Show one answer as it comes, until Ctrl-C; return its message if it has any text."""
@@ -203,7 +241,7 @@ class Conversation:
             return ()
         if completion.usage.completion_tokens == self.params.max_tokens:
             return ("cut by --max-tokens",)
-        return ("the context is full: start anew with /new",)
+        return ("the context is full",)
 
     def _say(self, text: str, style: str) -> None:
         self.console.print(printable(text), style=style, markup=False, highlight=False)

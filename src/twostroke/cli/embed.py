@@ -46,7 +46,7 @@ def command(**given: Any) -> None:
     embeddings do this best. A line has `index`, `prompt_tokens` and `embedding`, in the order of
     the texts.
     """
-    texts = _texts(given.pop("texts"), given.pop("file"))
+    texts, places = _texts(given.pop("texts"), given.pop("file"))
     params = EmbeddingParams(given.pop("pooling"), given.pop("dimensions"))
     model, quiet = given.pop("model"), given.pop("quiet")
     options = replace(engine_options(given), speculation=SpeculationOptions("off"))
@@ -55,7 +55,7 @@ def command(**given: Any) -> None:
 
     with open_engine(model, options, quiet=quiet) as engine:
         tokens = [encode_text(engine.card, text, field="input") for text in texts]
-        _check_lengths(engine, [len(one) for one in tokens])
+        _check_lengths(engine, [len(one) for one in tokens], places)
         for one in engine.client.embed(tokens, params, Caller(prompt_field="input")):
             line = {
                 "index": one.index,
@@ -65,26 +65,29 @@ def command(**given: Any) -> None:
             click.echo(json.dumps(line))
 
 
-def _texts(given: Sequence[str], file: str | None) -> list[str]:
-    """Return the texts, from the command line, a file or standard input."""
+def _texts(given: Sequence[str], file: str | None) -> tuple[list[str], str]:
+    """Return the texts, and how errors name the place of one, such as "Line {} of -f FILE"."""
+    places = "Text {}" if file is None else "Line {} of -f FILE"
     if given and file is not None:
         raise UsageError("Give texts in quotes or with -f FILE, not both.")
     if not given and file is None and sys.stdin is not None and not sys.stdin.isatty():
-        file = read_text("-")
+        file, places = read_text("-"), "Line {} of standard input"
     found = list(given) if file is None else file.splitlines()
     if not found:
         raise UsageError("There is no text: give it in quotes, with -f FILE, or on standard input.")
-    empty = next((place for place, text in enumerate(found, 1) if not text.strip()), None)
-    if empty:
-        raise UsageError(f"Text {empty} is empty: each must have at least one word.")
-    return found
+    for number, text in enumerate(found, 1):
+        if not text.strip():
+            place = places.format(number)
+            raise UsageError(f"{place} is empty: each text must have at least one word.")
+    return found, places
 
 
-def _check_lengths(engine: Engine, lengths: list[int]) -> None:
+def _check_lengths(engine: Engine, lengths: list[int], places: str) -> None:
     limit, most = engine.context_length, engine.card.cost.program.context_length
-    for place, count in enumerate(lengths, 1):
+    for number, count in enumerate(lengths, 1):
         if count > limit:
             knob = f", or raise --context-length (up to {most})" if limit < most else ""
             raise ContextLengthError(
-                f"Text {place} has {count} tokens, but there may be {limit}: shorten it{knob}."
+                f"{places.format(number)} has {count} tokens, but there may be {limit}: "
+                f"shorten it{knob}."
             )

@@ -14,7 +14,10 @@ from twostroke.core.errors import UsageError, nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_UNITS: Final = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmgt"))}
+_BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
+_UNITS: Final = _DECIMAL | _BINARY
+_PATHS: Final = {"model", "models", "draft", "heads"}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
 
@@ -62,6 +65,15 @@ class Command(click.Command):
             with formatter.section(heading):
                 formatter.write_dl(records)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, unless a text of its arguments is not UTF-8; paths may be anything."""
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if param.type is click.STRING and param.name not in _PATHS:
+                for text in (value,) if isinstance(value, str) else value or ():
+                    _check_text(text, param)
+        return super().invoke(ctx)
+
 
 class OneOf(click.Choice[str]):
     """One of a few words; a wrong one is answered with the nearest."""
@@ -102,7 +114,7 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number of bytes."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", str(value).strip().lower())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in _UNITS:
             self.fail(f"'{value}' is not a size: write 512M, 2GB or 1GiB.", param, ctx)
         return int(float(match[1]) * _UNITS[match[2]])
@@ -117,6 +129,17 @@ class TextFile(click.ParamType):  # type: ignore[type-arg]
         """Return the text."""
         del param, ctx
         return read_text(str(value))
+
+
+def _check_text(text: str, param: click.Parameter) -> None:
+    """Raise UsageError if an argument had bytes that are not UTF-8, which Python escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        name = max(param.opts, key=len) if isinstance(param, Option) else "The text"
+        byte = ord(text[error.start]) - 0xDC00
+        message = f"{name} is not UTF-8 text: its character {error.start} is 0x{byte:02x}."
+        raise UsageError(message) from None
 
 
 def read_text(path: str) -> str:

@@ -104,10 +104,10 @@ def verify_command(models: tuple[str, ...], everything: bool, as_json: bool) -> 
 @_yes
 @_as_json
 def remove_command(models: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Delete MODEL from the cache; asks first on a terminal."""
+    """Delete MODEL from the cache; asks first, and in scripts needs --yes."""
     total = sum(one.num_bytes for one in map(fetch.find, models) if one.is_here)
-    if sys.stdin.isatty() and not yes and total:
-        click.confirm(f"Delete {', '.join(models)} ({megabytes(total)})?", abort=True, err=True)
+    if total and not yes:
+        _confirm(f"{', '.join(models)} ({megabytes(total)})")
     freed = {name: fetch.remove(name) for name in models}
     if as_json:
         _print_json([{"name": name, "freed_bytes": size} for name, size in freed.items()])
@@ -127,7 +127,9 @@ def clean_command(partial: bool, unused: float | None, yes: bool, as_json: bool)
     old = [] if unused is None else fetch.unused(unused)
     left = fetch.leftovers() if partial or unused is None else []
     if left or old:
-        _confirm(left, old, yes=yes)
+        total = _show_waste(left, old)
+        if not yes:
+            _confirm(f"these {megabytes(total)}")
     freed = sum(one.num_bytes for one in left)
     for leftover in left:
         fetch.drop(leftover)
@@ -147,18 +149,20 @@ for _alias, _original in _ALIASES.items():
     command.add_command(_hidden, _alias)
 
 
-def _confirm(left: Sequence[Leftover], old: Sequence[ModelRecord], *, yes: bool) -> None:
-    """Show what would be deleted, and ask; a script must say --yes."""
+def _show_waste(left: Sequence[Leftover], old: Sequence[ModelRecord]) -> int:
+    """Show what would be deleted; return its bytes."""
     rows = [(one.num_bytes, f"{one.path} (an unfinished download)") for one in left]
     rows += [(one.num_bytes, f"{one.name}, last used {_ago(one.last_used)}") for one in old]
     for size, text in rows:
         click.echo(printable(f"{megabytes(size):>10}  {text}"), err=True)
-    total = megabytes(sum(size for size, _ in rows))
-    if yes:
-        return
+    return sum(size for size, _ in rows)
+
+
+def _confirm(what: str) -> None:
+    """Ask whether to delete something; a script must say --yes."""
     if not sys.stdin.isatty():
-        raise UsageError(f"This would delete {total}: confirm it with --yes.")
-    click.confirm(f"Delete these {total}?", abort=True, err=True)
+        raise UsageError(f"This would delete {what}: confirm it with --yes.")
+    click.confirm(f"Delete {what}?", abort=True, err=True)
 
 
 def _facts(one: ModelRecord) -> dict[str, Any]:

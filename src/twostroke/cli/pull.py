@@ -53,18 +53,20 @@ def command(models: tuple[str, ...]) -> None:
 
 
 def _pull(model: str) -> None:
+    from twostroke.engine.loading import load
     from twostroke.fetch import find, find_draft, known_draft, resolve
 
     try:
-        path = resolve(model)
-        click.echo(printable(f"{model} is already here: {path}"))
+        path, state = resolve(model), "already here"
     except ModelNotFoundError:
-        path = fetch(model)
-        click.echo(printable(f"{model} is ready: {path}"))
+        path, state = fetch(model), "ready"
     try:
         licence = find(model).licence
     except (ModelNotFoundError, UsageError):  # a user's own file
+        load(model)  # fails if it is not a model
+        click.echo(printable(f"{model} is your own file, which needs no fetching: {path}"))
         return
+    click.echo(printable(f"{model} is {state}: {path}"))
     click.echo(printable(f"Licence: {licence or 'unknown, see where it comes from'}"))
     draft = find_draft(model)
     if draft is not None and known_draft(model) is None:

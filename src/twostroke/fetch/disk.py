@@ -111,6 +111,8 @@ def file_size(path: Path) -> int | None:
 
 def megabytes(num_bytes: int) -> str:
     """Return a size as people read it."""
+    if num_bytes >= 10**13:
+        return f"{num_bytes / 1e12:,.1f} TB"
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**10 else f"{num_bytes / 1e6:,.0f} MB"
 
 

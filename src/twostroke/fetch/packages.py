@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -51,6 +52,7 @@ _POLL_S = 0.1
 _NO_NETWORK = re.compile(
     "connection broken by|Max retries exceeded|NewConnectionError|failure in name resolution"
 )
+_DISK_FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 
 
 class _Journal(msgspec.Struct):
@@ -179,6 +181,10 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
     """Fetch a wheel with `pip download`, which knows the user's index, proxies and certificates.
 
     Only wheels are accepted: a source distribution would run its build script.
+
+    Raises:
+        DownloadError: pip fails.
+        OSError: the disk is full.
     """
     scratch, wheels = folder / "scratch", folder / "wheels"
     scratch.mkdir()
@@ -188,8 +194,8 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
     command += ["--progress-bar", "off", "--retries", "3", "--dest", str(wheels), requirement]
     # pip downloads into its temporary folder: there its progress is seen.
     environment = env.child_environment({"TMPDIR": str(scratch)})
-    log = folder / "pip.log"
-    with log.open("wb") as output:
+    # In memory, since the disk may be what fails.
+    with os.fdopen(os.memfd_create("pip.log"), "w+b") as output:
         process = subprocess.Popen(  # noqa: S603 - this interpreter, with checked arguments
             command,
             stdin=subprocess.DEVNULL,
@@ -205,9 +211,13 @@ def download_wheel(requirement: str, folder: Path, arrived: Callable[[int], None
         finally:
             process.kill()
             process.wait()
+        output.seek(0)
+        log = output.read().decode("utf-8", "replace")
     found = sorted(wheels.glob("*.whl"))
     if process.returncode or len(found) != 1:
-        raise _pip_error(requirement, log.read_text("utf-8", "replace"))
+        if _DISK_FULL.search(log):  # not always the last line
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise _pip_error(requirement, log)
     return found[0]
 
 
