@@ -44,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-speculation test-forms test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
+.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -122,6 +122,9 @@ test-speculation: build pull ## Compare answers with and without speculation, to
 
 test-forms: build pull $(SUITE)/tests ## Check answers, a suite and random walks against schemas (FORMS="suite walks").
 	@PYTHONPATH=src $(BIN)/python tests/forms/run.py --model $(MODEL) --suite $(SUITE) $(FORMS)
+
+test-calls: build pull ## Count how a model's calls of tools come back (MODEL=qwen2.5-coder-1.5b, EXACT_ARGS=).
+	@PYTHONPATH=src $(BIN)/python tests/exact/calls.py --model $(MODEL) $(EXACT_ARGS)
 
 test-clients: build pull ## Run other projects' clients against a server (CLIENTS=openai).
 	@$(BIN)/twostroke pull qwen2.5-coder-0.5b

@@ -161,6 +161,49 @@ def test_random_text_is_read_as_if_it_came_character_by_character(name: str) -> 
             assert read(text, cuts, form) == alone
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_pure_answer_is_calls_or_text_that_may_contain_calls(name: str) -> None:
+    form = FORMS[name]
+    call = form.write([("f", ARGUMENTS)])
+    marked = form.mark + call if form.is_bare else call
+    bare = form.is_bare
+    for text, takes_bare, said, num_calls in (
+        (marked, False, "", 1),
+        (call, False, call if bare else "", 0 if bare else 1),
+        (BARE, True, "", 1),
+        (BARE, False, BARE, 0),
+        (f'["{marked}"] ', True, f'["{marked}"] ', 0),
+        (form.mark[:-1], True, form.mark[:-1], 0),
+        (f"{form.mark} no {marked}", True, f"{form.mark} no {marked}", 0),
+    ):
+        for cuts in ([len(text)], range(1, len(text) + 1)):
+            reader = CallReader(("f",), form, is_pure=True, takes_bare=takes_bare)
+            pieces = [
+                piece
+                for start, end in zip([0, *cuts], [*cuts], strict=False)
+                for piece in reader.feed(text[start:end])
+            ]
+            pieces += reader.finish()
+            found = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+            assert (found, reader.num_calls) == (said, num_calls), text
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_doubled_braces_are_read(name: str) -> None:
+    form = FORMS[name]
+    doubled = f"{{{BARE}}}"
+    texts = [doubled, f"```json\n{doubled}\n```", f"{doubled}\n{BARE}"]
+    if form.is_quoted:
+        texts.append(form.write([("f", ARGUMENTS)]).replace('{"name"', '{{"name"'))
+        if form.tail[0] == "}":
+            texts.append(texts[-1].replace(f"{ARGUMENTS}}}", f"{ARGUMENTS}}}}}"))
+    for text in texts:
+        for cuts in ([], list(range(len(text)))):
+            said, calls = read(text, cuts, form)
+            assert said == ""
+            assert {*calls} == {("f", ARGUMENTS)}
+
+
 class Copied(str):
     """Text that counts how much of it is copied."""
 

@@ -12,15 +12,17 @@ from support.byte_tokenizer import byte_tokenizer
 from support.servers import events
 from support.talkers import say, talker
 from twostroke.chat.call_forms import FORMS
-from twostroke.chat.tools import ToolForm
+from twostroke.chat.tool_form import ToolForm
+from twostroke.core.constraint import Constraint
+from twostroke.core.preface import Preface
 from twostroke.sample.grammar import Grammars
 from twostroke.serve.tools import FunctionBody, to_tools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from support.servers import LiveServer
-    from twostroke.core.preface import Preface
 
 Fields = dict[str, Any]
 
@@ -41,14 +43,20 @@ OTHER = ("time", '{"zone": [1]}')
 
 
 def form_of(
-    name: str, choice: Any, *, parallel: bool, kind: int, preface: Preface | None = None
+    name: str,
+    choice: Any,
+    *,
+    parallel: bool,
+    kind: int,
+    preface: Preface | None = None,
+    answer: Constraint | None = None,
 ) -> ToolForm:
     form = FORMS[name]
     tokenizer = byte_tokenizer(odd=tuple((mark, kind) for mark in form.all_marks))
     bodies = [FunctionBody(**tool["function"]) for tool in TOOLS]  # type: ignore[arg-type]
     tools = to_tools(bodies, choice, parallel=parallel)
     assert tools is not None
-    return ToolForm(tools, form, tokenizer, preface)
+    return ToolForm(tools, form, tokenizer, preface, answer)
 
 
 def written(name: str, *calls: tuple[str, str]) -> str:
@@ -76,13 +84,7 @@ def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int) -> No
     }
     for (choice, parallel), (good, bad) in cases.items():
         asked = form_of(name, choice, parallel=parallel, kind=kind)
-        grammars = Grammars(asked.tokenizer, asked.tokenizer.vocab_size)
-        matcher, end = grammars.matcher(asked.constraint()), min(asked.tokenizer.eos_ids)
-
-        def is_whole(text: str) -> bool:
-            tokens = [*asked.tokenizer.encode(text, parse_special=True), end]  # noqa: B023
-            return matcher.count_allowed((), tokens) == len(tokens)  # noqa: B023
-
+        is_whole = checker(asked)
         for one_of in good:
             assert is_whole(one_of), (choice, parallel, one_of)
         unknown = [] if choice == "auto" and FORMS[name].is_bare else wrong[1:]
@@ -103,6 +105,77 @@ def test_a_call_without_its_mark_is_held_to_its_schema() -> None:
     begun = '{"name": "weather", "parameters": {"city": "'
     assert num_allowed(begun + "Oslo") == len(tokenizer.encode(begun + "Oslo"))
     assert num_allowed(begun + "Bonn") == len(tokenizer.encode(begun))
+
+
+FORM: Fields = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"enum": [1, 2]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ANSWERS = {
+    "json_schema": (json.dumps(FORM), '{"name": "weather", "age": 1}', '{"name": "weather"}'),
+    "regex": ("[0-9]{4}", "1789", "178"),
+    "choice": ('["yes", "no"]', "yes", "perhaps"),
+    "grammar": ('start: "a" b\nb: /[0-9]/', "a1", "b1"),
+}
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_is_calls_or_has_its_form(name: str, kind: int) -> None:
+    one, two = written(name, ONE), written(name, ONE, OTHER)
+    if FORMS[name].is_bare:
+        one, two = FORMS[name].mark + one, FORMS[name].mark + two
+    wrong = written(name, ("weather", '{"city": "Bonn"}'))
+    for preface in (None, Preface("<think>", "</think>")):
+        for notation, (text, good, bad) in ANSWERS.items():
+            answer = Constraint(notation, text)
+            asked = form_of(name, "auto", parallel=True, kind=kind, answer=answer, preface=preface)
+            begin = "" if preface is None else "<think>Hm.</think>"
+            is_whole = checker(asked)
+            for allowed in (one, two, good):
+                assert is_whole(begin + allowed), (notation, allowed)
+            for refused in (wrong, bad, "hello", one[:-1], one + good, good + one, ""):
+                assert not is_whole(begin + refused), (notation, refused)
+
+
+def checker(asked: ToolForm) -> Callable[[str], bool]:
+    """Return what says whether a text is a whole answer."""
+    matcher = Grammars(asked.tokenizer, asked.tokenizer.vocab_size).matcher(asked.constraint())
+    end = min(asked.tokenizer.eos_ids)
+
+    def is_whole(text: str) -> bool:
+        tokens = [*asked.tokenizer.encode(text, parse_special=True), end]
+        return matcher.count_allowed((), tokens) == len(tokens)
+
+    return is_whole
+
+
+@pytest.mark.parametrize("schema", [FORM, {"type": "object"}, {"enum": [{"name": "weather"}]}])
+def test_json_that_begins_like_a_call_without_marks_is_one(schema: Fields) -> None:
+    answer = Constraint("json_schema", json.dumps(schema))
+    for name in ("hermes", "llama", "mistral list"):
+        is_whole = checker(form_of(name, "auto", parallel=True, kind=CONTROL, answer=answer))
+        for key in ("arguments", "parameters"):
+            good = f'{{"name": "weather", "{key}": {{"city": "Oslo"}}}}'
+            assert is_whole(good)
+            assert is_whole(f"{{{good}}}")
+            assert not is_whole(good.replace("Oslo", "Bonn"))
+    if schema == {"type": "object"}:
+        for text in ('{"name": "weather", "x": 1}', '{"name": "a", "arguments": 1}', '{"na": 1}'):
+            assert is_whole(text)
+
+
+def test_a_call_without_marks_is_held_in_every_form() -> None:
+    for name in FORMS:
+        is_whole = checker(form_of(name, "auto", parallel=True, kind=CONTROL))
+        good = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+        for text in (good, f"{{{good}}}", f"{good}\n{good}", f"```json\n{good}\n```\n", good + " "):
+            assert is_whole(text), (name, text)
+            assert not is_whole(text.replace("Oslo", "Bonn")), (name, text)
+        assert not is_whole(good + " Done.")
+        assert is_whole('{"name": "nobody", "arguments": {}}')
 
 
 CASES = [

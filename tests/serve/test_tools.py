@@ -184,7 +184,6 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
             "tool_choice",
             "needs tools",
         ),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "combined"),
         (
             {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
             "messages[0].tool_call_id",

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
 _MAX_NAME: Final = 64
 _FENCE_END: Final = regex.compile(r"\s*+```")
+_BRACES: Final = (regex.compile(r"\s*+\}"), regex.compile(r"\}"))  # the second may be missing
+_TAILS: Final = (*_BRACES, _FENCE_END)
 # An object that is a call without marks; `;` or `,` may separate it from the one before.
 _BARE: Final = regex.compile(
-    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\s*+"name"\s*+:\s*+(?<name>"(?:[^"\\]|\\.){1,64}+")'
-    r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)'
+    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]{1,64}+)"'
+    r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)',
+    regex.ASCII,
 )
-_BARE_TAIL: Final = regex.compile(r"\s*+\}")
+_TWICE: Final = {"{": r"\{?+", "}": r"\}?+"}
 _TOKENS: Final = regex.compile(r'\s+|"\w+"|[{}\[\]:,;]|(?:(?!\s|"\w+"|[{}\[\]:,;]).)+')
 
 
@@ -63,17 +66,28 @@ class CallReader:
 
     Blanks around calls are dropped. Text that begins like a call but is none stays text. Some
     models leave out the marks, or write a fence of Markdown in their place: an answer that begins
-    with an object that names one of the functions is a call, too. Reading takes linear time.
+    with an object that names one of the functions is a call, too. Braces around a call may be
+    doubled, as the examples in some templates are. Reading takes linear time.
     """
 
     def __init__(
-        self, names: Collection[str] = (), form: CallForm = HERMES, *, is_forced: bool = False
+        self,
+        names: Collection[str] = (),
+        form: CallForm = HERMES,
+        *,
+        is_forced: bool = False,
+        is_pure: bool = False,
+        takes_bare: bool = True,
     ) -> None:
         """Read calls in one form; `names` are those of the functions.
 
         Where calls are forced there is no other text; a call that ends before its name is dropped.
+        A pure answer is either calls or text, which may contain what looks like calls. Without
+        `takes_bare` each call has its marks.
         """
         self._is_forced = is_forced
+        self._is_pure = is_pure
+        self._takes_bare = takes_bare
         self.num_calls = 0
         self._names = frozenset(names)
         self._form = form
@@ -125,16 +139,30 @@ class CallReader:
         return found, False
 
     def _start(self, pieces: list[Piece]) -> bool:
-        """Look for a call without marks."""
-        found, is_open = self._match(_BARE)
+        """Look for a call without marks; in a pure answer, for a mark too."""
+        found, is_open = self._match(_BARE) if self._takes_bare else (None, False)
         if is_open:
             return False
-        self._state = self._text
-        if found and (name := _unquoted(found["name"])) in self._names:
+        if found and found["name"] in self._names:
             self._is_bare = True
-            self._tails = [_BARE_TAIL, _FENCE_END] if found["fence"] else [_BARE_TAIL]
-            self._begin(name, found.start("arguments"), pieces)
+            self._tails = [*_BRACES, _FENCE_END] if found["fence"] else [*_BRACES]
+            self._begin(found["name"], found.start("arguments"), pieces)
+            return True
+        mark, begin = self._form.mark, self._held[self._at : self._at + len(self._form.mark)]
+        if self._is_pure and not self.num_calls and begin != mark:
+            if mark.startswith(begin):
+                return False
+            self._state = self._only_text
+            return True
+        self._state = self._text
         return True
+
+    def _only_text(self, pieces: list[Piece]) -> bool:
+        """Take all text."""
+        if text := self._trim.feed(self._held[self._at :]):
+            pieces.append(TextPiece(text))
+        self._at = len(self._held)
+        return False
 
     def _text(self, pieces: list[Piece]) -> bool:
         """Take text up to the next mark, or to text that may begin one."""
@@ -173,10 +201,13 @@ class CallReader:
             return False
         if found and (name := self._read_name(found["name"])) is not None:
             self._is_bare, self._tails = False, [self._shapes.tail]
+            if self._form.tail.endswith("}"):
+                self._tails.append(_BRACES[1])
             self._begin(name, found.start("arguments"), pieces)
             return True
         text = self._trim.feed(self._text_of_call)
-        self._text_of_call, self._state = "", self._text
+        self._text_of_call = ""
+        self._state = self._only_text if self._is_pure and not self.num_calls else self._text
         if text:
             pieces.append(TextPiece(text))
         return True
@@ -227,14 +258,15 @@ class CallReader:
         """Skip the end of a call, as far as it is there."""
         del pieces
         while self._tails:
-            found, is_open = self._match(self._tails[0])
+            tail = self._tails.pop(0)
+            found, is_open = self._match(tail)
             if is_open:
+                self._tails.insert(0, tail)
                 return False
-            if not found and self._form.is_quoted and not self._is_bare:
-                found, _ = self._match(_BARE_TAIL)  # the object ends, if nothing else does
             if found:
                 self._at = found.end()
-            del self._tails[0]
+            elif self._form.is_quoted and tail not in _TAILS:
+                self._tails = [*_BRACES]  # the object ends, if nothing else does
         if self._form.is_list and not self._is_bare:
             self._state = self._next
         else:
@@ -301,9 +333,14 @@ def _shapes_of(form: CallForm) -> _Shapes:
 
 
 def _loosely(text: str) -> str:
-    """Return a pattern of a text that allows blanks between its words and signs."""
-    parts = _TOKENS.findall(text)
-    return "".join(rf"\s*+{regex.escape(part)}" for part in parts if not part.isspace())
+    """Return a pattern of a text, with any blanks between its words and signs.
+
+    Braces before the last sign may be doubled: what may follow a pattern cannot be a part of it,
+    for the pattern would match without it before more text has come.
+    """
+    *signs, last = [part for part in _TOKENS.findall(text) if not part.isspace()] or [""]
+    before = "".join(rf"\s*+{regex.escape(sign)}{_TWICE.get(sign, '')}" for sign in signs)
+    return before + (rf"\s*+{regex.escape(last)}" if last else "")
 
 
 def _unquoted(written: str) -> str | None:

@@ -11,8 +11,8 @@ from twostroke.chat.capabilities import find_capabilities
 from twostroke.chat.messages import check_are_messages, checked_messages
 from twostroke.chat.reader import Reading
 from twostroke.chat.reasoning import AS_IT_IS, find_marks, preface_of, variables_of, with_reasoning
+from twostroke.chat.tool_form import ToolForm
 from twostroke.chat.tool_prompt import fitted
-from twostroke.chat.tools import ToolForm
 from twostroke.core.frozen import Frozen
 from twostroke.sample.lark import special_marks
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.chat.reasoning import ReasoningMarks, Thinking
     from twostroke.chat.template import ChatTemplate
     from twostroke.chat.tools import Tools
+    from twostroke.core.constraint import Constraint
     from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
     from twostroke.tokenize import Prompt, Tokenizer
@@ -44,10 +45,8 @@ class Turn(Frozen):
 
         The marks of both are shown, although they may be special tokens.
         """
-        constraint = params.constraint
-        marks: tuple[str, ...] = ()
-        if self.calls is not None:
-            constraint, marks = self.calls.constraint(), self.calls.form.all_marks
+        constraint = params.constraint if self.calls is None else self.calls.constraint()
+        marks = () if self.calls is None else self.calls.form.all_marks
         if self.preface is not None:
             marks = (self.preface.begin, self.preface.end, *marks)
             constraint = constraint and constraint.after(self.preface)
@@ -61,9 +60,14 @@ class Turn(Frozen):
         reading = Reading(preface=self.preface if splits_reasoning else None)
         if self.calls is None:
             return reading
-        tools = self.calls.tools
+        calls = self.calls
         return replace(
-            reading, functions=tools.names, form=self.calls.form, is_forced=tools.is_forced
+            reading,
+            functions=calls.tools.names,
+            form=calls.form,
+            is_forced=calls.tools.is_forced,
+            is_pure=calls.answer is not None,
+            takes_bare=calls.takes_bare,
         )
 
 
@@ -88,15 +92,23 @@ class Chat:
     def _marks(self) -> ReasoningMarks | None:
         return find_marks(self._template, self._tokenizer)
 
-    def turn(self, prompt: Prompt, tools: Tools | None = None, *, continued: str = "") -> Turn:
+    def turn(
+        self,
+        prompt: Prompt,
+        tools: Tools | None = None,
+        answer: Constraint | None = None,
+        *,
+        continued: str = "",
+    ) -> Turn:
         """Return how to answer a rendered prompt, in which `tools` may be called.
 
-        `continued` is the text of the last message, where the answer continues it.
+        `answer` is the form of answers that do not call; `continued` is the text of the last
+        message, where the answer continues it.
         """
         preface = None if self._marks is None else preface_of(self._marks, prompt, continued)
         calls = None
         if tools is not None:
-            calls = ToolForm(tools, self.capabilities.form, self._tokenizer, preface)
+            calls = ToolForm(tools, self.capabilities.form, self._tokenizer, preface, answer)
         return Turn(prompt, preface, calls, self._tokenizer)
 
     def render(

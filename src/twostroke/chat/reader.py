@@ -35,12 +35,15 @@ class Reading(Frozen):
     """How to read the answers of a job.
 
     `functions` are the names of those that may be called, written in `form`; one must be called if
-    `is_forced`. `preface` is the reasoning that may come first, if it is separated from the answer.
+    `is_forced`. A pure answer has either calls or text. `takes_bare` says whether calls may lack
+    their marks. `preface` is the reasoning that may come first, if it is separated from the answer.
     """
 
     functions: tuple[str, ...] = ()
     form: CallForm = HERMES
     is_forced: bool = False
+    is_pure: bool = False
+    takes_bare: bool = True
     preface: Preface | None = None
 
     @property
@@ -63,7 +66,13 @@ class AnswerReader:
         preface = reading.preface
         self._calls = None
         if reading.functions:
-            self._calls = CallReader(reading.functions, reading.form, is_forced=reading.is_forced)
+            self._calls = CallReader(
+                reading.functions,
+                reading.form,
+                is_forced=reading.is_forced,
+                is_pure=reading.is_pure,
+                takes_bare=reading.takes_bare,
+            )
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
         self._reasoning = Trim(skips_first=True)

@@ -26,7 +26,8 @@ class Constraint:
     `notation` says how `text` describes them: "json_schema" (a JSON Schema), "regex" (a regular
     expression for the whole answer), "choice" (a JSON list of texts), "lark" (Lark's notation, as
     llguidance extends it) or "grammar" (the same, or llama.cpp's GBNF). `param` is the caller's
-    name of it, for errors. A `preface` may precede the text.
+    name of it, for errors. The answer may also be one of the texts of `alternative`. A `preface`
+    may precede the text.
 
     Raises:
         RequestError: the notation is unknown, or the text is too long or not valid Unicode.
@@ -36,6 +37,7 @@ class Constraint:
     text: str
     param: str = field(default="constraint", compare=False)
     preface: Preface | None = None
+    alternative: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Check the notation and the text."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
-from twostroke.sample.lark import NO_FORCING, after_preface
+from twostroke.sample.lark import NO_FORCING, after_preface, either
 from twostroke.schema.prepare import JSON_FORM, prepare
 from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
 
@@ -150,9 +150,9 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, limits = _grammar(constraint), LLParserLimits(**_LIMITS)
-        if not _may_force(constraint):
-            text = _without_forcing(text)
+        text, limits = _limited(constraint), LLParserLimits(**_LIMITS)
+        if constraint.alternative is not None:
+            text = either(text, _limited(constraint.alternative))
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
@@ -297,6 +297,12 @@ def _lower_priority() -> None:
     """Lower this thread's priority, where the system has priorities of threads."""
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _limited(constraint: Constraint) -> str:
+    """Return a constraint in llguidance's own form, which does not force text without a limit."""
+    grammar = _grammar(constraint)
+    return grammar if _may_force(constraint) else _without_forcing(grammar)
 
 
 def _grammar(constraint: Constraint) -> str:

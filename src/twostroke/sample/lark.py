@@ -53,6 +53,15 @@ def text_but(*others: str) -> str:
     return f"{TEXT} & ~(({' | '.join(others)}) /(.|\\n)*/)" if others else TEXT
 
 
+def either(first: str, second: str) -> str:
+    """Return the grammar of answers that one of two grammars allows.
+
+    Each is in Lark's notation, or llguidance's own object, and so is the result.
+    """
+    whole = {"name": "either", "lark_grammar": "start: @first | @second"}
+    return json.dumps({"grammars": [whole, *_named("first", first), *_named("second", second)]})
+
+
 def after_preface(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
     """Return the grammar of answers that begin with a preface.
 
@@ -65,7 +74,11 @@ def after_preface(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:
     rules = [start, up_to("preface", preface.end, specials), r"GAP: /\n{1,2}/", TEXT]
     if preface.begin:
         rules.append(f"begin: {beginning(preface, specials)}")
-    answer = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
-    first = {**answer[0], "name": "answer"}
-    whole = [{"name": "whole", "lark_grammar": "\n".join(rules)}, first, *answer[1:]]
-    return json.dumps({"grammars": whole})
+    whole = {"name": "whole", "lark_grammar": "\n".join(rules)}
+    return json.dumps({"grammars": [whole, *_named("answer", grammar)]})
+
+
+def _named(name: str, grammar: str) -> list[dict[str, object]]:
+    """Return a grammar as a list of llguidance's objects, the first of which has this name."""
+    parts = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]
+    return [{**parts[0], "name": name}, *parts[1:]]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from twostroke.chat.tools import ToolForm
+from twostroke.chat.tool_form import ToolForm
 from twostroke.core.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class Compiler:
         except RequestError:
             if not isinstance(asked, ToolForm):
                 raise
+            if constraint.alternative is not None:
+                self._grammars.compile(constraint.alternative)  # its error names its field
             free = asked.without_refused(self._grammars.refusal)
             if free is asked:
                 raise

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from twostroke.chat.conversation import Turn
     from twostroke.chat.reasoning import Thinking
-    from twostroke.chat.tools import ToolForm, Tools
+    from twostroke.chat.tool_form import ToolForm
+    from twostroke.chat.tools import Tools
+    from twostroke.core.constraint import Constraint
     from twostroke.core.embedding import EmbeddingParams
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
@@ -73,10 +75,13 @@ class Conversation(Frozen):
             thinking=self.thinking,
         )
 
-    def turn(self, card: ModelCard, tools: Tools | None) -> Turn:
-        """Return its prompt, and how answers that may call `tools` are held and read."""
+    def turn(self, card: ModelCard, tools: Tools | None, form: Constraint | None = None) -> Turn:
+        """Return its prompt, and how answers are held and read.
+
+        They may call `tools`, and have a `form` if they do not.
+        """
         continued = self.messages[-1].get("content") or "" if self.continues else ""
-        return chat_of(card).turn(self.render(card), tools, continued=continued)
+        return chat_of(card).turn(self.render(card), tools, form, continued=continued)
 
 
 class Composed(Frozen):
@@ -165,7 +170,7 @@ class Job(Frozen):
         """
         hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
         if isinstance(first, Conversation):
-            turn = first.turn(card, self.tools)
+            turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
             reading = turn.reading(splits_reasoning=splits_reasoning)
             return Encoded([tokens], turn.constrained(self.params), hints, reading, turn.calls)

@@ -184,10 +184,6 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
             "tool_choice.name must be the name of one of the tools, got 'f'.",
         ),
-        (
-            {"tools": [TOOL], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "tools cannot be combined with output_config.format: leave one of them out.",
-        ),
         ({"messages": TALK[:2]}, "must not end with a tool call"),
         (
             {"messages": [TALK[0], TALK[2]]},

@@ -158,7 +158,6 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
             "must be one of the tools, got 'clok'. Did you mean 'clock'?",
             "tool_choice.tools[0].name",
         ),
-        ({"text": {"format": {"type": "json_object"}}}, "cannot be combined", "tools"),
         ({"include": ["message.output_text.logprobs"]}, "cannot be combined", "include"),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},

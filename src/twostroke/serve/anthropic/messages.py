@@ -147,10 +147,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     Raises:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
-    tools, constraint = read_tools(asked.tools, asked.tool_choice), _constraint(asked.output_config)
-    if tools is not None and constraint is not None:
-        reason = "cannot be combined with output_config.format: leave one of them out."
-        raise RequestError(reason, field="tools")
+    tools = read_tools(asked.tools, asked.tool_choice)
     if isinstance(asked.thinking, ThinkingOn) and asked.thinking.budget_tokens >= asked.max_tokens:
         reason = f"must be at least 1 and less than max_tokens, got {asked.thinking.budget_tokens}."
         raise RequestError(reason, field="thinking.budget_tokens")
@@ -160,7 +157,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         "top_k": asked.top_k,
         "top_p": asked.top_p,
         "stop": tuple(asked.stop_sequences or ()),
-        "constraint": constraint,
+        "constraint": _constraint(asked.output_config),
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     return Job(

@@ -23,7 +23,6 @@ from twostroke.serve.openai.fields import (
     to_job,
     to_params,
 )
-from twostroke.serve.openai.structure import to_constraint
 from twostroke.serve.tools import (
     TOOL_CHOICE,
     NamedChoice,
@@ -147,9 +146,6 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         choice.function if isinstance(choice, NamedChoice) else choice,
         parallel=asked.parallel_tool_calls,
     )
-    if tools is not None and to_constraint(asked) is not None:
-        reason = "cannot be combined with a form of the answer: leave one of them out."
-        raise RequestError(reason, field="tools")
     conversation = to_conversation(
         asked.messages,
         tools,

@@ -167,13 +167,9 @@ def _params(asked: ResponsesRequest, tools: Tools | None) -> SamplingParams:
         own["logprobs"] = asked.top_logprobs or 0
     if form := _form(asked):
         own["constraint"] = form
-    if tools is not None:
-        if form is not None:
-            reason = "cannot be combined with a form of the answer: leave one of them out."
-            raise RequestError(reason, field="tools")
-        if "logprobs" in own:
-            reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
-            raise RequestError(reason, field="include")
+    if tools is not None and "logprobs" in own:
+        reason = f"cannot be combined with tools where it has '{LOGPROBS}'."
+        raise RequestError(reason, field="include")
     return to_params(asked, **own)
 
 
