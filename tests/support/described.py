@@ -63,6 +63,9 @@ class Description:
         schema = described["content"][media]["schema"]
         if media == "text/event-stream":
             self._check_events(schema, response.text)
+        elif media == "application/x-ndjson":
+            for line in response.text.splitlines():
+                self.validate(schema["contentSchema"], json.loads(line))
         elif media == "application/json":
             self.validate(schema, response.json())
 

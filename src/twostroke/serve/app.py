@@ -215,17 +215,22 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str]:
+        def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str] | Response:
             asked = decoder.decode(body)
             served_of(request.scope).field_names = dialect.names(asked)
+            name = self._name(asked.model)
+            if (empty := dialect.empty(asked, name)) is not None:
+                return to_json(empty)
             job = dialect.read(asked, self._tenant(request))
-            name = self._name(job.model)
             check_choices(job, limits.max_choices)
             split = self.options.splits_reasoning
             return job, job.encode(self.client.card, splits_reasoning=split), name
 
         async def generate(request: Request) -> Any:
-            job, encoded, name = await self._read(request, prepare, is_long=dialect.recalls)
+            found = await self._read(request, prepare, is_long=dialect.recalls)
+            if isinstance(found, Response):
+                return found
+            job, encoded, name = found
             if (constraint := encoded.params.constraint) is not None:
                 compiling = self._compiler.grammar(encoded.calls or constraint)
                 encoded.grammar = await while_connected(request.receive, compiling)
@@ -243,7 +248,7 @@ class Api:
             served.running, served.model, served.response_id = answers, name, reply.id
             encoder, reader = dialect.encoder(reply), reply.reader()
             if job.stream:
-                return EventStream(answers, reader, encoder, self.options)
+                return EventStream(answers, reader, encoder, self.options, dialect.framing)
             try:
                 whole = await while_connected(request.receive, answers.whole())
             finally:
@@ -271,7 +276,8 @@ class Api:
                 parts = await while_connected(request.receive, vectors.whole())
             finally:
                 vectors.cancel()
-            return to_json(dialect.whole(name, parts, vectors.num_tokens))
+            elapsed_s = time.monotonic() - served.began_s
+            return to_json(dialect.whole(name, parts, vectors.num_tokens, elapsed_s))
 
         return embed
 
@@ -323,8 +329,13 @@ class Api:
             return self.names[0]
         if asked not in self.names:
             word = asked[:MAX_NAME_LENGTH]
-            message = f"The model '{word}' does not exist.{nearest(word, self.names)}"
-            raise ModelNotFoundError(f"{message} Served: {', '.join(self.names)}.", field="model")
+            raise ModelNotFoundError(
+                "The model '{name}' does not exist.{hint} Served: {served}.",
+                field="model",
+                name=word,
+                hint=nearest(word, self.names),
+                served=", ".join(self.names),
+            )
         return asked
 
     def _model(self, name: str) -> ModelBody:

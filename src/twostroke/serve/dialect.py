@@ -10,6 +10,7 @@ from starlette.responses import Response
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.core.frozen import Frozen
 from twostroke.serve.events import EventReader
+from twostroke.serve.http.stream import SSE, Framing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +55,7 @@ class Encoder(Protocol):
     """Writes one response in a protocol's form, either as a stream or whole."""
 
     def write(self, event: Event) -> bytes:
-        """Return the server-sent events for an event; empty where the protocol has none."""
+        """Return the bytes of an event in the stream; empty where the protocol has none."""
 
     def whole(self, stream: Iterable[Event]) -> Any:
         """Return the response that is not streamed, from all events of the job, for JSON."""
@@ -70,6 +71,9 @@ class Dialect(Frozen, Generic[T]):
         encoder: makes the encoder of one response.
         names: the protocol's names of the engine's fields, for errors (see `ServedRequest`).
         recalls: whether a prompt may be longer than its body, because it continues a stored one.
+        framing: how its streams are framed.
+        empty: returns the response to a request that asks for no answer, from the request and the
+            model's name; None for other requests.
     """
 
     prefix: str
@@ -78,18 +82,20 @@ class Dialect(Frozen, Generic[T]):
     encoder: Callable[[Reply], Encoder]
     names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
     recalls: bool = False
+    framing: Framing = SSE
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
 
 
 class EmbeddingDialect(Frozen, Generic[T]):
     """A protocol for embeddings; `request` and `read` as in `Dialect`.
 
-    `whole` makes the response, from the model's name, a part for each text, and the number of
-    tokens in all texts.
+    `whole` makes the response, from the model's name, a part for each text, the number of tokens
+    in all texts, and the seconds since the request came.
     """
 
     request: type[T]
     read: Callable[[T, Tenant], EmbeddingJob]
-    whole: Callable[[str, list[msgspec.Raw], int], Any]
+    whole: Callable[[str, list[msgspec.Raw], int, float], Any]
 
 
 class Inquiry(Frozen, Generic[T]):

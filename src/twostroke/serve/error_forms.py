@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.serve.anthropic.errors import ANTHROPIC
 from twostroke.serve.http.errors import OPENAI
 from twostroke.serve.llama_server.errors import LLAMA_SERVER
+from twostroke.serve.ollama.errors import OLLAMA
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -19,7 +20,12 @@ _LLAMA_PATHS: Final = """
     /rerank /reranking /v1/rerank /v1/reranking
 """
 # For these paths and those below them; the first that suits a path counts.
-_BY_PATH: Final = {"/v1/messages": ANTHROPIC, **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER)}
+_BY_PATH: Final = {
+    "/v1/messages": ANTHROPIC,
+    "/api/state": OPENAI,
+    "/api": OLLAMA,
+    **dict.fromkeys(_LLAMA_PATHS.split(), LLAMA_SERVER),
+}
 FORMS: Final = (OPENAI, *dict.fromkeys(_BY_PATH.values()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,7 @@ from twostroke.engine.prompts import (
     ending_gaps,
     to_hints,
 )
+from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
+_ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
 
 
 class Conversation(Frozen):
@@ -49,6 +52,8 @@ class Conversation(Frozen):
         continues: whether the answer continues the last message's text.
         has_turn: whether to open the assistant's turn after the messages otherwise.
         thinking: the request's options for the model's reasoning.
+        drops_oldest: whether a conversation that is too long loses its oldest exchanges.
+        room: how many tokens to leave for the answer then; None for a share of the context.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -56,6 +61,8 @@ class Conversation(Frozen):
     continues: bool = False
     has_turn: bool = True
     thinking: Thinking = AS_IT_IS
+    drops_oldest: bool = False
+    room: int | None = None
 
     def encode(self, card: ModelCard) -> list[int]:
         """Return the token ids.
@@ -66,9 +73,41 @@ class Conversation(Frozen):
         return card.tokenizer.encode_prompt(self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Render the chat template; raises as `encode` does."""
+        """Render the chat template with all messages, or with the newest that fit.
+
+        Raises as `encode` does.
+        """
+        whole = self._render(card, self.messages)
+        return self._newest(card, whole) if self.drops_oldest else whole
+
+    def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
+        """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
+
+        An exchange begins with a message of the user, so that calls stay with their results.
+        Instructions stay.
+        """
+        most = card.context_length - (self.room or card.context_length // _ANSWER_SHARE)
+        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
+
+        def fits(rendered: Rendered) -> bool:
+            try:
+                return len(card.tokenizer.encode_prompt(rendered, most=most)) <= most
+            except TooManyTokensError:
+                return False
+
+        def render_from(start: int) -> Rendered:
+            return self._render(card, (*instructions, *self.messages[start:]))
+
+        starts = [place for place, one in enumerate(self.messages) if one["role"] == "user"]
+        if len(starts) < 2 or fits(whole):
+            return whole
+        earlier = starts[:-1]
+        first = bisect_left(earlier, x=True, key=lambda start: fits(render_from(start)))
+        return render_from(starts[first])
+
+    def _render(self, card: ModelCard, messages: tuple[dict[str, Any], ...]) -> Rendered:
         return chat_of(card).render(
-            self.messages,
+            messages,
             self.tools,
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
@@ -127,6 +166,7 @@ class Job(Frozen):
     Attributes:
         model: the name that the client used; None for the default.
         prompts: one conversation, or any number of texts, lists of token ids and composed prompts.
+        context: token ids before a conversation, which are those of an earlier exchange.
         params: how to choose tokens.
         caller: the sender, and the urgency.
         speculate, prediction: become the engine's `Hints`.
@@ -154,6 +194,7 @@ class Job(Frozen):
     llama_timings: bool = False
     tools: Tools | None = None
     tier: str | None = None
+    context: tuple[int, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -173,6 +214,8 @@ class Job(Frozen):
             turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
             reading = turn.reading(splits_reasoning=splits_reasoning)
+            if self.context:
+                tokens = [*self.context, *_without_begin(tokens, card)]
             return Encoded([tokens], turn.constrained(self.params), hints, reading, turn.calls)
         params = ending_gaps(card, self.params) if self.suffix else self.params
         return Encoded([self._encode(prompt, card) for prompt in self.prompts], params, hints)
@@ -206,6 +249,11 @@ class EmbeddingJob(Frozen):
             ContextLengthError: a text has more tokens than the context.
         """
         return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
+
+
+def _without_begin(tokens: list[int], card: ModelCard) -> list[int]:
+    """Return tokens without the one that begins every text."""
+    return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 
 def check_messages(count: int, field: str) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from twostroke.serve.anthropic import messages
 from twostroke.serve.anthropic.reply import MessageEncoder
 from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
+from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.llama_server import completion, infill
 from twostroke.serve.llama_server import embeddings as llama_embeddings
 from twostroke.serve.llama_server.fields import NAMES
 from twostroke.serve.llama_server.reply import LlamaEncoder
+from twostroke.serve.ollama import reply as ollama_reply
+from twostroke.serve.ollama import request as ollama
 from twostroke.serve.openai import chat, completions, embeddings, tokens
 from twostroke.serve.openai.chat_reply import ChatEncoder
 from twostroke.serve.openai.completions_reply import CompletionEncoder
@@ -46,6 +50,24 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
     ),
     "/infill": Dialect(
         "cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, lambda _asked: NAMES
+    ),
+    "/api/chat": Dialect(
+        "",
+        ollama.OllamaChatRequest,
+        ollama.read_chat,
+        partial(ollama_reply.LineEncoder, make=ollama_reply.chat_line),
+        ollama.names,
+        framing=NDJSON,
+        empty=ollama_reply.empty_chat,
+    ),
+    "/api/generate": Dialect(
+        "",
+        ollama.OllamaGenerateRequest,
+        ollama.read_generate,
+        partial(ollama_reply.LineEncoder, make=ollama_reply.generate_line),
+        ollama.names,
+        framing=NDJSON,
+        empty=ollama_reply.empty_generate,
     ),
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {

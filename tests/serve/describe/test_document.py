@@ -205,7 +205,9 @@ def test_examples_are_accepted(roomy_server: LiveServer, method: str, path: str,
     response = roomy_server.http.request(method, path, json=example)
     assert response.status_code == 200, response.text
     kind = response.headers["content-type"].partition(";")[0]
-    assert kind == ("text/event-stream" if example.get("stream") else "application/json")
+    is_ollamas = path in {"/api/chat", "/api/generate"}  # which streams unless told otherwise
+    stream = "application/x-ndjson" if is_ollamas else "text/event-stream"
+    assert kind == (stream if example.get("stream", is_ollamas) else "application/json")
 
 
 @pytest.mark.parametrize("path", BODIES)

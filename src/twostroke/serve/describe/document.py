@@ -9,10 +9,12 @@ import msgspec
 
 from twostroke.core.frozen import Frozen
 from twostroke.serve.describe.field import Fact, reference
-from twostroke.serve.describe.operations import ANYWHERE, OPERATIONS, parameter
+from twostroke.serve.describe.operation import ANYWHERE, parameter
+from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
 from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
+from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.openai.responses.items import UNTYPED, Item
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.routing import Route
 
-    from twostroke.serve.describe.operations import Operation
+    from twostroke.serve.describe.operation import Operation
     from twostroke.serve.http.errors import ErrorForm
 
     Bodies = Mapping[str, type[msgspec.Struct]]
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
+LINES: Final = NDJSON.content_type
 _REFERENCE: Final = "#/components/schemas/{name}"
 
 _ABOUT: Final = (
-    "A large language model, in the protocols of OpenAI and Anthropic and with vLLM's further "
+    "A large language model, in the protocols of OpenAI, Anthropic and Ollama, with vLLM's further "
     "fields. An unknown field is refused, with the nearest known name; null is the same as leaving "
     "a field out. Errors have the form of the path's protocol; requests with the header "
     "`anthropic-version` get Anthropic's form everywhere."
@@ -115,7 +118,7 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
     sent: list[Any] = [form.struct for form in FORMS]
     for operation in OPERATIONS.values():
         sent += [operation.answer] if operation.answer is not None else []
-        sent += operation.events
+        sent += (*operation.events, *operation.lines)
     _, of_sent = msgspec.json.schema_components(sent, ref_template=_REFERENCE)
     _, found = msgspec.json.schema_components([*asked, *sent], ref_template=_REFERENCE)
     found = _with_facts(found, facts)
@@ -202,6 +205,8 @@ def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Par
         content[JSON] = {"schema": {"anyOf": [schema, other]} if other else schema}
     if operation.events:
         content[EVENTS] = {"schema": _stream(operation, form)}
+    if operation.lines:
+        content[LINES] = {"schema": _lines(operation, form)}
     responses: Parts = {"200": _response("The answer.", content, ids)}
     if operation.leads_to:
         responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
@@ -228,6 +233,17 @@ def _link(method: str, path: str) -> Parts:
 def _response(description: str, content: Parts, headers: Iterable[str]) -> Parts:
     refs = {name: {"$ref": f"#/components/headers/{name}"} for name in headers}
     return {"description": description, "headers": refs, "content": content}
+
+
+def _lines(operation: Operation, form: ErrorForm) -> Parts:
+    """Return the schema of a stream of lines; as of `_stream`, each schema is that of one line."""
+    kinds = [reference(struct) for struct in (*operation.lines, form.struct)]
+    return {
+        "type": "string",
+        "description": "Lines, each of which is a JSON object.",
+        "contentMediaType": JSON,
+        "contentSchema": {"anyOf": kinds},
+    }
 
 
 def _stream(operation: Operation, form: ErrorForm) -> Parts:

@@ -5,23 +5,28 @@ Paths, methods and request bodies come from the routes themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-
-from msgspec import field
+from typing import Final
 
 from twostroke.core.errors import (
-    EngineStoppedError,
     ModelNotFoundError,
     OverloadedError,
     RequestError,
-    TwostrokeError,
 )
-from twostroke.core.frozen import Frozen
 from twostroke.serve.about import AboutBody, HealthBody, ModelBody, ModelList
 from twostroke.serve.anthropic import messages, reply
 from twostroke.serve.anthropic.errors import ANTHROPIC
+from twostroke.serve.describe import ollama
+from twostroke.serve.describe.operation import (
+    BODY,
+    CITY,
+    GENERATION,
+    HELLO,
+    TEXT,
+    WEATHER,
+    Operation,
+    parameter,
+)
 from twostroke.serve.http import errors
-from twostroke.serve.http.origins import ForbiddenError
 from twostroke.serve.llama_server import info
 from twostroke.serve.llama_server.embeddings import LlamaEmbedding
 from twostroke.serve.llama_server.errors import LLAMA_SERVER
@@ -38,76 +43,6 @@ from twostroke.serve.openai.responses.routes import (
     ResponseNotFoundError,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import msgspec
-
-    Struct = type[msgspec.Struct]
-
-ANYWHERE: Final = (ForbiddenError, errors.HeaderSizeError, TwostrokeError)
-_BODY: Final = (
-    RequestError,
-    ModelNotFoundError,
-    errors.BodyTimeoutError,
-    errors.BodySizeError,
-    errors.ContentTypeError,
-)
-_GENERATION: Final = (*_BODY, OverloadedError, EngineStoppedError)
-
-_HELLO: Final = [{"role": "user", "content": "Why is the sky blue?"}]
-_CITY: Final = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 40}, "country": {"type": "string"}},
-    "required": ["city", "country"],
-    "additionalProperties": False,
-}
-_WEATHER: Final = {
-    "name": "get_weather",
-    "description": "The weather in a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-}
-
-
-class Operation(Frozen):
-    """A route as people see it.
-
-    Attributes:
-        summary, tag, description: the summary is a few words, the tag the protocol's owner.
-        answer: the type of a JSON answer; None without one.
-        events: the structs of a stream's events; empty without streams.
-        media: other media types of an answer, with their schemas; for JSON, another form of it.
-        may_be_unready: whether the same answer also comes with status 503.
-        errors: the errors besides `ANYWHERE`.
-        examples: request bodies by name, without the model's name.
-        parameters: those of the path, the query and the headers, in OpenAPI's form.
-        leads_to: operations whose path contains the id of this one's answer.
-    """
-
-    summary: str
-    tag: str
-    description: str = ""
-    answer: Any = None
-    events: tuple[Struct, ...] = ()
-    media: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    may_be_unready: bool = False
-    errors: tuple[type[TwostrokeError], ...] = ()
-    examples: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    parameters: tuple[dict[str, Any], ...] = ()
-    leads_to: tuple[tuple[str, str], ...] = ()
-
-
-def parameter(place: str, name: str, description: str, **schema: object) -> dict[str, Any]:
-    """Return a parameter in OpenAPI's form; those of paths are required."""
-    found = {"name": name, "in": place, "description": description, "schema": schema}
-    return found | ({"required": True} if place == "path" else {})
-
-
-_TEXT: Final = {"type": "string"}
 _NAME: Final = {"type": "string", "minLength": 1}
 _MODEL: Final = parameter(
     "path", "model", "One of the names in `/v1/models`; it may contain slashes.", **_NAME
@@ -121,7 +56,7 @@ _INCLUDE: Final = parameter(
     items={"enum": list(INCLUDABLE)},
 )
 _PAGE: Final = (
-    parameter("query", "after", "The id of the item before the page.", **_TEXT),
+    parameter("query", "after", "The id of the item before the page.", **TEXT),
     parameter(
         "query",
         "limit",
@@ -145,16 +80,16 @@ _CHOSEN: Final = {
     "not": {"required": ["content", "prompt", "stop", "model", "timings"]},
 }
 _ANTHROPIC_VERSION: Final = parameter(
-    "header", "anthropic-version", "Any text: there is one version.", **_TEXT
+    "header", "anthropic-version", "Any text: there is one version.", **TEXT
 )
 
-OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
+OPERATIONS: Final[dict[tuple[str, str], Operation]] = ollama.OPERATIONS | {
     ("GET", "/"): Operation(
         "The server, its model and its paths",
         "Server",
         "A browser, which accepts `text/html`, gets the page.",
         answer=AboutBody,
-        media={"text/html": _TEXT},
+        media={"text/html": TEXT},
     ),
     ("GET", "/health"): Operation(
         "Whether a request would be answered now", "Server", answer=HealthBody, may_be_unready=True
@@ -162,7 +97,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/metrics"): Operation(
         "Metrics for Prometheus",
         "Server",
-        media={"text/plain": _TEXT, "application/openmetrics-text": _TEXT},
+        media={"text/plain": TEXT, "application/openmetrics-text": TEXT},
     ),
     ("GET", "/api/state"): Operation(
         "The server's state, now and during the last minute",
@@ -203,11 +138,11 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "the last event is `[DONE]`.",
         answer=chat_reply.ChatCompletion,
         events=(chat_reply.Chunk, errors.ErrorBody),
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
-            "answer": {"messages": _HELLO, "max_tokens": 64, "temperature": 0},
+            "answer": {"messages": HELLO, "max_tokens": 64, "temperature": 0},
             "stream": {
-                "messages": _HELLO,
+                "messages": HELLO,
                 "max_tokens": 64,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -217,13 +152,13 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
                 "max_tokens": 64,
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "place", "schema": _CITY},
+                    "json_schema": {"name": "place", "schema": CITY},
                 },
             },
             "tools": {
                 "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
                 "max_tokens": 64,
-                "tools": [{"type": "function", "function": _WEATHER}],
+                "tools": [{"type": "function", "function": WEATHER}],
             },
         },
     ),
@@ -234,7 +169,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "is `[DONE]`.",
         answer=completions_reply.CompletionBody,
         events=(completions_reply.CompletionBody, errors.ErrorBody),
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
             "text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
             "several": {"prompt": ["2 + 2 =", "3 + 3 ="], "max_tokens": 4, "n": 2, "seed": 7},
@@ -247,7 +182,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Vectors have length 1. Texts of similar meaning have similar vectors, if the model was "
         "trained for that.",
         answer=embeddings.EmbeddingList,
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
             "text": {"input": "The sky is blue."},
             "several": {"input": ["The sky is blue.", "Grass is green."], "dimensions": 16},
@@ -269,14 +204,14 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
             reply.MessageStop,
             ANTHROPIC.struct,
         ),
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
-            "answer": {"messages": _HELLO, "max_tokens": 64, "system": "Be brief."},
-            "stream": {"messages": _HELLO, "max_tokens": 64, "stream": True},
+            "answer": {"messages": HELLO, "max_tokens": 64, "system": "Be brief."},
+            "stream": {"messages": HELLO, "max_tokens": 64, "stream": True},
             "tools": {
                 "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
                 "max_tokens": 64,
-                "tools": [{"name": "get_weather", "input_schema": _WEATHER["parameters"]}],
+                "tools": [{"name": "get_weather", "input_schema": WEATHER["parameters"]}],
             },
         },
         parameters=(_ANTHROPIC_VERSION,),
@@ -285,8 +220,8 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Count a request's tokens",
         "Anthropic",
         answer=messages.TokenCount,
-        errors=_BODY,
-        examples={"count": {"messages": _HELLO, "system": "Be brief."}},
+        errors=BODY,
+        examples={"count": {"messages": HELLO, "system": "Be brief."}},
         parameters=(_ANTHROPIC_VERSION,),
     ),
     ("POST", "/v1/responses"): Operation(
@@ -296,24 +231,24 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "last event has the whole answer.",
         answer=ResponseBody,
         events=stream_events.EVENTS,
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
             "answer": {"input": "Why is the sky blue?", "max_output_tokens": 64},
             "stream": {
                 "instructions": "Be brief.",
-                "input": _HELLO,
+                "input": HELLO,
                 "max_output_tokens": 64,
                 "stream": True,
             },
             "form": {
                 "input": "Where is the Eiffel Tower?",
                 "max_output_tokens": 64,
-                "text": {"format": {"type": "json_schema", "name": "place", "schema": _CITY}},
+                "text": {"format": {"type": "json_schema", "name": "place", "schema": CITY}},
             },
             "tools": {
                 "input": "What is the weather in Paris?",
                 "max_output_tokens": 64,
-                "tools": [{"type": "function", **_WEATHER}],
+                "tools": [{"type": "function", **WEATHER}],
             },
         },
         leads_to=(
@@ -356,18 +291,18 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "vLLM",
         "llama-server's clients send `content`.",
         answer=tokens.TokenizeBody,
-        errors=_BODY,
+        errors=BODY,
         examples={
             "text": {"prompt": "The sky is blue.", "return_token_strs": True},
             "pieces": {"content": "The sky is blue.", "with_pieces": True},
-            "conversation": {"messages": _HELLO},
+            "conversation": {"messages": HELLO},
         },
     ),
     ("POST", "/detokenize"): Operation(
         "Return the text of token ids",
         "vLLM",
         answer=tokens.DetokenizeBody,
-        errors=_BODY,
+        errors=BODY,
         examples={"ids": {"tokens": [5, 6, 7]}},
     ),
     ("POST", "/completion"): Operation(
@@ -378,7 +313,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answer=LlamaCompletion | list[LlamaCompletion],
         media={"application/json": _CHOSEN},
         events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
             "text": {"prompt": "The capital of France is", "n_predict": 8, "temperature": 0},
             "stream": {"prompt": "The capital of France is", "n_predict": 8, "stream": True},
@@ -393,7 +328,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answer=LlamaCompletion | list[LlamaCompletion],
         media={"application/json": _CHOSEN},
         events=(LlamaPiece, LlamaCompletion, LLAMA_SERVER.struct),
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={
             "gap": {
                 "input_prefix": "def add(a, b):\n",
@@ -407,15 +342,15 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "Return the text that the chat template makes of a conversation",
         "llama-server",
         answer=tokens.TemplateBody,
-        errors=_BODY,
-        examples={"conversation": {"messages": _HELLO}},
+        errors=BODY,
+        examples={"conversation": {"messages": HELLO}},
     ),
     ("POST", "/embeddings"): Operation(
         "Turn texts into vectors",
         "llama-server",
         "llama-server's own form, also at `/embedding`. Vectors have length 1.",
         answer=list[LlamaEmbedding],
-        errors=_GENERATION,
+        errors=GENERATION,
         examples={"text": {"content": "The sky is blue."}},
     ),
     ("GET", "/props"): Operation(
@@ -429,7 +364,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "With `fail_on_no_slot` in the query an error is sent if there is no free place.",
         answer=list[info.Slot],
         errors=(info.SlotsOffError, OverloadedError),
-        parameters=(parameter("query", "fail_on_no_slot", "Anything but an empty text.", **_TEXT),),
+        parameters=(parameter("query", "fail_on_no_slot", "Anything but an empty text.", **TEXT),),
     ),
     ("GET", "/lora-adapters"): Operation(
         "An empty list: there are no adapters",

@@ -1,4 +1,4 @@
-"""Streams answers as server-sent events, and notices at once when the client leaves."""
+"""Streams answers as they come, and notices at once when the client leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from twostroke.core.frozen import Frozen
 from twostroke.serve.events import Failed
 from twostroke.serve.http.errors import ClientGoneError, report
 from twostroke.serve.observe.served import served_of
@@ -25,30 +26,46 @@ T = TypeVar("T")
 
 ABORT: Final = "twostroke.abort"  # the ASGI extension that closes a connection at once
 
-_COMMENT = b": keep-alive\n\n"
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks a proxy to pass events on as they come
 ]
 
 
+class Framing(Frozen):
+    """How a protocol frames its streams; a silent stream sends the bytes of `keep_alive`."""
+
+    content_type: str
+    keep_alive: bytes
+
+
+SSE: Final = Framing("text/event-stream; charset=utf-8", b": keep-alive\n\n")
+# A space may stand before the JSON of the next line; an empty line is an error to most clients.
+NDJSON: Final = Framing("application/x-ndjson", b" ")
+
+
 class EventStream:
-    """A response of server-sent events.
+    """A response of events in the framing of its protocol.
 
     The headers wait for the first event, so that an early failure has an ordinary status; if the
-    event takes long, they are sent with a comment. A later failure is an event. A stream that ends
-    early (the client left or does not read, or the server failed) cancels its job.
+    event takes long, they are sent with a sign of life. A later failure is an event. A stream that
+    ends early (the client left or does not read, or the server failed) cancels its job.
     """
 
     def __init__(
-        self, answers: Answers, reader: EventReader, encoder: Encoder, options: ServeOptions
+        self,
+        answers: Answers,
+        reader: EventReader,
+        encoder: Encoder,
+        options: ServeOptions,
+        framing: Framing = SSE,
     ) -> None:
         """Stream `answers`, from which `reader` makes events for `encoder`."""
         self._answers = answers
         self._reader = reader
         self._encoder = encoder
         self._options = options
+        self._framing = framing
         self._has_begun = False
         self._sending_since_s: float | None = None
         self._last_sent_s = time.monotonic()
@@ -69,7 +86,7 @@ class EventStream:
                     await _drop(scope)
                     break
                 if self._is_silent():  # a task, since sending may block
-                    tasks[2:] = [asyncio.create_task(self._send(send, _COMMENT))]
+                    tasks[2:] = [asyncio.create_task(self._send(send, self._framing.keep_alive))]
                     await asyncio.sleep(0)
             if pump.done():
                 await pump
@@ -103,7 +120,9 @@ class EventStream:
         self._sending_since_s = time.monotonic()
         if not self._has_begun:
             self._has_begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            content_type = (b"content-type", self._framing.content_type.encode())
+            headers = [content_type, *_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data, "more_body": True})
         self._sending_since_s = None
         self._last_sent_s = time.monotonic()

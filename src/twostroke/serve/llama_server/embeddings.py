@@ -59,7 +59,9 @@ def read(asked: LlamaEmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     return EmbeddingJob(asked.model, texts, EmbeddingParams(), caller, _write)
 
 
-def whole(_model: str, parts: list[msgspec.Raw], _num_tokens: int) -> list[msgspec.Raw]:
+def whole(
+    _model: str, parts: list[msgspec.Raw], _num_tokens: int, _elapsed_s: float
+) -> list[msgspec.Raw]:
     """Return the response."""
     return parts
 

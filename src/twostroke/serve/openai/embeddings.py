@@ -89,7 +89,9 @@ def read(asked: EmbeddingRequest, tenant: Tenant) -> EmbeddingJob:
     )
 
 
-def whole(model: str, parts: list[msgspec.Raw], num_tokens: int) -> EmbeddingList:
+def whole(
+    model: str, parts: list[msgspec.Raw], num_tokens: int, _elapsed_s: float
+) -> EmbeddingList:
     """Return the response."""
     data = cast("list[EmbeddingBody]", parts)  # each is written already
     return EmbeddingList(data, model, EmbeddingUsage(num_tokens, num_tokens))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
@@ -18,7 +17,6 @@ from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest,
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
 from twostroke.serve.store import Kept
-from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,12 +24,8 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
-    from twostroke.engine.client import ModelCard
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
-    from twostroke.tokenize import Prompt as Rendered
-
-_ANSWER_SHARE: Final = 4  # truncation leaves 1/4 of the context for an answer without a limit
 
 
 class PreviousNotFoundError(RequestError):
@@ -56,38 +50,6 @@ class Exchange(Conversation, kw_only=True):
             return False
         ids = (*self.draft.item_ids, *item_ids)
         return self.tenant.put(Kept(id_, self.draft.asked, answer, ids, self.draft.previous))
-
-    def render(self, card: ModelCard) -> Rendered:
-        """Render the chat template with all messages, or with the newest that fit."""
-        whole = Conversation.render(self, card)
-        return self._newest(card, whole) if self.asked.truncation == "auto" else whole
-
-    def _newest(self, card: ModelCard, whole: Rendered) -> Rendered:
-        """Drop the fewest exchanges from the beginning that make the rest fit, but the last one.
-
-        An exchange begins with a message of the user, so that calls stay with their results.
-        Instructions stay.
-        """
-        room = self.asked.max_output_tokens or card.context_length // _ANSWER_SHARE
-        most = card.context_length - room
-        instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
-
-        def fits(rendered: Rendered) -> bool:
-            try:
-                return len(card.tokenizer.encode_prompt(rendered, most=most)) <= most
-            except TooManyTokensError:
-                return False
-
-        def render_from(start: int) -> Rendered:
-            rest = (*instructions, *self.messages[start:])
-            return Conversation(rest, self.tools, thinking=self.thinking).render(card)
-
-        starts = [place for place, one in enumerate(self.messages) if one["role"] == "user"]
-        if len(starts) < 2 or fits(whole):
-            return whole
-        earlier = starts[:-1]
-        first = bisect_left(earlier, x=True, key=lambda start: fits(render_from(start)))
-        return render_from(starts[first])
 
 
 def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
@@ -139,6 +101,8 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
         tuple(messages),
         () if tools is None else tools.shown,
         thinking=_thinking(asked),
+        drops_oldest=asked.truncation == "auto",
+        room=asked.max_output_tokens,
         asked=asked,
         tenant=tenant,
         draft=draft if asked.store is not False and tenant.fits(draft) else None,

@@ -1,0 +1,34 @@
+"""The form of errors in Ollama's protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from twostroke.core.errors import ModelNotFoundError, TwostrokeError
+from twostroke.serve.http.errors import ErrorForm, one_line, to_message
+
+if TYPE_CHECKING:
+    from twostroke.core.errors import Naming
+
+
+class OllamaErrorBody(msgspec.Struct, frozen=True):
+    """Ollama's error object, as a response body or as the last line of a stream."""
+
+    error: str
+
+
+def _body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
+    message = to_message(error, naming)
+    if isinstance(error, ModelNotFoundError) and "name" in error.facts:
+        # Clients search for these words.
+        message = one_line(
+            "model '{name}' not found: this server has {served}".format(**error.facts)
+        )
+    return msgspec.json.encode(OllamaErrorBody(message))
+
+
+OLLAMA: Final = ErrorForm(
+    status=lambda error: error.http_status, body=_body, struct=OllamaErrorBody
+)

@@ -1,0 +1,309 @@
+"""POST /api/chat and /api/generate: Ollama's requests."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from twostroke.chat.messages import ROLES
+from twostroke.chat.reasoning import AS_IT_IS, Thinking
+from twostroke.core.errors import RequestError
+from twostroke.core.sampling import MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from twostroke.engine.client import Caller
+from twostroke.schema.prepare import ANY_OBJECT
+from twostroke.serve.describe import field
+from twostroke.serve.job import MAX_MESSAGES, Conversation, Job
+from twostroke.serve.llama_server.completion import Mixed
+from twostroke.serve.openai.chat import (
+    CalledFunction,
+    ChatMessage,
+    ToolCall,
+    to_conversation,
+)
+from twostroke.serve.openai.fields import StopText
+from twostroke.serve.openai.structure import to_schema
+from twostroke.serve.tools import ToolBody, ToolsAs, to_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.core.constraint import Constraint
+    from twostroke.serve.job import Prompt
+    from twostroke.serve.store import Tenant
+
+# Ollama's defaults, where they differ from those of the engine.
+_DEFAULTS: Final = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_EFFORTS: Final = {"max": "xhigh"}  # Ollama's words for efforts that have another name here
+
+NoImages = Annotated[Any, field.unsupported([])]
+
+
+class OllamaOptions(field.RequestObject):
+    """How to choose tokens; without a value, temperature, top_k and top_p have Ollama's."""
+
+    num_predict: Annotated[
+        int | None, field.doc("The most tokens to generate; 0 or less: as many as fit.")
+    ] = None
+    temperature: Annotated[float | None, field.sampling("temperature")] = None
+    top_k: Annotated[
+        int | None, field.doc("Draw from the k likeliest tokens; 0 or less: from all.")
+    ] = None
+    top_p: Annotated[float | None, field.sampling("top_p")] = None
+    min_p: Annotated[float | None, field.sampling("min_p")] = None
+    repeat_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
+    presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
+    seed: Annotated[
+        int | None, field.sampling("seed", "The same seed gives the same answer; -1: any.")
+    ] = None
+    stop: Annotated[
+        StopText | list[StopText] | None,
+        field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
+    ] = None
+
+    num_ctx: field.IgnoredAny = None
+    num_keep: field.IgnoredAny = None
+    repeat_last_n: field.IgnoredAny = None
+    typical_p: field.IgnoredAny = None
+    tfs_z: field.IgnoredAny = None
+    mirostat: field.IgnoredAny = None
+    mirostat_eta: field.IgnoredAny = None
+    mirostat_tau: field.IgnoredAny = None
+    penalize_newline: field.IgnoredAny = None
+    num_batch: field.IgnoredAny = None
+    num_gpu: field.IgnoredAny = None
+    main_gpu: field.IgnoredAny = None
+    num_thread: field.IgnoredAny = None
+    use_mmap: field.IgnoredAny = None
+    use_mlock: field.IgnoredAny = None
+    low_vram: field.IgnoredAny = None
+    numa: field.IgnoredAny = None
+    draft_num_predict: field.IgnoredAny = None
+
+
+class OllamaFunction(msgspec.Struct):
+    """The function of a call, with its arguments as an object."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    index: int | None = None
+
+
+class OllamaCall(msgspec.Struct):
+    """A call that an answer made."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(field.RequestObject):
+    """A message."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: str | None = None
+    thinking: Annotated[str | None, field.doc("An assistant's reasoning.")] = None
+    tool_calls: Annotated[list[OllamaCall] | None, field.doc("An assistant's calls.")] = None
+    tool_name: Annotated[str | None, field.doc("In a tool's message: its function.")] = None
+    tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
+    images: NoImages = None
+
+
+class OllamaRequest(field.RequestObject):
+    """The fields of both requests."""
+
+    model: field.ModelName = None
+    stream: Annotated[
+        bool | None, field.doc("Send the answer in pieces, as lines of JSON; true if left out.")
+    ] = None
+    format: Annotated[
+        str | dict[str, Any] | None,
+        field.doc("The form of the answer: `json` for any object, or a JSON schema."),
+    ] = None
+    options: Annotated[OllamaOptions | None, field.doc("How to choose tokens.")] = None
+    think: Annotated[
+        bool | str | None,
+        field.doc("Whether to reason first, or how much: `low`, `medium`, `high` or `max`."),
+    ] = None
+    truncate: Annotated[
+        bool | None,
+        field.doc(
+            "Drop the oldest exchanges of a conversation that is too long; true if left out."
+        ),
+    ] = None
+    logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
+    top_logprobs: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        field.doc("How many of the likeliest tokens to report at each place, with `logprobs`."),
+    ] = None
+
+    keep_alive: field.IgnoredAny = None
+    shift: field.Ignored[bool] = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    """The body of a request for an answer to a conversation."""
+
+    messages: Annotated[
+        Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None,
+        field.doc("The conversation, oldest first; without one, there is no answer."),
+    ] = None
+    tools: ToolsAs[ToolBody] = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    """The body of a request for an answer to a prompt."""
+
+    prompt: Annotated[str | None, field.doc("A message; without one, there is no answer.")] = None
+    system: Annotated[str | None, field.doc("Text before the prompt.")] = None
+    suffix: Annotated[
+        str | None, field.doc("Text after the answer, for models that can fill in the middle.")
+    ] = None
+    raw: Annotated[
+        bool | None,
+        field.doc("Continue the prompt as it is, with its special tokens, without the template."),
+    ] = None
+    context: Annotated[
+        list[field.TokenId] | None, field.doc("The `context` of an earlier answer, to go on from.")
+    ] = None
+
+    images: NoImages = None
+    template: Annotated[Any, field.unsupported("")] = None
+
+
+def read_chat(asked: OllamaChatRequest, tenant: Tenant) -> Job:
+    """Translate a request.
+
+    Raises:
+        RequestError: a value is out of bounds or not supported; `field` names it.
+    """
+    tools = to_tools([tool.function for tool in asked.tools or ()], None, parallel=None)
+    constraint = _constraint(asked)
+    if tools is not None and constraint is not None:
+        reason = "cannot be combined with a form of the answer: leave one of them out."
+        raise RequestError(reason, field="tools")
+    messages = [_message(message) for message in asked.messages or ()]
+    last = messages[-1]
+    conversation = to_conversation(
+        messages,
+        tools,
+        opens_turn=None,
+        continues=last.role == "assistant" and not last.tool_calls,
+        thinking=_thinking(asked),
+    )
+    return _job(asked, conversation, tenant, "messages", tools=tools)
+
+
+def read_generate(asked: OllamaGenerateRequest, tenant: Tenant) -> Job:
+    """Translate a request; raises as `read_chat` does."""
+    text = asked.prompt or ""
+    if asked.suffix:
+        return _job(asked, text, tenant, "prompt", suffix=asked.suffix)
+    if not asked.raw:
+        turns = [{"role": "system", "content": asked.system}] if asked.system else []
+        turns.append({"role": "user", "content": text})
+        conversation = Conversation(tuple(turns), thinking=_thinking(asked))
+        context = tuple(asked.context or ())
+        return _job(asked, conversation, tenant, "prompt", context=context)
+    for name in ("system", "context"):
+        if getattr(asked, name):
+            raise RequestError("cannot be combined with raw: leave one of them out.", field=name)
+    return _job(asked, Mixed((text,)), tenant, "prompt")
+
+
+def names(_asked: OllamaRequest) -> Mapping[str, str]:
+    """Return the protocol's names for the engine's fields."""
+    return _NAMES
+
+
+_NAMES: Final = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    **{
+        name: f"options.{name}"
+        for name in OllamaOptions.__struct_fields__
+        if name in SamplingParams.__struct_fields__
+    },
+    "messages[].reasoning_content": "messages[].thinking",
+    "tools[].name": "tools[].function.name",
+    "tools[].parameters": "tools[].function.parameters",
+}
+
+
+def _job(
+    asked: OllamaRequest, prompt: Prompt, tenant: Tenant, prompt_field: str, **own: Any
+) -> Job:
+    params = _params(asked)
+    if isinstance(prompt, Conversation) and asked.truncate is not False:
+        prompt = replace(prompt, drops_oldest=True, room=params.max_tokens)
+    return Job(
+        model=asked.model,
+        prompts=(prompt,),
+        params=params,
+        caller=Caller(tenant=tenant.name, prompt_field=prompt_field),
+        stream=asked.stream is not False,
+        **own,
+    )
+
+
+def _params(asked: OllamaRequest) -> SamplingParams:
+    given = asked.options or OllamaOptions()
+    values = {
+        name: getattr(given, name)
+        for name in OllamaOptions.__struct_fields__
+        if name in SamplingParams.__struct_fields__
+    }
+    values |= {
+        "max_tokens": given.num_predict if (given.num_predict or 0) > 0 else None,
+        "top_k": None if given.top_k is None else max(0, given.top_k),
+        "seed": None if given.seed == -1 else given.seed,
+        "repetition_penalty": given.repeat_penalty,
+        "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
+        "constraint": _constraint(asked),
+    }
+    known = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**_DEFAULTS | known)
+
+
+def _constraint(asked: OllamaRequest) -> Constraint | None:
+    form = asked.format
+    if not form and not isinstance(form, dict):
+        return None
+    if isinstance(form, str):
+        if form != "json":
+            reason = "must be 'json' or a JSON schema, got '{value}'."
+            raise RequestError(reason, field="format", value=form[:40])
+        form = dict(ANY_OBJECT)
+    return to_schema(form, "format")
+
+
+def _thinking(asked: OllamaRequest) -> Thinking:
+    if asked.think is None:
+        return AS_IT_IS
+    if isinstance(asked.think, bool):
+        return Thinking(asked.think, param="think")
+    return Thinking(effort=_EFFORTS.get(asked.think, asked.think), param="think")
+
+
+def _message(message: OllamaMessage) -> ChatMessage:
+    """Return a message in OpenAI's form."""
+    calls = [
+        ToolCall(
+            CalledFunction(
+                call.function.name, json.dumps(call.function.arguments, ensure_ascii=False)
+            ),
+            call.id,
+        )
+        for call in message.tool_calls or ()
+    ]
+    return ChatMessage(
+        role=message.role.lower(),
+        content=message.content or "",
+        name=message.tool_name,
+        reasoning_content=message.thinking,
+        tool_calls=calls or None,
+        tool_call_id=message.tool_call_id,
+    )
