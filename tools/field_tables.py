@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from twostroke.serve.describe.document import Facts, components
-from twostroke.serve.describe.field import IGNORED, Fact
+from twostroke.serve.describe.field import Fact
 from twostroke.serve.openai.fields import CommonFields
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
 
@@ -35,7 +35,7 @@ def tables() -> str:
     bodies: dict[str, Any] = {
         path: one.request for path, one in (DIALECTS | EMBEDDINGS | INQUIRIES).items()
     }
-    facts = Facts("", has_keys=False, values=dict.fromkeys(Fact))
+    facts = Facts("", has_keys=False, is_strict=False, values=dict.fromkeys(Fact))
     found = components({SHARED: CommonFields, **bodies}, facts)
     shared = found["CommonFields"]["properties"]
     parts = [_table(SHARED, shared)]
@@ -48,11 +48,13 @@ def tables() -> str:
 
 
 def _table(title: str, fields: dict[str, Schema]) -> str:
-    rows, ignored, unsupported = [], [], []
+    rows, ignored, hints, unsupported = [], [], [], []
     for name, schema in fields.items():
         text = schema["description"]
-        if text == IGNORED.description:
+        if text == "Ignored.":
             ignored.append(f"`{name}`")
+        elif text.startswith("Ignored"):
+            hints.append(f"`{name}`")
         elif text.startswith("Not supported"):
             neutral = ", ".join(f"`{_json(value)}`" for value in schema["enum"][1:])
             unsupported.append(f"`{name}`" + (f" ({neutral})" if neutral else ""))
@@ -61,7 +63,9 @@ def _table(title: str, fields: dict[str, Schema]) -> str:
     head = [f"### {title}", "", "| field | values | meaning |", "|---|---|---|"]
     lists = []
     if ignored:
-        lists += ["", f"Accepted without effect: {', '.join(ignored)}."]
+        lists += ["", f"Ignored: {', '.join(ignored)}."]
+    if hints:
+        lists += ["", f"Ignored, and refused with `--strict`: {', '.join(hints)}."]
     if unsupported:
         lists += ["", f"Refused, except null and neutral values: {', '.join(unsupported)}."]
     return "\n".join([*head, *rows, *lists, ""])

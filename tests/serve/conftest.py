@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import LiveServer, live_server
+from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,14 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
     """Yield a server that is idle again afterwards, whatever the test did."""
     yield shared_server
     shared_server.wait_idle()
+
+
+@pytest.fixture(scope="session")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Start a server that refuses fields without effect."""
+    options = ServeOptions(drain_s=1, is_strict=True)
+    with live_server(tmp_path_factory.mktemp("strict"), options) as server:
+        yield server
 
 
 @pytest.fixture

@@ -41,18 +41,7 @@ HUGE = 2**63
         *[("priority", value) for value in (1001, -HUGE, True, "high")],
         ("stream", 1),
         ("stream", "true"),
-        *[("user", value) for value in (1, True, ["u"], {"id": "u"})],
-        *[("metadata", value) for value in ("x", ["x"], {str(i): "" for i in range(17)})],
-        *[("metadata", value) for value in ({"k" * 65: ""},)],
-        *[("metadata[...]", value) for value in (1, None, {"a": "b"}, "v" * 513)],
-        *[("store", value) for value in (1, "yes", {})],
-        *[("safety_identifier", value) for value in (1, ["u"])],
-        *[("prompt_cache_key", value) for value in (1, False)],
-        *[("prompt_cache_retention", value) for value in (24, ["24h"])],
-        *[("request_id", value) for value in (1, {})],
-        *[("spaces_between_special_tokens", value) for value in (1, "true")],
         ("model", 5),
-        ("user_id", None),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -60,10 +49,8 @@ def test_wrong_value_is_a_400_that_names_the_field(
     server: LiveServer, path: str, param: str, value: object
 ) -> None:
     prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
-    sent = {"metadata": {"key": value}} if param == "metadata[...]" else {param: value}
-    response = server.http.post(path, json={**prompt, **sent})
-    code = "unknown_parameter" if param == "user_id" else "invalid_value"
-    message = refused(response, 400, param, code)
+    response = server.http.post(path, json={**prompt, param: value})
+    message = refused(response, 400, param, "invalid_value")
     assert param in message
 
 
@@ -109,7 +96,6 @@ def test_wrong_chat_field_is_named(
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"cache_salt": "s"}, "cache_salt"),
         ({"bad_words": ["x"]}, "bad_words"),
-        ({"length_penalty": True}, "length_penalty"),
         ({"return_token_ids": 0}, "return_token_ids"),
     ],
 )
@@ -154,25 +140,13 @@ def test_wrong_completion_field_is_named(
     refused(server.complete(**fields), 400, param, code)
 
 
-@pytest.mark.parametrize(
-    ("field", "guess"),
-    [("temprature", "temperature"), ("maxtokens", "max_tokens"), ("stopp", "stop")],
-)
-def test_unknown_field_names_the_nearest(server: LiveServer, field: str, guess: str) -> None:
-    message = refused(server.chat(**{field: 1}), 400, field, "unknown_parameter")
-    assert f"Did you mean '{guess}'?" in message
-
-
-def test_unknown_field_of_a_message_names_the_nearest(server: LiveServer) -> None:
+def test_missing_field_is_named_as_it_was_misspelt(server: LiveServer) -> None:
     response = server.chat(messages=[{"role": "user", "contents": "x"}])
     message = refused(response, 400, "messages[0].contents", "unknown_parameter")
     assert "'content'" in message
 
-
-def test_a_field_of_another_place_is_no_hint(server: LiveServer) -> None:
     response = server.chat(messages=[{"role": "user", "text": "x"}])
-    message = refused(response, 400, "messages[0].text", "unknown_parameter")
-    assert message == "messages[0].text is not a known field."
+    refused(response, 400, "messages[0].content", "missing_required_parameter")
 
 
 def test_missing_messages_are_named(server: LiveServer) -> None:
@@ -326,19 +300,19 @@ def test_wrong_method_or_path_has_openais_form(
     assert ("allow" in response.headers) == (status == 405)
 
 
-def test_error_message_is_one_printable_line(server: LiveServer) -> None:
-    response = server.chat(**{"a\nb\x00\u202e" + "c" * 5000: 1})
+def test_error_message_is_one_printable_line(strict: LiveServer) -> None:
+    response = strict.chat(**{"a\nb\x00\u202e" + "c" * 5000: 1})
     message = refused_loosely(response)
     assert message.isprintable()
     assert len(message) <= 1000
 
 
 @pytest.mark.parametrize("unit", ["x", "\n", " - at `$", "`", "'"])
-def test_huge_words_are_neither_searched_nor_sent_back(server: LiveServer, unit: str) -> None:
+def test_huge_words_are_neither_searched_nor_sent_back(strict: LiveServer, unit: str) -> None:
     huge = unit * (4_000_000 // len(unit))
     for fields in ({huge: 1}, {"model": huge}, {"messages": [{"role": huge, "content": "x"}]}):
         began = time.monotonic()
-        response = server.chat(**fields)
+        response = strict.chat(**fields)
         assert time.monotonic() - began < 3
         assert response.status_code in {400, 404}
         assert len(response.content) < 10_000

@@ -84,6 +84,12 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     default="apart",
     help="Send a model's reasoning in a field apart, or leave it in the answer's text.",
 )
+@option(
+    "--strict",
+    "is_strict",
+    is_flag=True,
+    help="Refuse fields that are not known or have no effect, instead of ignoring them.",
+)
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
 
@@ -116,6 +122,7 @@ def command(**given: Any) -> int:
         objectives=objectives,
         access_log=given["access_log"],
         otlp_endpoint=given["otlp_endpoint"],
+        is_strict=given["is_strict"],
         splits_reasoning=given["reasoning"] == "apart",
     )
     options, form = engine_options(given), given["log_format"]

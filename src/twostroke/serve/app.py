@@ -29,11 +29,13 @@ from twostroke.serve.describe.field import Fact
 from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
-from twostroke.serve.http.decode import MAX_NAME_LENGTH, BodyDecoder
+from twostroke.serve.http.decode import BodyDecoder, meant
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
 from twostroke.serve.http.origins import OriginCheck, Origins
 from twostroke.serve.http.stream import EventStream, while_connected
+from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.llama_server.info import info_routes
 from twostroke.serve.observe.logs import AccessLog
@@ -94,6 +96,7 @@ class Api:
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._store = Store(options.max_stored, options.max_stored_bytes)
+        self._ignored = IgnoredFields(self.metrics.registry, is_strict=options.is_strict)
 
     def routes(self) -> list[Route]:
         """Return all routes."""
@@ -169,7 +172,8 @@ class Api:
             Fact.MAX_CHOICES: limits.max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
         }
-        return Facts(VERSION, self.options.api_keys is not None, values)
+        has_keys, is_strict = self.options.api_keys is not None, self.options.is_strict
+        return Facts(VERSION, has_keys, is_strict, values)
 
     async def health(self, _request: Request) -> Response:
         """Return whether the server would answer a request now."""
@@ -216,12 +220,18 @@ class Api:
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
         def prepare(body: bytes, request: Request) -> tuple[Job, Encoded, str] | Response:
-            asked = decoder.decode(body)
-            served_of(request.scope).field_names = dialect.names(asked)
+            served = served_of(request.scope)
+            asked, ignored = decoder.decode(body)
+            served.field_names = dialect.names(asked)
+            self._ignored.note(ignored, served)
             name = self._name(asked.model)
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
-            job = dialect.read(asked, self._tenant(request))
+            try:
+                job = dialect.read(asked, self._tenant(request))
+            except errors.MissingFieldError as error:
+                raise meant(error, ignored) from None
+            self._ignored.note(job.ignored, served)
             check_choices(job, limits.max_choices)
             split = self.options.splits_reasoning
             return job, job.encode(self.client.card, splits_reasoning=split), name
@@ -262,7 +272,9 @@ class Api:
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
         def prepare(body: bytes, request: Request) -> tuple[EmbeddingJob, list[list[int]], str]:
-            job = dialect.read(decoder.decode(body), self._tenant(request))
+            asked, ignored = decoder.decode(body)
+            self._ignored.note(ignored, served_of(request.scope))
+            job = dialect.read(asked, self._tenant(request))
             name = self._name(job.model)
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.client.card), name
@@ -285,8 +297,9 @@ class Api:
         decoder = BodyDecoder(inquiry.request, self.options.limits.max_json_depth)
 
         def answer(body: bytes, request: Request) -> Response:
-            asked = decoder.decode(body)
+            asked, ignored = decoder.decode(body)
             served_of(request.scope).field_names = inquiry.names(asked)
+            self._ignored.note(ignored, served_of(request.scope))
             self._name(asked.model)
             return to_json(inquiry.answer(asked, self.client.card))
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.engine.embedding import Embedding
     from twostroke.sample.grammar import GrammarMatcher
+    from twostroke.serve.ignored import Ignored
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
@@ -178,6 +179,7 @@ class Job(Frozen):
         llama_timings: whether to report them in llama-server's form.
         tools: the tools that answers to a conversation may call.
         tier: the class of service to report; None reports nothing.
+        ignored: the fields in parts of the request that only the protocol's reader knows.
     """
 
     model: str | None
@@ -195,6 +197,7 @@ class Job(Frozen):
     tools: Tools | None = None
     tier: str | None = None
     context: tuple[int, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
 
     @property
     def num_choices(self) -> int:

@@ -69,10 +69,10 @@ def test_any_bytes_are_decoded_or_refused(body: bytes) -> None:
 def test_any_values_are_decoded_or_refused(fields: dict[str, Any]) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
     try:
-        decoded: object = DECODER.decode(body)
-    except RequestError as error:
-        decoded = error
-    assert isinstance(decoded, ChatRequest | RequestError)
+        decoded, _ = DECODER.decode(body)
+    except RequestError:
+        return
+    assert isinstance(decoded, ChatRequest)
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
@@ -125,20 +125,17 @@ def test_field_of_another_endpoint_names_that_endpoint(
 
 
 def test_field_of_the_other_endpoint_inside_a_message_is_only_unknown() -> None:
-    body = b'{"messages": [{"role": "user", "prompt": "x"}]}'
-    with pytest.raises(RequestError) as refused:
-        DECODER.decode(body)
-    assert "/v1/" not in str(refused.value)
+    _, [ignored] = DECODER.decode(b'{"messages": [{"role": "user", "prompt": "x"}]}')
+    assert ignored.refusal is not None
+    assert "/v1/" not in str(ignored.refusal())
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ('"priority": 1001', "priority must be from -1000 to 1000, got 1001."),
-        ('"priority": 1001, "priority": null', "priority must be from -1000 to 1000."),
-        ('"priority": 1001, x', "priority must be from -1000 to 1000."),
+        ('"priority": 1001, "priority": 1002', "priority must be from -1000 to 1000, got 1002."),
         ('"messages": []', "messages must have from 1 to 10000 items, got 0."),
-        (f'"metadata": {{"{"k" * 65}": ""}}', "A key of metadata must have at most 64 characters."),
     ],
 )
 def test_value_out_of_bounds_is_refused_with_the_bounds(fields: str, said: str) -> None:

@@ -138,9 +138,7 @@ def test_ids_at_the_vocabularys_end(server: LiveServer) -> None:
         ("/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0].function"),
         ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
-        ("/tokenize", {"prompt": "x", "return_token_str": True}, "return_token_str"),
         ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [1], "prompt": "x"}, "prompt"),
     ],
 )
 def test_wrong_fields_are_named(server: LiveServer, path: str, fields: Fields, param: str) -> None:

@@ -14,7 +14,6 @@ from twostroke.core.sampling import MAX_STOPS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.anthropic.tools import (
     Block,
-    CacheMark,
     Choice,
     RedactedThinkingBlock,
     TextBlock,
@@ -45,14 +44,8 @@ _OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
 class AnthropicMessage(field.RequestObject):
     """One message."""
 
-    role: Annotated[Literal["user", "assistant"], field.hints({"system": "Use the field system."})]
+    role: Annotated[Literal["user", "assistant"], field.advice({"system": "Use the field system."})]
     content: str | list[Block]
-
-
-class Metadata(field.RequestObject):
-    """The user on whose behalf a request is sent."""
-
-    user_id: field.Ignored[str] = None
 
 
 class JsonFormat(field.TaggedObject, tag="json_schema"):
@@ -65,7 +58,7 @@ class OutputConfig(field.RequestObject):
     """The form of the answer."""
 
     format: JsonFormat | None = None
-    effort: field.Unsupported = None
+    effort: field.Hint = None
 
 
 class ThinkingOn(field.TaggedObject, tag="enabled"):
@@ -105,13 +98,13 @@ class CountRequest(field.RequestObject):
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     thinking: Annotated[ThinkingConfig | None, field.doc("Whether to reason first.")] = None
 
-    cache_control: CacheMark = None
+    cache_control: field.Ignored = None
     container: field.Unsupported = None
-    context_management: field.Unsupported = None
-    diagnostics: field.Unsupported = None
-    inference_geo: field.Unsupported = None
+    context_management: field.Hint = None
+    diagnostics: field.Hint = None
+    inference_geo: field.Hint = None
     mcp_servers: Annotated[Any, field.unsupported([])] = None
-    speed: Annotated[Any, field.unsupported("standard")] = None
+    speed: Annotated[Any, field.hint("standard")] = None
     thread: field.Unsupported = None
 
 
@@ -131,8 +124,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: Annotated[float | None, field.sampling("top_p")] = None
     return_timings: field.Timings = None
 
-    metadata: field.Ignored[Metadata] = None
-    service_tier: field.Ignored[Literal["auto", "standard_only"]] = None
+    metadata: Annotated[Any, field.ignored({})] = None
+    service_tier: Annotated[Any, field.ignored("auto", "standard_only")] = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):

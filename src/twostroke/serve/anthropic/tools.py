@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
 
 
-class CacheControl(field.RequestObject):
-    """Where a prefix to cache ends; without effect, since all prefixes are cached."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-
-
-CacheMark = field.Ignored[CacheControl]
-
-
 class Tool(field.RequestObject):
     """A tool of the client; those that run on Anthropic's servers are not supported."""
 
@@ -31,12 +21,12 @@ class Tool(field.RequestObject):
     description: str | None = None
     strict: Strict = None
     type: Literal["custom"] | None = None
-    eager_input_streaming: field.IgnoredAny = None
+    eager_input_streaming: field.Ignored = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
-    cache_control: CacheMark = None
-    defer_loading: field.AlwaysOff = None
-    input_examples: Annotated[Any, field.unsupported([])] = None
+    cache_control: field.Ignored = None
+    defer_loading: field.HintOff = None
+    input_examples: Annotated[Any, field.hint([])] = None
 
 
 class ChoiceFields(field.TaggedObject):
@@ -71,8 +61,8 @@ class TextBlock(field.TaggedObject, tag="text"):
     """A text."""
 
     text: str
-    cache_control: CacheMark = None
-    citations: Annotated[Any, field.unsupported([])] = None
+    cache_control: field.Ignored = None
+    citations: Annotated[Any, field.hint([], {"enabled": False})] = None
 
 
 class ToolUseBlock(field.TaggedObject, tag="tool_use"):
@@ -81,8 +71,8 @@ class ToolUseBlock(field.TaggedObject, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheMark = None
-    caller: field.IgnoredAny = None
+    cache_control: field.Ignored = None
+    caller: field.SentBack = None
 
 
 class ToolResultBlock(field.TaggedObject, tag="tool_result"):
@@ -91,7 +81,7 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: CacheMark = None
+    cache_control: field.Ignored = None
 
 
 class ThinkingBlock(field.TaggedObject, tag="thinking"):

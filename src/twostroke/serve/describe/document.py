@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import msgspec
 
 from twostroke.core.frozen import Frozen
-from twostroke.serve.describe.field import Fact, reference
+from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
 from twostroke.serve.describe.operation import ANYWHERE, parameter
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
 from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
 from twostroke.serve.http.stream import NDJSON
+from twostroke.serve.ignored import HEADER
 from twostroke.serve.openai.responses.items import UNTYPED, Item
 
 if TYPE_CHECKING:
@@ -35,10 +36,13 @@ _REFERENCE: Final = "#/components/schemas/{name}"
 
 _ABOUT: Final = (
     "A large language model, in the protocols of OpenAI, Anthropic and Ollama, with vLLM's further "
-    "fields. An unknown field is refused, with the nearest known name; null is the same as leaving "
-    "a field out. Errors have the form of the path's protocol; requests with the header "
-    "`anthropic-version` get Anthropic's form everywhere."
+    "fields. {unknown} Null is the same as leaving a field out. Errors have the form of the path's "
+    "protocol; requests with the header `anthropic-version` get Anthropic's form everywhere."
 )
+_UNKNOWN: Final = {
+    False: "Unknown fields are ignored; the response's header `twostroke-ignored` names them.",
+    True: "An unknown field is refused, with the nearest known name.",
+}
 
 
 def _header(description: str, **schema: object) -> Parts:
@@ -51,6 +55,10 @@ _HEADERS: Final[Parts] = {
         type="string",
     ),
     "request-id": _header("The same as `x-request-id`.", type="string"),
+    HEADER: {
+        "description": "The fields that were ignored, with commas between them; absent for none.",
+        "schema": {"type": "string"},
+    },
     "retry-after": _header(
         "Seconds to wait before the next try.", type="integer", const=RETRY_AFTER_S
     ),
@@ -77,6 +85,7 @@ class Facts(Frozen):
 
     version: str
     has_keys: bool
+    is_strict: bool
     values: Mapping[str, Any]  # by `Fact`
 
 
@@ -98,7 +107,7 @@ def document(routes: Iterable[Route], bodies: Bodies, facts: Facts) -> Parts:
         "info": {
             "title": "Twostroke",
             "version": facts.version,
-            "description": _ABOUT,
+            "description": _ABOUT.format(unknown=_UNKNOWN[facts.is_strict]),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -125,6 +134,7 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
     for name, schema in found.items():
         schema["description"] = " ".join(schema.get("description", "").split())
         _finish_defaults(schema, is_sent=name in of_sent)
+        _finish_hints(schema, is_strict=facts.is_strict)
     for kind in UNTYPED:
         found[kind.__name__]["required"].remove("type")
         found[kind.__name__]["properties"]["type"]["enum"].append(None)
@@ -156,6 +166,18 @@ def _finish_defaults(schema: Parts, *, is_sent: bool) -> None:
             schema["required"].append(name)
         if is_sent or field.get("default", ...) is None:  # null leaves a field out
             field.pop("default", None)
+
+
+def _finish_hints(schema: Parts, *, is_strict: bool) -> None:
+    """Let objects of requests have further fields and any hint, unless the server is strict."""
+    if not is_strict:
+        schema.pop("additionalProperties", None)
+    for field in schema["properties"].values():
+        neutral = field.pop(NEUTRAL, None)
+        if is_strict and neutral is not None:
+            field["enum"] = neutral
+        if is_strict:
+            field.pop(WRONG_IS_IGNORED, None)
 
 
 def described_routes(routes: Iterable[Route]) -> Iterator[tuple[str, str]]:
@@ -207,7 +229,8 @@ def _responses(operation: Operation, form: ErrorForm, *, needs_key: bool) -> Par
         content[EVENTS] = {"schema": _stream(operation, form)}
     if operation.lines:
         content[LINES] = {"schema": _lines(operation, form)}
-    responses: Parts = {"200": _response("The answer.", content, ids)}
+    named = [HEADER] if operation.examples else []  # of those that have a body
+    responses: Parts = {"200": _response("The answer.", content, [*ids, *named])}
     if operation.leads_to:
         responses["200"]["links"] = {_id(*one): _link(*one) for one in operation.leads_to}
     if operation.may_be_unready:

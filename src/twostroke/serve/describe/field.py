@@ -1,12 +1,13 @@
 """How fields of requests describe themselves: meaning, bounds, and whether they are supported.
 
-`http/decode.py` checks requests by these annotations, `describe/document.py` publishes them.
+`http/decode.py` checks requests by these annotations, `http/lenient.py` drops what they allow to
+drop, and `describe/document.py` publishes them.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +17,9 @@ from twostroke.core.sampling import BOUNDS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-T = TypeVar("T")
+# Keywords of the schemas made here, which the document replaces or explains.
+NEUTRAL: Final = "x-neutral"
+WRONG_IS_IGNORED: Final = "x-wrong-is-ignored"
 
 
 class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
@@ -25,6 +28,14 @@ class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
 
 class TaggedObject(RequestObject, tag_field="type"):
     """An object of a request that says in `type` what it is."""
+
+
+class Effect(StrEnum):
+    """What becomes of a field that the server cannot honour, unless its value is neutral."""
+
+    REFUSED = "refused"  # without it the answer would mean something else
+    HINT = "hint"  # ignored, and refused by a strict server
+    NONE = "none"  # ignored
 
 
 class Fact(StrEnum):
@@ -54,26 +65,38 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
 
 def unsupported(*neutral: object) -> Meta:
     """Mark a field that is refused unless it is null or has one of the `neutral` values."""
-    text = "Not supported: leave it out."
-    return Meta(
-        description=text,
-        extra={"neutral": neutral, "shown": repr(neutral)},  # else 1 and True have one annotation
-        extra_json_schema={"enum": [None, *neutral]},
-    )
+    return _mark(Effect.REFUSED, "Not supported: leave it out.", neutral, enum=[None, *neutral])
+
+
+def hint(*neutral: object) -> Meta:
+    """Mark a field that is ignored, and that a strict server refuses unless null or `neutral`."""
+    text = "Ignored; refused with `--strict`."
+    return _mark(Effect.HINT, text, neutral, **{NEUTRAL: [None, *neutral]})
+
+
+def ignored(*neutral: object) -> Meta:
+    """Mark a field that is ignored, and reported unless it is null or `neutral`."""
+    return _mark(Effect.NONE, "Ignored.", neutral)
+
+
+def _mark(effect: Effect, text: str, neutral: tuple[object, ...], **keywords: object) -> Meta:
+    # `shown`, because 1 and True would be one annotation.
+    extra = {"effect": effect, "neutral": neutral, "shown": repr(neutral)}
+    return Meta(description=text, extra=extra, extra_json_schema=keywords)
 
 
 def renamed(name: str) -> Meta:
     """Mark a field of another protocol that is called `name` in this one."""
     return Meta(
         description=f"Not supported: send `{name}`.",
-        extra={"neutral": (), "new_name": name},
+        extra={"effect": Effect.REFUSED, "neutral": (), "new_name": name},
         extra_json_schema={"enum": [None]},
     )
 
 
-def hints(values: Mapping[str, str]) -> Meta:
+def advice(values: Mapping[str, str]) -> Meta:
     """Add to the error about a wrong value what to do instead."""
-    return Meta(extra={"hints": values})
+    return Meta(extra={"advice": values})
 
 
 def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -81,12 +104,18 @@ def reference(kind: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
-IGNORED: Final = Meta(description="Accepted without effect.")
-Ignored = Annotated[T | None, IGNORED]
-IgnoredAny = Annotated[Any, IGNORED]
+# Marks a field that is ignored if its value is wrong; a strict server refuses it.
+DROPPABLE: Final = Meta(extra={"is_droppable": True}, extra_json_schema={WRONG_IS_IGNORED: True})
+
+Ignored = Annotated[Any, ignored()]
+Hint = Annotated[Any, hint()]
+SentBack = Annotated[Any, Meta(description="A field of answers that clients send back.")]
 Unsupported = Annotated[Any, unsupported()]
 AlwaysOff = Annotated[Any, unsupported(False)]  # noqa: FBT003 - a value, not an option
 AlwaysOn = Annotated[Any, unsupported(True)]  # noqa: FBT003
+HintOff = Annotated[Any, hint(False)]  # noqa: FBT003
+IgnoredOff = Annotated[Any, ignored(False)]  # noqa: FBT003
+IgnoredOn = Annotated[Any, ignored(True)]  # noqa: FBT003
 
 # Fields of several protocols.
 TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": Fact.LAST_ID})]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from twostroke.serve.error_forms import error_form
 from twostroke.serve.http.errors import HeaderSizeError, report, to_response
 from twostroke.serve.http.limits import check_headers
+from twostroke.serve.ignored import HEADER, header_of
 from twostroke.serve.observe.served import STATE_KEY, ServedRequest
 from twostroke.serve.paths import ALIASES
 
@@ -66,6 +67,8 @@ class Boundary:
                 served.status = message["status"]
                 served.endpoint = getattr(scope.get("route"), "path", "unknown")
                 message["headers"] = [*message["headers"], *added]
+                if served.ignored and served.status < 400:
+                    message["headers"].append((HEADER.encode(), header_of(served.ignored)))
                 self._metrics.responses.labels(served.endpoint, str(served.status)).inc()
             await send(message)
 

@@ -1,49 +1,36 @@
-"""Decodes JSON bodies into checked structs, with one sentence for each kind of mistake."""
+"""Decodes JSON bodies into checked structs."""
 
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from twostroke.core.errors import RequestError, nearest
+from twostroke.serve.describe.field import Effect
 from twostroke.serve.http.errors import (
     BodySyntaxError,
     MissingFieldError,
     UnknownFieldError,
     UnsupportedFieldError,
 )
+from twostroke.serve.http.explain import explain, extra_of, join, parts, type_of
+from twostroke.serve.http.lenient import drop_unknown
+from twostroke.serve.ignored import MAX_IGNORED, Ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from twostroke.core.errors import RequestError
 
     # By struct: attribute and JSON name of a field, and its marks; None where marks are inside it.
     Marks = dict[type, list[tuple[str, str, dict[str, Any] | None]]]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MAX_NAME_LENGTH = 100  # of a client's own words that are searched and sent back
-
-_PLACE = re.compile(r"(`key` in )?`\$\.?(.*)`", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
-_EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`", re.DOTALL)
-_OUT_OF_BOUNDS = re.compile(r"Expected `\w+` (?:of length )?[<>]=? \S+")
-_WORD = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
-# The field that holds the prompt, and the endpoint that takes it.
-_PROMPT_FIELDS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-_STEP = re.compile(r"\[[^][]*]|[^.[\]]+")
-_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "a list",
-    "object": "an object",
-}
+_ANY = msgspec.json.Decoder()
 
 # A string is consumed whole, also one without an end, so that the scan is linear.
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
@@ -59,12 +46,12 @@ class BodyDecoder(Generic[T]):
         self._marks = _marks_in(kind)
         self._max_depth = max_depth
 
-    def decode(self, body: bytes) -> T:
-        """Return the struct.
+    def decode(self, body: bytes) -> tuple[T, list[Ignored]]:
+        """Return the struct, and the fields that it could not hold or that have no effect.
 
         Raises:
-            RequestError: not JSON, too deep, or a field that is unknown, missing, not supported,
-                out of bounds or of a wrong type; `field` names it.
+            RequestError: not JSON, too deep, or a field that is missing, not supported, out of
+                bounds or of a wrong type; `field` names it.
         """
         if not body.strip():
             raise BodySyntaxError("The body is empty: send a JSON object of fields.")
@@ -72,30 +59,30 @@ class BodyDecoder(Generic[T]):
             raise BodySyntaxError(
                 f"The body is nested deeper than {self._max_depth} lists and objects."
             )
+        ignored: list[Ignored] = []
         try:
-            decoded = self._decoder.decode(body)
+            decoded = _parse(self._decoder, body)
         except msgspec.ValidationError as error:
-            raise _explain(str(error), self._kind, body) from None
-        except msgspec.DecodeError as error:
-            raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
-        except UnicodeDecodeError:
-            raise BodySyntaxError("The body is not valid UTF-8.") from None
-        _check_supported(decoded, "", self._marks)
-        return decoded
+            try:
+                value = _parse(_ANY, body)
+            except msgspec.ValidationError:  # a number that is too large for any field
+                raise explain(str(error), self._kind, body) from None
+            decoded, ignored = _convert_leniently(value, self._kind)
+        return decoded, [*ignored, *_without_effect(decoded, "", self._marks)]
 
 
-def convert(value: object, kind: Any, where: str) -> Any:
+def convert(value: object, kind: Any, where: str) -> tuple[Any, list[Ignored]]:
     """Return a decoded part of a body as `kind`, which may be a union of structs.
 
-    Raises:
-        RequestError: as `BodyDecoder.decode`; `where` is the part's place in the body.
+    Fields that `kind` does not have are removed from `value`. Returns and raises as
+    `BodyDecoder.decode`; `where` is the part's place in the body.
     """
+    ignored: list[Ignored] = []
     try:
         converted = msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), kind, value, where) from None
-    _check_supported(converted, where, _marks_in(kind))
-    return converted
+    except msgspec.ValidationError:
+        converted, ignored = _convert_leniently(value, kind, where)
+    return converted, [*ignored, *_without_effect(converted, where, _marks_in(kind))]
 
 
 def depth_exceeds(body: bytes, limit: int) -> bool:
@@ -117,60 +104,101 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
     return False
 
 
-def _check_supported(value: object, where: str, marks: Marks) -> None:
-    """Refuse fields that are marked as not supported, unless null or neutral.
+def meant(error: MissingFieldError, ignored: Iterable[Ignored]) -> RequestError:
+    """Return the error about an ignored field that is the missing one misspelt, else `error`."""
+    place, _, name = (error.field or "").rpartition(".")
+    for one in ignored:
+        if one.is_known or one.refusal is None or one.path.rpartition(".")[0] != place:
+            continue
+        refusal = one.refusal()
+        if f"'{name}'" in str(refusal.facts.get("hint", "")):
+            return refusal
+    return error
+
+
+def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise BodySyntaxError("The body is not valid JSON: {why}.", why=error) from None
+    except UnicodeDecodeError:
+        raise BodySyntaxError("The body is not valid UTF-8.") from None
+
+
+def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, list[Ignored]]:
+    """Return a decoded body as `kind`, and the fields that were left out for it."""
+    ignored = drop_unknown(value, kind, where)
+    try:
+        return msgspec.convert(value, kind, str_keys=True), ignored
+    except msgspec.ValidationError as error:
+        refusal = explain(str(error), kind, value, where)
+    raise meant(refusal, ignored) if isinstance(refusal, MissingFieldError) else refusal
+
+
+def _without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
+    """Yield the fields with values that are not neutral and have no effect.
 
     Raises:
-        UnsupportedFieldError: naming the field.
+        UnsupportedFieldError: a field whose lack would change the answer; it is named.
         UnknownFieldError: the protocol calls the field otherwise.
     """
-    found = _find_unsupported(value, marks)
-    if found is None:
-        return
-    field, extra = _join(where, found[0]), found[1]
+    seen = set[tuple[int, str]]()
+    for inner, extra in _find_marked(value, marks):
+        refusal = partial(_unsupported, join(where, inner), extra)
+        if extra["effect"] is Effect.REFUSED:
+            raise refusal()
+        key = (id(extra), inner.rpartition(".")[2])
+        if key not in seen and len(seen) < MAX_IGNORED:
+            seen.add(key)
+            is_hint = extra["effect"] is Effect.HINT
+            yield Ignored(join(where, inner), refusal if is_hint else None, is_known=True)
+
+
+def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
     if "new_name" in extra:
         reason = f"is not a known field. Did you mean '{extra['new_name']}'?"
-        raise UnknownFieldError(reason, field=field)
-    raise UnsupportedFieldError("is not supported yet: leave it out.", field=field)
+        return UnknownFieldError(reason, field=field)
+    return UnsupportedFieldError("is not supported yet: leave it out.", field=field)
 
 
-def _find_unsupported(value: object, marks: Marks) -> tuple[str, dict[str, Any]] | None:
-    """Return the place inside a value and the marks of a field with a value that is not neutral."""
+def _find_marked(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the places inside a value and the marks of fields with values that are not neutral."""
     if isinstance(value, list):
         for place, part in enumerate(value):
-            if found := _find_unsupported(part, marks):
-                return _join(f"[{place}]", found[0]), found[1]
+            for inner, found in _find_marked(part, marks):
+                yield join(f"[{place}]", inner), found
     for attribute, name, extra in marks.get(type(value), ()):
-        inner = getattr(value, attribute)
-        if inner is None:
+        part = getattr(value, attribute)
+        if part is None:
             continue
         if extra is None:
-            if found := _find_unsupported(inner, marks):
-                return _join(name, found[0]), found[1]
-        elif not any(_is_same(inner, neutral) for neutral in extra["neutral"]):
-            return name, extra
-    return None
+            for inner, found in _find_marked(part, marks):
+                yield join(name, inner), found
+        elif not any(_is_same(part, neutral) for neutral in extra["neutral"]):
+            yield name, extra
 
 
 @cache
 def _marks_in(kind: Any) -> Marks:
     """Return the fields to check, for each struct inside a type."""
     found: Marks = {}
-    _collect_marks(_type_of(kind), found)
+    _collect_marks(type_of(kind), found)
     return found
 
 
 def _collect_marks(kind: inspect.Type, found: Marks) -> bool:
     """Add the fields to check of the structs inside a type; return whether there are any."""
     has_any = False
-    for part in _parts([kind]):
+    for part in parts([kind]):
         if isinstance(part, inspect.ListType):
             has_any |= _collect_marks(part.item_type, found)
         elif isinstance(part, inspect.StructType):
             if part.cls not in found:
                 fields = found[part.cls] = []
                 for field in part.fields:
-                    extra = _extra(field.type)
+                    extra = extra_of(field.type)
                     if "neutral" in extra:
                         fields.append((field.name, field.encode_name, extra))
                     elif _collect_marks(field.type, found):
@@ -182,147 +210,3 @@ def _collect_marks(kind: inspect.Type, found: Marks) -> bool:
 def _is_same(value: object, neutral: object) -> bool:
     """Whether both are the same value in JSON, where true is not 1."""
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
-
-
-def _explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
-    """Turn msgspec's error about `body`, which may be decoded already, into ours."""
-    what, inner, is_of_key = _split(text)
-    path, kinds = _join(where, inner), list(_types_at(kind, inner))
-    facts: dict[str, object] = {}
-    if found := _UNKNOWN.fullmatch(what):
-        word = found[1][:MAX_NAME_LENGTH]
-        structs = (it for it in kinds if isinstance(it, inspect.StructType))
-        known = sorted({field.encode_name for it in structs for field in it.fields})
-        hint = nearest(word, known) if path else _elsewhere(word, known) or nearest(word, known)
-        return UnknownFieldError("is not a known field.{hint}", field=_join(path, word), hint=hint)
-    if found := _MISSING.fullmatch(what):
-        return MissingFieldError("is missing.", field=_join(path, found[1]))
-    if what.endswith("got `null`") and path and not path.endswith("]"):
-        return MissingFieldError("is missing.", field=path)
-    if found := _EXPECTED.fullmatch(what):
-        reason = f"must be {_in_words(found[1])}, got {_in_words(found[2])}."
-    elif found := _WORD.fullmatch(what):
-        reason = "must be {known}, got '{value}'.{hint}"
-        facts = _about_word(found[1][:MAX_NAME_LENGTH], kinds)
-    elif _OUT_OF_BOUNDS.fullmatch(what):
-        if is_of_key:
-            kinds = list(_parts(it.key_type for it in kinds if isinstance(it, inspect.DictType)))
-        got = "" if is_of_key else _got(body, inner)
-        reason = f"must {next(filter(None, map(_limits, kinds)))}{got}."
-    else:
-        reason, facts = "is not valid: {why}.", {"why": what}
-    subject = "A key of {field} " if is_of_key else "" if path else "The body "
-    return RequestError(subject + reason, field=path or None, **facts)
-
-
-def _about_word(word: str, kinds: list[inspect.Type]) -> dict[str, object]:
-    """Return the facts of an error about a word where a field takes certain words only."""
-    literals = (it for it in kinds if isinstance(it, inspect.LiteralType))
-    known = dict.fromkeys(str(value) for it in literals for value in it.values)
-    special = {key: text for it in kinds for key, text in _extra(it).get("hints", {}).items()}
-    hint = f" {special[word]}" if word in special else nearest(word, known)
-    words = ", ".join(known) if len(known) == 1 else f"one of {', '.join(known)}"
-    return {"known": words, "value": word, "hint": hint}
-
-
-def _limits(kind: inspect.Type) -> str:
-    """Return the limits of a type in words; empty without limits."""
-    if isinstance(kind, inspect.IntType | inspect.FloatType):
-        low, high, verb, unit = kind.ge, kind.le, "be", ""
-    elif isinstance(kind, inspect.StrType | inspect.ListType | inspect.DictType):
-        low, high, verb = kind.min_length, kind.max_length, "have"
-        unit = " characters" if isinstance(kind, inspect.StrType) else " items"
-    else:
-        return ""
-    if low is not None and high is not None:
-        return f"{verb} from {low} to {high}{unit}"
-    if high is not None:
-        return f"{verb} at most {high}{unit}"
-    unit = unit.rstrip("s") if low == 1 else unit
-    return f"{verb} at least {low}{unit}" if low is not None else ""
-
-
-def _got(body: Any, path: str) -> str:
-    """Return what a body has at a place, for an error: a number, or a length."""
-    try:
-        value = msgspec.json.decode(body) if isinstance(body, bytes) else body
-        for step in _STEP.findall(path):
-            value = value[int(step[1:-1]) if step.startswith("[") else step]
-        return f", got {value if isinstance(value, int | float) else len(value)}"
-    except (ValueError, LookupError, TypeError):  # not JSON after that place, or a key twice
-        return ""
-
-
-def _elsewhere(word: str, known: list[str]) -> str:
-    """Return which field to send instead of one that another endpoint takes; empty for others."""
-    own = next((name for name in _PROMPT_FIELDS if name in known), None)
-    if word not in _PROMPT_FIELDS or own is None:
-        return ""
-    return f" Send '{own}' here; '{word}' is for {_PROMPT_FIELDS[word]}."
-
-
-def _split(text: str) -> tuple[str, str, bool]:
-    """Return what msgspec found wrong, the path where, and whether it is about a key there.
-
-    Takes time linear in the text.
-    """
-    what, _, place = text.rpartition(" - at ")
-    found = _PLACE.fullmatch(place)
-    return (what, found[2], found[1] is not None) if what and found else (text, "", False)
-
-
-def _types_at(kind: Any, path: str) -> Iterator[inspect.Type]:
-    """Yield the types of a place inside a type, with their annotations.
-
-    Takes time linear in the path, which a client's own word may look like.
-    """
-    here: list[inspect.Type] = [_type_of(kind)]
-    for step in _STEP.finditer(path):
-        here = [inner for part in _parts(here) for inner in _into(part, step[0])]
-        if not here:
-            break
-    return _parts(here)
-
-
-@cache
-def _type_of(kind: Any) -> inspect.Type:
-    """Return msgspec's description of a type, which takes a millisecond to make."""
-    return inspect.type_info(kind)
-
-
-def _into(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    """Yield the types one step inside: of a field, an item, a value, or a struct's tag."""
-    if isinstance(kind, inspect.ListType) and step.startswith("["):
-        yield kind.item_type
-    elif isinstance(kind, inspect.DictType) and step.startswith("["):
-        yield kind.value_type
-    elif isinstance(kind, inspect.StructType):
-        yield from (field.type for field in kind.fields if field.encode_name == step)
-        if kind.tag_field == step:
-            yield inspect.LiteralType((str(kind.tag),))
-
-
-def _parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """Yield annotations, and the alternatives of unions instead of these."""
-    for kind in kinds:
-        if isinstance(kind, inspect.Metadata):
-            yield kind
-            yield from _parts([kind.type])
-        elif isinstance(kind, inspect.UnionType):
-            yield from _parts(kind.types)
-        else:
-            yield kind
-
-
-def _extra(kind: inspect.Type) -> dict[str, Any]:
-    """Return the marks of an annotation; empty for a type without them."""
-    return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name and not name.startswith("[") else path + name
-
-
-def _in_words(types: str) -> str:
-    words = [_WORDS.get(word, word) for word in types.split(" | ") if word != "null"]
-    return " or ".join(words) or "null"

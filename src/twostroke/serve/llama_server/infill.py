@@ -30,7 +30,7 @@ class ExtraFile(field.RequestObject):
 
     text: str
     filename: str = "tmp"
-    time: field.IgnoredAny = None
+    time: field.Ignored = None
 
 
 class InfillRequest(TextFields, kw_only=True):

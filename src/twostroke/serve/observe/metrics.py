@@ -100,25 +100,25 @@ class Metrics(Collector):
         self.goodput = Goodput(objectives)
         self._client = client
         self._limits = limits
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.responses = Counter(
             "twostroke_http_responses",
             "HTTP responses by endpoint and status.",
             ("endpoint", "status"),
-            registry=self._registry,
+            registry=self.registry,
         )
         self.failures = Counter(
             "twostroke_failed_requests",
             "Requests that the engine began and could not finish.",
-            registry=self._registry,
+            registry=self.registry,
         )
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type, in the format that `accept` prefers."""
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        return encode(self.registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine and of goodput as of now."""

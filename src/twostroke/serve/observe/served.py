@@ -30,6 +30,7 @@ class ServedRequest:
         tenant: the owner of the API key.
         field_names: the protocol's names of the engine's fields, for errors; `[]` stands for a
             place in a list, as in `tools[].name`.
+        ignored: the names of fields that had no effect.
         endpoint: the route that answers.
         status: 0 until a response begins.
         error: the code of the error that ended the request.
@@ -47,6 +48,7 @@ class ServedRequest:
     ended_s: float = 0.0
     tenant: str = ""
     field_names: Mapping[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
     endpoint: str = "unknown"
     status: int = 0
     error: str | None = None

@@ -65,24 +65,24 @@ class OllamaOptions(field.RequestObject):
         field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
     ] = None
 
-    num_ctx: field.IgnoredAny = None
-    num_keep: field.IgnoredAny = None
-    repeat_last_n: field.IgnoredAny = None
-    typical_p: field.IgnoredAny = None
-    tfs_z: field.IgnoredAny = None
-    mirostat: field.IgnoredAny = None
-    mirostat_eta: field.IgnoredAny = None
-    mirostat_tau: field.IgnoredAny = None
-    penalize_newline: field.IgnoredAny = None
-    num_batch: field.IgnoredAny = None
-    num_gpu: field.IgnoredAny = None
-    main_gpu: field.IgnoredAny = None
-    num_thread: field.IgnoredAny = None
-    use_mmap: field.IgnoredAny = None
-    use_mlock: field.IgnoredAny = None
-    low_vram: field.IgnoredAny = None
-    numa: field.IgnoredAny = None
-    draft_num_predict: field.IgnoredAny = None
+    num_ctx: field.Ignored = None
+    num_keep: field.Ignored = None
+    repeat_last_n: field.Ignored = None
+    typical_p: field.Ignored = None
+    tfs_z: field.Ignored = None
+    mirostat: field.Ignored = None
+    mirostat_eta: field.Ignored = None
+    mirostat_tau: field.Ignored = None
+    penalize_newline: field.Ignored = None
+    num_batch: field.Ignored = None
+    num_gpu: field.Ignored = None
+    main_gpu: field.Ignored = None
+    num_thread: field.Ignored = None
+    use_mmap: field.Ignored = None
+    use_mlock: field.Ignored = None
+    low_vram: field.Ignored = None
+    numa: field.Ignored = None
+    draft_num_predict: field.Ignored = None
 
 
 class OllamaFunction(msgspec.Struct):
@@ -140,8 +140,8 @@ class OllamaRequest(field.RequestObject):
         field.doc("How many of the likeliest tokens to report at each place, with `logprobs`."),
     ] = None
 
-    keep_alive: field.IgnoredAny = None
-    shift: field.Ignored[bool] = None
+    keep_alive: field.Ignored = None
+    shift: field.Ignored = None
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):

@@ -82,8 +82,8 @@ class ChatMessage(field.RequestObject):
     reasoning: Annotated[str | None, field.doc("The same as `reasoning_content`.")] = None
     tool_calls: Annotated[list[ToolCall] | None, field.doc("An assistant's calls.")] = None
     tool_call_id: Annotated[str | None, field.doc("In a tool's message: its call.")] = None
-    refusal: field.IgnoredAny = None
-    annotations: field.IgnoredAny = None
+    refusal: field.SentBack = None
+    annotations: field.SentBack = None
     audio: Annotated[Any, field.unsupported(*_EMPTY)] = None
     function_call: Annotated[Any, field.unsupported(*_EMPTY)] = None
 
@@ -129,7 +129,7 @@ class ChatRequest(CommonFields, kw_only=True):
     function_call: Annotated[Any, field.unsupported("none", "auto")] = None
     functions: Annotated[Any, field.unsupported([])] = None
     modalities: Annotated[Any, field.unsupported(["text"])] = None
-    verbosity: Annotated[Any, field.unsupported("medium")] = None
+    verbosity: Annotated[Any, field.hint("medium")] = None
     web_search_options: field.Unsupported = None
 
 

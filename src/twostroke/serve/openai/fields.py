@@ -65,8 +65,8 @@ class StreamOptions(field.RequestObject):
     """What a stream carries besides the answer."""
 
     include_usage: Annotated[bool | None, field.doc("End the stream with the usage.")] = None
-    continuous_usage_stats: field.AlwaysOff = None
-    include_obfuscation: field.Ignored[bool] = None
+    continuous_usage_stats: field.HintOff = None
+    include_obfuscation: field.IgnoredOff = None
 
 
 class PredictionPart(field.TaggedObject, tag="text"):
@@ -92,10 +92,11 @@ class ServiceFields(field.RequestObject):
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None,
         field.doc("The class of service: `priority` is served first, `flex` last."),
+        field.DROPPABLE,
     ] = None
 
-    user: field.Ignored[str] = None
-    request_id: field.Ignored[str] = None
+    user: field.Ignored = None
+    request_id: field.Ignored = None
 
 
 class CommonFields(ServiceFields):
@@ -167,22 +168,22 @@ class CommonFields(ServiceFields):
     timings_per_token: Annotated[
         bool | None, field.doc("Report `timings` in llama-server's form.")
     ] = None
-    return_progress: field.Ignored[bool] = None
-    id_slot: field.Ignored[int] = None
-    cache_prompt: field.Ignored[bool] = None
+    return_progress: field.Ignored = None
+    id_slot: field.Ignored = None
+    cache_prompt: field.Ignored = None
 
-    metadata: field.Ignored[Pairs] = None
-    store: field.Ignored[bool] = None
-    safety_identifier: field.Ignored[str] = None
-    prompt_cache_key: field.Ignored[str] = None
-    prompt_cache_retention: field.Ignored[str] = None
-    spaces_between_special_tokens: field.Ignored[bool] = None
+    metadata: Annotated[Any, field.ignored({})] = None
+    store: field.IgnoredOff = None
+    safety_identifier: field.Ignored = None
+    prompt_cache_key: field.Ignored = None
+    prompt_cache_retention: field.Ignored = None
+    spaces_between_special_tokens: field.IgnoredOn = None
 
     allowed_token_ids: field.Unsupported = None
     bad_words: Annotated[Any, field.unsupported([])] = None
     best_of: Annotated[int | None, field.doc("Accepted if it equals `n`.")] = None
     cache_salt: field.Unsupported = None
-    length_penalty: Annotated[Any, field.unsupported(1.0)] = None
+    length_penalty: Annotated[Any, field.hint(1.0)] = None
     prompt_logprobs: field.Unsupported = None
     return_token_ids: field.AlwaysOff = None
     return_tokens_as_token_ids: field.AlwaysOff = None

@@ -136,6 +136,9 @@ def _constraints(asked: FormFields) -> Iterator[Notated]:
         yield "json_schema", form.schema, "response_format.schema"
         yield "json_schema", named and named.schema, "response_format.json_schema.schema"
     vllms = asked.structured_outputs or StructuredOutputs()
+    if asked.structured_outputs == StructuredOutputs():  # perhaps its field was misspelt
+        reason = f"has no form: give one of {', '.join(StructuredOutputs.__struct_fields__)}."
+        raise RequestError(reason, field="structured_outputs")
     if vllms.json_object:
         yield "json_schema", ANY_OBJECT, "structured_outputs.json_object"
     for name, notation in _NOTATIONS.items():

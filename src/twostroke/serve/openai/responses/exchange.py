@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.job import Conversation, Job, check_messages
 from twostroke.serve.openai.fields import to_caller, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
+    from twostroke.serve.ignored import Ignored
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
@@ -60,9 +61,10 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     """
     check(asked)
     tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
+    exchange, ignored = _exchange(asked, tools, tenant)
     return Job(
         model=asked.model,
-        prompts=(_exchange(asked, tools, tenant),),
+        prompts=(exchange,),
         params=_params(asked, tools),
         caller=to_caller(asked, "input", tenant),
         speculate="auto" if asked.speculate is None else asked.speculate,
@@ -70,6 +72,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         stream=bool(asked.stream),
         timings=bool(asked.return_timings),
         tools=tools,
+        ignored=tuple(ignored),
     )
 
 
@@ -79,12 +82,16 @@ def names(asked: ResponsesRequest) -> Mapping[str, str]:
     return {name: own for name, own in here.items() if getattr(asked, name) is None}
 
 
-def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> Exchange:
+def _exchange(
+    asked: ResponsesRequest, tools: Tools | None, tenant: Tenant
+) -> tuple[Exchange, list[Ignored]]:
+    """Return the conversation, and the fields of its items that have no effect."""
     previous = _previous(asked.previous_response_id, tenant)
     steps = list(previous.conversation()) if previous else []
     if isinstance(asked.input, list):
         check_messages(len(asked.input), "input")
-    own = read_input(asked.input, tenant, {id_ for step in steps for id_ in step.item_ids})
+    taken = {id_ for step in steps for id_ in step.item_ids}
+    own, ignored = read_input(asked.input, tenant, taken)
     if not own and previous is None:
         raise MissingFieldError("is missing.", field="input")
     earlier: list[RawItem] = []
@@ -97,7 +104,7 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
     if not messages:
         raise RequestError("must have at least one message.", field="input")
     draft = Kept("", encode_json(own), b"", tuple(item["id"] for item in own), previous)
-    return Exchange(
+    exchange = Exchange(
         tuple(messages),
         () if tools is None else tools.shown,
         thinking=_thinking(asked),
@@ -107,6 +114,7 @@ def _exchange(asked: ResponsesRequest, tools: Tools | None, tenant: Tenant) -> E
         tenant=tenant,
         draft=draft if asked.store is not False and tenant.fits(draft) else None,
     )
+    return exchange, ignored
 
 
 def _thinking(asked: ResponsesRequest) -> Thinking:

@@ -15,6 +15,7 @@ from twostroke.serve.openai.responses.recall import recall
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from twostroke.serve.ignored import Ignored
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
@@ -23,16 +24,16 @@ class InputText(field.TaggedObject, tag="input_text"):
     """A text."""
 
     text: str
-    prompt_cache_breakpoint: field.IgnoredAny = None
+    prompt_cache_breakpoint: field.Ignored = None
 
 
 class AnswerText(field.TaggedObject, tag="output_text"):
     """A text of an answer, with the fields that SDKs send back."""
 
     text: str
-    annotations: Annotated[Any, field.unsupported([])] = None
-    logprobs: field.IgnoredAny = None
-    parsed: field.IgnoredAny = None
+    annotations: Annotated[Any, field.hint([])] = None
+    logprobs: field.SentBack = None
+    parsed: field.SentBack = None
 
 
 class RefusalPart(field.TaggedObject, tag="refusal"):
@@ -49,12 +50,12 @@ class MessageItem(field.TaggedObject, tag="message"):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant"],
-        field.hints({"tool": "Send a function_call_output."}),
+        field.advice({"tool": "Send a function_call_output."}),
     ]
     content: str | list[Part]
     id: str | None = None
-    status: field.IgnoredAny = None
-    phase: field.IgnoredAny = None
+    status: field.SentBack = None
+    phase: field.SentBack = None
 
 
 class CallFields(field.TaggedObject):
@@ -62,8 +63,8 @@ class CallFields(field.TaggedObject):
 
     call_id: str
     id: str | None = None
-    status: field.IgnoredAny = None
-    caller: Annotated[Any, field.unsupported({"type": "direct"})] = None
+    status: field.SentBack = None
+    caller: Annotated[Any, field.hint({"type": "direct"})] = None
     namespace: field.Unsupported = None
 
 
@@ -72,8 +73,8 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 
     name: str
     arguments: str
-    parsed_arguments: field.IgnoredAny = None
-    is_async: field.IgnoredAny = msgspec.field(default=None, name="async")
+    parsed_arguments: field.SentBack = None
+    is_async: field.SentBack = msgspec.field(default=None, name="async")
 
 
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
@@ -96,10 +97,10 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     """
 
     content: list[ReasoningText] | None = None
-    summary: field.IgnoredAny = None
-    encrypted_content: field.IgnoredAny = None
+    summary: field.SentBack = None
+    encrypted_content: field.SentBack = None
     id: str | None = None
-    status: field.IgnoredAny = None
+    status: field.SentBack = None
 
 
 class ItemReference(field.TaggedObject, tag="item_reference"):
@@ -125,11 +126,13 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(24)
 
 
-def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str]) -> list[RawItem]:
-    """Return a request's items complete: with types and ids, references resolved.
+def read_input(
+    given: str | list[RawItem] | None, tenant: Tenant, taken: set[str]
+) -> tuple[list[RawItem], list[Ignored]]:
+    """Return a request's items complete, with types and ids, references resolved; and fields.
 
-    An item whose id is `taken` by an earlier one gets a new id, so that ids stay unique. All ids
-    of the items are added to `taken`.
+    The fields are those of items that have no effect. An item whose id is `taken` by an earlier one
+    gets a new id, so that ids stay unique. All ids of the items are added to `taken`.
 
     Raises:
         RequestError: an item is not valid, or a reference leads nowhere.
@@ -137,7 +140,8 @@ def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     raws = [_with_type(raw) for raw in given or ()]
-    items = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
+    read = [_read(raw, f"input[{place}]") for place, raw in enumerate(raws)]
+    items, ignored = [item for item, _ in read], [one for _, fields in read for one in fields]
     ids = {place: item.id for place, item in enumerate(items) if isinstance(item, ItemReference)}
     referred = recall(ids, tenant)
     found: list[RawItem] = []
@@ -147,7 +151,7 @@ def read_input(given: str | list[RawItem] | None, tenant: Tenant, taken: set[str
             complete = complete | {"id": new_id(_PREFIXES[complete["type"]])}
         taken.add(complete["id"])
         found.append(complete)
-    return found
+    return found, ignored
 
 
 def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, Any]]:
@@ -163,7 +167,7 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
     thoughts: list[str] = []  # of the next message
     calls = set[str]()
     for place, raw in enumerate(items, -num_earlier):
-        item = _read(_with_type(raw), f"input[{place}]")
+        item, _ = _read(_with_type(raw), f"input[{place}]")
         if isinstance(item, Reasoning):
             thoughts.append("".join(part.text for part in item.content or ()))
             continue
@@ -213,10 +217,8 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def _read(raw: RawItem, where: str) -> Item:
-    kind = _KINDS.get(str(raw["type"]), Item)
-    item: Item = convert(raw, kind, where)
-    return item
+def _read(raw: RawItem, where: str) -> tuple[Item, list[Ignored]]:
+    return convert(raw, _KINDS.get(str(raw["type"]), Item), where)
 
 
 def _complete(raw: RawItem, item: Item) -> RawItem:

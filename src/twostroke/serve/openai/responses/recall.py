@@ -8,7 +8,7 @@ import msgspec
 
 from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import encode_json
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.store import MAX_CONVERSATION_BYTES
 
 if TYPE_CHECKING:

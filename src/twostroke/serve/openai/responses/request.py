@@ -8,8 +8,8 @@ from msgspec import Meta
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.describe import field
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import UnsupportedFieldError
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.chat import ReasoningEffort
 from twostroke.serve.openai.fields import (
     CommonFields,
@@ -40,7 +40,7 @@ INCLUDABLE: Final = (
 )
 MAX_TOOL_CALLS: Final = 2**31 - 1
 
-Echoed = Annotated[Label | None, field.doc("Returned with the answer.")]
+Echoed = Annotated[Label | None, field.doc("Returned with the answer."), field.DROPPABLE]
 
 
 class TextSchema(NamedSchema, tag_field="type", tag="json_schema"):
@@ -51,7 +51,7 @@ class TextConfig(field.RequestObject):
     """The form of the answer's text."""
 
     format: Text | JsonObject | TextSchema | None = None
-    verbosity: Annotated[Any, field.unsupported("medium")] = None
+    verbosity: Annotated[Any, field.hint("medium")] = None
 
 
 class ReasoningConfig(field.RequestObject):
@@ -59,17 +59,17 @@ class ReasoningConfig(field.RequestObject):
 
     effort: ReasoningEffort = None
 
-    context: Annotated[Any, field.unsupported("auto")] = None
-    generate_summary: Annotated[Any, field.unsupported("auto")] = None
-    mode: Annotated[Any, field.unsupported("standard")] = None
-    summary: Annotated[Any, field.unsupported("auto")] = None
+    context: Annotated[Any, field.hint("auto")] = None
+    generate_summary: Annotated[Any, field.hint("auto")] = None
+    mode: Annotated[Any, field.hint("standard")] = None
+    summary: Annotated[Any, field.hint("auto")] = None
 
 
 class ResponseStreamOptions(StreamOptions):
-    """What a stream carries besides the answer; the last event always has the usage."""
+    """What a stream carries besides the answer."""
 
-    include_usage: field.AlwaysOff = None
-    include_obfuscation: field.AlwaysOff = None
+    include_usage: Annotated[bool | None, field.doc("The last event always has the usage.")] = None
+    include_obfuscation: field.HintOff = None
 
 
 class ResponsesRequest(CommonFields):
@@ -114,20 +114,23 @@ class ResponsesRequest(CommonFields):
     max_tool_calls: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_TOOL_CALLS)] | None,
         field.doc("Returned with the answer; it would limit tools of the server."),
+        field.DROPPABLE,
     ] = None
 
-    metadata: Annotated[Pairs | None, field.doc("Returned with the answer.")] = None
+    metadata: Annotated[Pairs | None, field.doc("Returned with the answer."), field.DROPPABLE] = (
+        None
+    )
     prompt_cache_key: Echoed = None
     safety_identifier: Echoed = None
     user: Echoed = None
     store: Annotated[bool | None, field.doc("Keep the answer; true if left out.")] = None
-    prompt_cache_options: field.Ignored[dict[str, Any]] = None
+    prompt_cache_options: field.Ignored = None
 
-    access_programs: field.Unsupported = None
+    access_programs: field.Hint = None
     add_special_tokens: field.AlwaysOff = None
     background: field.AlwaysOff = None
-    background_options: field.Unsupported = None
-    context_management: Annotated[Any, field.unsupported([])] = None
+    background_options: field.Hint = None
+    context_management: Annotated[Any, field.hint([])] = None
     conversation: field.Unsupported = None
     image: field.Unsupported = None
     moderation: field.Unsupported = None

@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
 from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import check_include
 

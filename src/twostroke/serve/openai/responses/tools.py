@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.describe import field
-from twostroke.serve.http.decode import MAX_NAME_LENGTH
+from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.tools import FunctionBody, NamedFunction, to_tools
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     """A function of the client; the server has no tools of its own."""
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
-    defer_loading: field.AlwaysOff = None
+    defer_loading: field.HintOff = None
     is_async: field.AlwaysOff = msgspec.field(default=None, name="async")
-    output_schema: field.Unsupported = None
+    output_schema: field.Hint = None
 
 
 class NamedTool(NamedFunction, tag_field="type", tag="function"):

@@ -1,0 +1,146 @@
+"""Fields without effect fail no request: they are named, counted and logged; `--strict` refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.refusals import refused
+from support.servers import chat_body, live_server, post_bytes
+from twostroke.serve.http.decode import BodyDecoder
+from twostroke.serve.ignored import MAX_IGNORED
+from twostroke.serve.openai.chat import ChatRequest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+Fields = dict[str, Any]
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "strictly": 1}}
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+LEAST: dict[str, Fields] = {
+    CHAT: {"messages": HELLO, "max_tokens": 1},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 1},
+    MESSAGES: {"messages": HELLO, "max_tokens": 1},
+    RESPONSES: {"input": "hello", "max_output_tokens": 1},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5]},
+}
+# By path: the fields, their names in the header, and what a strict server says (empty: nothing).
+IGNORED: list[tuple[str, Fields, str, str]] = [
+    *[(path, {"none": 1}, "none", "none is not a known field") for path in LEAST],
+    (CHAT, {"temprature": 1}, "temprature", "temprature is not a known field. Did you mean 'temp"),
+    (CHAT, {"a b,\r\nx: é": 1}, "a%20b%2C%0D%0Ax%3A%20%C3%A9", "is not a known field."),
+    (CHAT, {"": 1}, "''", "'' is not a known field."),
+    (CHAT, {"messages": [HELLO[0] | {"x": 1}] * 2}, "messages[].x", "messages[0].x is not a known"),
+    (CHAT, {"tools": [TOOL]}, "tools[].function.strictly", "mean 'strict'?"),
+    (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x", "not a known field"),
+    (CHAT, {"verbosity": "low", "user": "u"}, "user, verbosity", "verbosity is not supported yet"),
+    (CHAT, {"verbosity": "medium", "metadata": {}, "store": False, "user": None}, "", ""),
+    *[(CHAT, {"metadata": value}, "metadata", "") for value in ("", ["x"], {"k": 1})],
+    (CHAT, {"service_tier": "best"}, "service_tier", "service_tier must be one of auto"),
+    ("/v1/completions", {"length_penalty": True}, "length_penalty", "not supported yet"),
+    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort", "not supported yet"),
+    (MESSAGES, {"max_token": 1}, "max_token", "Did you mean 'max_tokens'?"),
+    (MESSAGES, {"metadata": 1, "service_tier": 1}, "metadata, service_tier", ""),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity", "not supported yet"),
+    (RESPONSES, {"reasoning": {"efort": "x"}}, "reasoning.efort", "Did you mean 'effort'?"),
+    (RESPONSES, {"metadata": {"k": "v" * 513}}, "metadata", "metadata[...] must have at most 512"),
+    (RESPONSES, {"max_tool_calls": 0, "user": 5}, "user, max_tool_calls", "user must be a string"),
+    (RESPONSES, {"input": [{"role": "user", "content": "a", "x": 1}]}, "input[].x", "not a known"),
+    (RESPONSES, {"stream_options": {"include_usage": True}, "stream": True}, "", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields", "names", "said"), IGNORED)
+def test_field_without_effect_is_named_and_a_strict_server_refuses_it(
+    server: LiveServer, strict: LiveServer, path: str, fields: Fields, names: str, said: str
+) -> None:
+    body = LEAST[path] | fields
+    response = server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers.get("twostroke-ignored", "") == names
+    response = strict.http.post(path, json=body)
+    assert response.status_code == (400 if said else 200)
+    if said:
+        assert said in response.json()["error"]["message"]
+
+
+def test_answer_is_the_one_without_the_ignored_fields(server: LiveServer) -> None:
+    seeded = chat_body(max_tokens=8, seed=3)
+    more = {"messages": [seeded["messages"][0] | {"x": [{"y": 1}]}], "z": {}, "max_tokens": 8.0}
+    plain, ignoring = (server.http.post(CHAT, json=seeded | it).json() for it in ({}, more))
+    assert ignoring["choices"] == plain["choices"]
+
+
+def test_stream_has_the_header(server: LiveServer) -> None:
+    response = server.chat(stream=True, max_tokens=1, nothing=1)
+    assert response.headers["twostroke-ignored"] == "nothing"
+
+
+def test_header_is_bounded_and_cannot_be_broken(server: LiveServer) -> None:
+    fields = {f"\r\nX-Evil: {n}" + "é" * 500: n for n in range(100)}
+    response = server.chat(max_tokens=1, **fields)
+    header = response.headers["twostroke-ignored"]
+    assert response.status_code == 200
+    assert len(header) < 2000
+    assert header.endswith(", ...")
+    assert "x-evil" not in response.headers
+
+
+def test_ignored_fields_are_counted_by_known_names_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live_server(tmp_path) as server, caplog.at_level(logging.INFO, "twostroke.serve"):
+        for _ in range(2):
+            server.chat(max_tokens=1, user="u", temprature=1, whatever=1)
+        metrics = server.http.get("/metrics").text
+    assert 'twostroke_ignored_fields_total{field="user"} 2.0' in metrics
+    assert 'twostroke_ignored_fields_total{field="other"} 4.0' in metrics
+    assert "temprature" not in metrics
+    said = [record.getMessage() for record in caplog.records if "Ignored" in record.getMessage()]
+    assert len(said) == 3
+    assert "temprature is not a known field. Did you mean 'temperature'?" in said[0]
+
+
+def test_misspelt_field_that_is_needed_is_named(server: LiveServer) -> None:
+    response = server.http.post(CHAT, json={"mesages": HELLO})
+    said = refused(response, 400, "mesages", "unknown_parameter")
+    assert said == "mesages is not a known field. Did you mean 'messages'?"
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 2.0, "top_k": 3.0, "n": 2.0}, {"seed": 1.0}])
+def test_whole_numbers_may_have_a_fraction(server: LiveServer, fields: Fields) -> None:
+    assert server.chat(**{"max_tokens": 1, **fields}).status_code == 200
+    assert server.chat(**dict.fromkeys(fields, 2.5)).status_code == 400
+    assert server.complete(prompt=[5.0, 6.0], max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("unit", ['"%d": 0', '"x": {"%d": []}', '"messages": [{"%d": 0}]'])
+def test_many_unknown_fields_take_time_in_proportion(unit: str) -> None:
+    decoder = BodyDecoder(ChatRequest, 16)
+    more = ", ".join(unit % n for n in range(200_000))
+    body = f'{{{more}, "messages": {json.dumps(HELLO)}}}'.encode()
+    began = time.perf_counter()
+    _, ignored = decoder.decode(body)
+    assert time.perf_counter() - began < 5
+    assert len(ignored) <= MAX_IGNORED
+
+
+def test_ignored_fields_of_many_messages_are_found_in_time(server: LiveServer) -> None:
+    messages = [{"role": "user", "content": "", "x": 1}] * 9_999 + HELLO
+    began = time.perf_counter()
+    answer = post_bytes("/tokenize", {"messages": messages})
+    assert answer
+    response = server.http.post("/tokenize", json={"messages": messages})
+    assert response.headers["twostroke-ignored"] == "messages[].x"
+    assert time.perf_counter() - began < 10
