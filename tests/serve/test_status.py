@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def test_models_are_listed_in_openais_form(server: LiveServer) -> None:
+    card = server.client.card
     model = {
         "id": "tiny",
         "object": "model",
@@ -24,6 +25,13 @@ def test_models_are_listed_in_openais_form(server: LiveServer) -> None:
         "owned_by": "twostroke",
         "max_model_len": 512,
         "capabilities": {"completion_chat": True, "completion_fim": False},
+        "meta": {
+            "n_vocab": card.tokenizer.vocab_size,
+            "n_ctx_train": 512,
+            "n_embd": card.embedding_width,
+            "n_params": card.num_parameters,
+            "size": card.file_bytes,
+        },
     }
     assert server.http.get("/v1/models").json() == {"object": "list", "data": [model]}
     assert server.http.get("/v1/models/tiny").json() == model

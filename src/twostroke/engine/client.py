@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import RequestError, nearest
@@ -48,6 +49,11 @@ class ModelCard(Frozen):
     chat_template: Chat | None
     cost: CostModel
     pooling: str | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Values in all weights."""
+        return sum(map(prod, self.cost.program.weight_shapes.values()))
 
     @property
     def embedding_width(self) -> int:

@@ -51,6 +51,16 @@ class Capabilities(msgspec.Struct, frozen=True):
     completion_fim: bool
 
 
+class ModelMeta(msgspec.Struct, frozen=True):
+    """A model's sizes, by llama-server's names: in tokens, values and bytes."""
+
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+
+
 class ModelBody(msgspec.Struct, frozen=True):
     """One model; `created` is its time of loading, `max_model_len` its context in tokens."""
 
@@ -58,6 +68,7 @@ class ModelBody(msgspec.Struct, frozen=True):
     created: int
     max_model_len: int
     capabilities: Capabilities
+    meta: ModelMeta
     object: Literal["model"] = "model"
     owned_by: str = "twostroke"
 

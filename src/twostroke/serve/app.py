@@ -22,6 +22,7 @@ from twostroke.serve.about import (
     HealthBody,
     ModelBody,
     ModelList,
+    ModelMeta,
 )
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
@@ -357,7 +358,14 @@ class Api:
             completion_chat=card.chat_template is not None,
             completion_fim=card.tokenizer.infill is not None,
         )
-        return ModelBody(name, card.created_s, card.context_length, abilities)
+        meta = ModelMeta(
+            n_vocab=card.tokenizer.vocab_size,
+            n_ctx_train=card.context_length,
+            n_embd=card.embedding_width,
+            n_params=card.num_parameters,
+            size=card.file_bytes,
+        )
+        return ModelBody(name, card.created_s, card.context_length, abilities, meta)
 
 
 def create_app(

@@ -237,25 +237,30 @@ def test_grammars_and_schemas_hold(server: LiveServer) -> None:
     assert "json_schema cannot be combined with grammar" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("field", "neutral", "other"),
-    [
-        ("mirostat", 0, 2),
-        ("dry_multiplier", 0.0, 0.8),
-        ("xtc_probability", 0, 0.5),
-        ("typical_p", 1.0, 0.5),
-        ("dynatemp_range", 0, 0.5),
-        ("top_n_sigma", -1, 1),
-        ("adaptive_target", -1.0, 0.5),
-        ("lora", [], [{"id": 0, "scale": 1}]),
-        ("post_sampling_probs", False, True),
-    ],
-)
-def test_other_samplers_may_only_be_off(
-    server: LiveServer, field: str, neutral: object, other: object
-) -> None:
-    assert post(server, prompt="hello", n_predict=1, **{field: neutral})
-    assert field in refused(server, **{field: other})["message"]
+SAMPLERS: Fields = {  # those that are not there: a value that turns each on, and one for off
+    "mirostat": (2, 0),
+    "dry_multiplier": (0.8, 0.0),
+    "xtc_probability": (0.5, 0),
+    "typical_p": (0.5, 1.0),
+    "dynatemp_range": (0.5, 0),
+    "top_n_sigma": (1, -1),
+    "adaptive_target": (0.5, -1.0),
+}
+
+
+def test_other_samplers_are_off_and_named(server: LiveServer, strict: LiveServer) -> None:
+    fields = {"prompt": "hello", "n_predict": 1}
+    on, off = ({name: values[place] for name, values in SAMPLERS.items()} for place in (0, 1))
+    answer = server.http.post("/completion", json=fields | on)
+    named = answer.headers["twostroke-ignored"]
+    assert all(name in named for name in SAMPLERS)
+    settings = answer.json()["generation_settings"]
+    assert all(settings.get(name, value) == value for name, value in off.items())
+    assert "twostroke-ignored" not in server.http.post("/completion", json=fields | off).headers
+    for name, value in on.items():
+        assert name in refused(strict, **{name: value})["message"]
+    for name, value in (("lora", [{"id": 0, "scale": 1}]), ("post_sampling_probs", True)):
+        assert name in refused(server, **{name: value})["message"]
 
 
 def test_errors_have_llama_servers_form(server: LiveServer) -> None:

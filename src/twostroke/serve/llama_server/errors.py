@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _TOO_LONG: Final = "exceed_context_size_error"
 _KINDS: Final = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "not_supported_error",
     429: "unavailable_error",

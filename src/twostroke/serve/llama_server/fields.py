@@ -136,35 +136,36 @@ class TextFields(field.RequestObject, kw_only=True):
 
     adaptive_decay: field.Ignored = None
     backend_sampling: field.Ignored = None
-    cache_prompt: field.Ignored = None
+    cache_prompt: field.IgnoredOn = None
     dry_allowed_length: field.Ignored = None
     dry_base: field.Ignored = None
     dry_penalty_last_n: field.Ignored = None
     dry_sequence_breakers: field.Ignored = None
     dynatemp_exponent: field.Ignored = None
-    min_keep: field.Ignored = None
     mirostat_eta: field.Ignored = None
     mirostat_tau: field.Ignored = None
     n_cache_reuse: field.Ignored = None
-    n_discard: field.Ignored = None
-    n_indent: field.Ignored = None
-    n_keep: field.Ignored = None
-    repeat_last_n: field.Ignored = None
+    n_discard: Annotated[Any, field.ignored(0)] = None
+    n_keep: Annotated[Any, field.ignored(0)] = None
     sse_ping_interval: field.Ignored = None
-    t_max_predict_ms: field.Ignored = None
     t_max_prompt_ms: field.Ignored = None
-    verbose: field.Ignored = None
+    verbose: field.IgnoredOff = None
     xtc_threshold: field.Ignored = None
 
-    adaptive_target: Annotated[Any, field.unsupported(-1)] = None
-    dry_multiplier: Annotated[Any, field.unsupported(0)] = None
-    dynatemp_range: Annotated[Any, field.unsupported(0)] = None
+    adaptive_target: Annotated[Any, field.hint(-1)] = None
+    dry_multiplier: Annotated[Any, field.hint(0)] = None
+    dynatemp_range: Annotated[Any, field.hint(0)] = None
+    min_keep: Annotated[Any, field.hint(0)] = None
+    mirostat: Annotated[Any, field.hint(0)] = None
+    n_indent: Annotated[Any, field.hint(0)] = None
+    repeat_last_n: Annotated[Any, field.hint(-1)] = None
+    t_max_predict_ms: Annotated[Any, field.hint(0, -1)] = None
+    top_n_sigma: Annotated[Any, field.hint(-1, 0)] = None
+    typical_p: Annotated[Any, field.hint(1)] = None
+    xtc_probability: Annotated[Any, field.hint(0)] = None
+
     lora: Annotated[Any, field.unsupported([])] = None
-    mirostat: Annotated[Any, field.unsupported(0)] = None
     post_sampling_probs: field.AlwaysOff = None
-    top_n_sigma: Annotated[Any, field.unsupported(-1, 0)] = None
-    typical_p: Annotated[Any, field.unsupported(1)] = None
-    xtc_probability: Annotated[Any, field.unsupported(0)] = None
 
 
 def to_params(asked: TextFields) -> SamplingParams:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
@@ -158,7 +157,7 @@ def _model(card: ModelCard, names: Sequence[str]) -> dict[str, Any]:
         "architecture": card.architecture,
         "format": card.format,
         "context_length": card.context_length,
-        "parameters": sum(map(prod, program.weight_shapes.values())),
+        "parameters": card.num_parameters,
         "file_bytes": card.file_bytes,
         "layers": len(program.cache_layers),
         "width": next((op.width for op in program.ops if isinstance(op, Embed)), None),

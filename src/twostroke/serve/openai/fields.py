@@ -170,7 +170,7 @@ class CommonFields(ServiceFields):
     ] = None
     return_progress: field.Ignored = None
     id_slot: field.Ignored = None
-    cache_prompt: field.Ignored = None
+    cache_prompt: field.IgnoredOn = None
 
     metadata: Annotated[Any, field.ignored({})] = None
     store: field.IgnoredOff = None
