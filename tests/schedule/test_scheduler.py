@@ -135,6 +135,15 @@ def test_answer_longer_than_the_context_is_refused():
     assert caught.value.field == "max_tokens"
 
 
+@pytest.mark.parametrize(("num_pages", "num_output"), [(16, 14), (15, 10)])
+def test_limit_above_context_or_pool_can_be_cut(num_pages, num_output):
+    steps = Steps(num_pages=num_pages)
+    request = steps.add("a", 50, max_tokens=2**31 - 1, cuts_limit=True)
+    steps.finish()
+    assert request.num_output == num_output
+    assert request.finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(8, 5), (12, None), (13, 1)])
 def test_request_larger_than_the_pool_is_refused(num_prompt, max_tokens):
     with pytest.raises(ContextLengthError, match="there is memory for 12"):

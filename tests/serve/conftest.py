@@ -29,8 +29,8 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Start a server that refuses fields without effect."""
-    options = ServeOptions(drain_s=1, is_strict=True)
+    """Start a server that refuses fields without effect, and limits above what fits."""
+    options = ServeOptions(drain_s=1, is_strict=True, strict_limits=True)
     with live_server(tmp_path_factory.mktemp("strict"), options) as server:
         yield server
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.servers import chat_body, events, live_server, wait_for
+from twostroke.serve.names import ModelNames
 from twostroke.serve.running import Answers
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def test_unexpected_failure_has_the_form_of_the_protocol(
             raise ZeroDivisionError("in /secret/path.py")
 
         with monkeypatch.context() as patch:
-            patch.setattr(server.api, "_name", fail)
+            patch.setattr(ModelNames, "find", fail)
             limit = {} if path == "/tokenize" else {"max_tokens": 5}
             failed = server.http.post(path, json=chat_body(**limit))
         assert failed.status_code == 500

@@ -271,9 +271,16 @@ def test_a_prompt_of_plain_text_is_called_a_prompt(server: LiveServer) -> None:
     assert "your prompt resulted in 600 tokens. Please reduce the length of the prompt." in message
 
 
-def test_answer_that_cannot_fit_is_refused_at_once(server: LiveServer) -> None:
-    message = refused(server.chat(max_tokens=500), 400, "max_tokens", "context_length_exceeded")
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_limit_above_what_fits_is_cut_or_refused_at_once(
+    server: LiveServer, strict: LiveServer, field: str
+) -> None:
+    limit = {field: 500, "ignore_eos": True}
+    message = refused(strict.chat(**limit), 400, field, "context_length_exceeded")
     assert "you requested 518 tokens" in message
+    answer = server.chat(**limit).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 512
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_model_answers_to_each_of_its_names(tmp_path: Path) -> None:
         for name in ("org/tiny", "default"):
             assert server.chat(model=name, max_tokens=1).json()["model"] == name
         assert server.chat(max_tokens=1).json()["model"] == "org/tiny"
-        assert server.chat(model="tiny", max_tokens=1).status_code == 404
+        assert server.chat(model="tinier", max_tokens=1).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31m"])

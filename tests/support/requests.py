@@ -27,6 +27,7 @@ def make_request(
     max_tokens: int | None = 4,
     min_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    cuts_limit: bool = False,
     pooling: Pooling | None = None,
 ) -> Request:
     """A request with a given prompt, or one of a given length."""
@@ -44,6 +45,7 @@ def make_request(
         priority=priority,
         salt=salt,
         arrival_s=1.0,
+        cuts_limit=cuts_limit,
         pooling=pooling,
     )
 

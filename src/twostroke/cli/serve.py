@@ -85,10 +85,20 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
     help="Send a model's reasoning in a field apart, or leave it in the answer's text.",
 )
 @option(
+    "--any-model",
+    is_flag=True,
+    help="Answer requests for every model, whatever name they have, with MODEL.",
+)
+@option(
     "--strict",
     "is_strict",
     is_flag=True,
     help="Refuse fields that are not known or have no effect, instead of ignoring them.",
+)
+@option(
+    "--strict-limits",
+    is_flag=True,
+    help="Refuse a limit of tokens above what the context holds, instead of cutting it.",
 )
 def command(**given: Any) -> int:
     """Serve MODEL (a path, hf:owner/repo, or a name from `twostroke models`) over HTTP.
@@ -122,7 +132,9 @@ def command(**given: Any) -> int:
         objectives=objectives,
         access_log=given["access_log"],
         otlp_endpoint=given["otlp_endpoint"],
+        any_model=given["any_model"],
         is_strict=given["is_strict"],
+        strict_limits=given["strict_limits"],
         splits_reasoning=given["reasoning"] == "apart",
     )
     options, form = engine_options(given), given["log_format"]

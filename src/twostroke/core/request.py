@@ -55,6 +55,7 @@ class Request:
         end_ids: tokens that end the request, stop ids included.
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
+        cuts_limit: whether a `max_tokens` above what fits is lowered to that, and not refused.
         hints: how its next tokens may be guessed.
         matcher: tells which tokens keep its output within `params.constraint`, if it has one.
         pooling: the hidden states to return for an embedding; no token is drawn then.
@@ -84,6 +85,7 @@ class Request:
     tenant: str = ""
     salt: bytes = b""
     prompt_field: str = "prompt"
+    cuts_limit: bool = False
     hints: Hints = NO_HINTS
     matcher: Matcher | None = None
     pooling: Pooling | None = None

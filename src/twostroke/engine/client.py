@@ -67,13 +67,14 @@ class Caller(Frozen):
 
     `prompt_field` is what errors call the prompt: "prompt", "messages" for a conversation, or
     "input" for texts to embed. `service` is the class of service that requests are counted under,
-    one of `core.service.SERVICES`.
+    one of `core.service.SERVICES`. `cuts_limit` lowers a `max_tokens` above what fits.
     """
 
     priority: int = 0
     tenant: str = ""
     prompt_field: str = "prompt"
     service: str = DEFAULT_SERVICE
+    cuts_limit: bool = False
 
 
 _ANYONE: Final = Caller()
@@ -280,5 +281,6 @@ def _new_request(
         tenant=caller.tenant,
         salt=caller.tenant.encode(),
         prompt_field=caller.prompt_field,
+        cuts_limit=caller.cuts_limit,
         pooling=pooling,
     )

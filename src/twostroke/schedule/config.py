@@ -91,7 +91,8 @@ class SchedulerView(Frozen):
 def max_len(request: Request, context_length: int, num_slots: int) -> int:
     """Return how many tokens end the request, prompt included.
 
-    `num_slots` is how many tokens the whole page pool holds.
+    `num_slots` is how many tokens the whole page pool holds. A request that `cuts_limit` ends where
+    either is full.
 
     Raises:
         RequestError: there is no prompt.
@@ -105,6 +106,8 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
     total = num_prompt + (1 if answer is None else answer)
     if num_prompt + (answer != 0) > context_length:
         raise too_long(prompt, num_prompt, context_length)
+    if request.cuts_limit:
+        total = min(total, max(num_prompt + 1, min(context_length, num_slots)))
     if total > context_length:
         raise ContextLengthError(
             f"{_START}you requested {total} tokens ({num_prompt} in the {prompt}, {answer} in the "

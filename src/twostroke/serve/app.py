@@ -8,12 +8,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import EngineStoppedError, ModelNotFoundError, TwostrokeError, nearest
+from twostroke.core.errors import EngineStoppedError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.about import (
     VERSION,
@@ -39,6 +40,7 @@ from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.llama_server.info import info_routes
+from twostroke.serve.names import ModelNames
 from twostroke.serve.observe.logs import AccessLog
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.served import served_of
@@ -84,6 +86,7 @@ class Api:
         self.options = options
         self.metrics = Metrics(client, limits, options.objectives)
         self.names = options.model_names or (client.card.name,)
+        self._names = ModelNames(self.names, options.any_model)
         self._state = State(client, limits, self.metrics.goodput, self.names)
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
@@ -208,7 +211,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """Describe the model by one of its names."""
-        return to_json(self._model(self._name(request.path_params["model"])))
+        return to_json(self._model(self._names.find(request.path_params["model"])))
 
     @property
     def _health(self) -> str:
@@ -225,7 +228,7 @@ class Api:
             asked, ignored = decoder.decode(body)
             served.field_names = dialect.names(asked)
             self._ignored.note(ignored, served)
-            name = self._name(asked.model)
+            name = self._names.find(asked.model)
             if (empty := dialect.empty(asked, name)) is not None:
                 return to_json(empty)
             try:
@@ -234,6 +237,8 @@ class Api:
                 raise meant(error, ignored) from None
             self._ignored.note(job.ignored, served)
             check_choices(job, limits.max_choices)
+            caller = replace(job.caller, cuts_limit=not self.options.strict_limits)
+            job = replace(job, caller=caller)
             split = self.options.splits_reasoning
             return job, job.encode(self.client.card, splits_reasoning=split), name
 
@@ -276,7 +281,7 @@ class Api:
             asked, ignored = decoder.decode(body)
             self._ignored.note(ignored, served_of(request.scope))
             job = dialect.read(asked, self._tenant(request))
-            name = self._name(job.model)
+            name = self._names.find(job.model)
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.client.card), name
 
@@ -301,7 +306,7 @@ class Api:
             asked, ignored = decoder.decode(body)
             served_of(request.scope).field_names = inquiry.names(asked)
             self._ignored.note(ignored, served_of(request.scope))
-            self._name(asked.model)
+            self._names.find(asked.model)
             return to_json(inquiry.answer(asked, self.client.card))
 
         async def respond(request: Request) -> Response:
@@ -332,25 +337,6 @@ class Api:
     def _tenant(self, request: Request) -> Tenant:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self._store)
-
-    def _name(self, asked: str | None) -> str:
-        """Return the model's name for the response.
-
-        Raises:
-            ModelNotFoundError: the client asks for another model.
-        """
-        if asked is None:
-            return self.names[0]
-        if asked not in self.names:
-            word = asked[:MAX_NAME_LENGTH]
-            raise ModelNotFoundError(
-                "The model '{name}' does not exist.{hint} Served: {served}.",
-                field="model",
-                name=word,
-                hint=nearest(word, self.names),
-                served=", ".join(self.names),
-            )
-        return asked
 
     def _model(self, name: str) -> ModelBody:
         card = self.client.card

@@ -87,7 +87,9 @@ class Conversation(Frozen):
         An exchange begins with a message of the user, so that calls stay with their results.
         Instructions stay.
         """
-        most = card.context_length - (self.room or card.context_length // _ANSWER_SHARE)
+        size = card.context_length
+        is_limit = self.room and self.room < size  # and not one that is cut to what fits
+        most = size - (self.room if self.room and is_limit else size // _ANSWER_SHARE)
         instructions = [self.messages[0]] if self.messages[0]["role"] == "system" else []
 
         def fits(rendered: Rendered) -> bool:

@@ -66,7 +66,9 @@ class ServeOptions(Frozen):
         drain_s: how long a stopping server lets running requests finish.
         dashboard: whether to show the dashboard's page and state; None shows them only if `host`
             is a loopback address.
+        any_model: whether every name of a model stands for the one that is served.
         is_strict: whether fields that have no effect are refused, and not ignored.
+        strict_limits: whether limits of tokens above what fits are refused, and not cut.
         splits_reasoning: whether reasoning is separated from the answers or left in them.
         max_stored: how many answers of /v1/responses are stored; 0 stores none.
         max_stored_bytes: the size of all stored answers.
@@ -86,7 +88,9 @@ class ServeOptions(Frozen):
     keep_alive_s: float = 15.0
     drain_s: float = 30.0
     dashboard: bool | None = None
+    any_model: bool = False
     is_strict: bool = False
+    strict_limits: bool = False
     splits_reasoning: bool = True
     max_stored: int = 10_000
     max_stored_bytes: int = 64 * 1024 * 1024

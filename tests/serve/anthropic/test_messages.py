@@ -233,12 +233,14 @@ def test_clients_that_want_a_thread_learn_how_to_go_on(server: LiveServer) -> No
     }
 
 
-def test_too_long_a_prompt_is_told_in_anthropics_words(server: LiveServer) -> None:
+def test_too_long_a_prompt_is_told_in_anthropics_words(
+    server: LiveServer, strict: LiveServer
+) -> None:
     long = [{"role": "user", "content": "x" * 600}]
     count = server.http.post(COUNT, json={"messages": long}).json()["input_tokens"]
     said = refused(ask(server, messages=long), 400, "invalid_request_error")
     assert said == f"prompt is too long: {count} tokens > 511 maximum"
-    said = refused(ask(server, max_tokens=500), 400, "invalid_request_error")
+    said = refused(ask(strict, max_tokens=500), 400, "invalid_request_error")
     assert said == (
         "input length and `max_tokens` exceed context limit: 18 + 500 > 512, "
         "decrease input length or `max_tokens` and try again"

@@ -302,8 +302,8 @@ def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_oldest_exchanges_leave_a_prompt_that_is_too_long(shared_server: LiveServer) -> None:
-    server, talk = shared_server, list[Fields]()
+def test_the_oldest_exchanges_leave_a_prompt_that_is_too_long(strict: LiveServer) -> None:
+    server, talk = strict, list[Fields]()
     for number in range(6):
         talk += [{"role": "user", "content": f"{number} the world"}, CALL, RESULT]
         talk += [{"role": "assistant", "content": "is in the world"}]

@@ -1,0 +1,55 @@
+"""The names by which clients ask for the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.refusals import refused
+from support.servers import live_server
+from twostroke.core.errors import ModelNotFoundError
+from twostroke.serve.names import ModelNames
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support.servers import LiveServer
+
+NAMES = ModelNames(("Tiny-1", "org/other"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["Tiny-1", "tiny-1", "TINY-1:latest", "openai/tiny-1", "hf.co/me/Tiny-1:latest", "other"],
+)
+def test_name_is_known_without_case_owner_and_latest(asked: str) -> None:
+    assert NAMES.find(asked) == asked
+
+
+@pytest.mark.parametrize("asked", ["tiny", "tiny-1:q4", "tiny-1/x", "gpt-4o", "latest"])
+def test_other_names_are_refused(asked: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"does not exist.* Served: Tiny-1, org/other\."):
+        NAMES.find(asked)
+
+
+def test_no_name_is_the_default() -> None:
+    assert NAMES.find(None) == NAMES.find("") == "Tiny-1"
+
+
+def test_any_name_is_answered_and_repeated_if_it_is_harmless(tmp_path: Path) -> None:
+    with live_server(tmp_path, ServeOptions(any_model=True, drain_s=1)) as server:
+        for name in ("gpt-4o", "claude-sonnet-4-5", "x" * 1000, "a\nb"):
+            shown = name if len(name) < 200 and name.isprintable() else "tiny"
+            assert server.chat(model=name, max_tokens=1).json()["model"] == shown
+        found = server.http.get("/v1/models/gpt-4o").json()
+        assert (found["id"], found["max_model_len"]) == ("gpt-4o", 512)
+        response = server.http.post("/v1/embeddings", json={"model": "e", "input": "hello"})
+        assert response.json()["model"] == "e"
+
+
+def test_responses_have_the_name_that_was_asked_for(server: LiveServer) -> None:
+    assert server.chat(model="openai/TINY", max_tokens=1).json()["model"] == "openai/TINY"
+    assert server.http.get("/v1/models/Tiny:latest").json()["id"] == "Tiny:latest"
+    refused(server.chat(model="tiny:q4"), 404, "model", "model_not_found")
