@@ -30,8 +30,9 @@ _WINDOWS = [None if layer % 6 == 5 else 512 for layer in range(18)]
 GEMMA = program_of_layers(_WINDOWS)
 
 
-def size(free_bytes: int = 10**11, **options: Any) -> CacheSize:
-    return size_cache(PROGRAM, CacheOptions(**options), 256, WEIGHT_BYTES, free_bytes)
+def size(free_bytes: int = 10**11, *, running: int = 1, **options: Any) -> CacheSize:
+    cache = CacheOptions(**options)
+    return size_cache(PROGRAM, cache, 256, WEIGHT_BYTES, free_bytes, most_running=running)
 
 
 def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
@@ -42,12 +43,18 @@ def refusal(free_bytes: int = 10**11, **options: int | None) -> str:
     return str(caught.value)
 
 
-def test_plenty_of_memory_holds_eight_whole_contexts() -> None:
-    assert size() == CacheSize(CONTEXT, 8 * 512, 16, 8 * CONTEXT * TOKEN_BYTES)
+def test_a_small_model_reserves_little_of_plenty_of_memory() -> None:
+    """As much as weights and one context, or as many short requests as may run."""
+    page_bytes = 16 * TOKEN_BYTES
+    assert size().num_pages == 512 + WEIGHT_BYTES // page_bytes
+    found = size(running=256)
+    assert found == CacheSize(CONTEXT, 2048, 16, 2048 * page_bytes)
+    assert size(running=10_000).num_pages == 8 * 512
+    assert size(running=256, context_length=64).num_pages == 8 * 4
 
 
 def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
-    found, usual = size(10**9, kv_format="int8"), size(10**9)
+    found, usual = (size(7 * 10**8, running=256, kv_format=one) for one in ("int8", "f16"))
     assert found.kv_format == "int8"
     assert 1.9 < found.num_pages / usual.num_pages < 2
     assert found.cache_bytes == found.num_pages * 16 * 30 * 2 * 3 * (64 + 2)
@@ -55,8 +62,8 @@ def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
 
 def test_pages_take_half_of_what_is_free() -> None:
     free = 10**9
-    found = size(free)
-    assert 512 <= found.num_pages < 8 * 512
+    found = size(free, running=256)
+    assert 512 <= found.num_pages < 2048
     assert 0.45 * free < found.cache_bytes + WEIGHT_BYTES < 0.6 * free
 
 
@@ -74,7 +81,7 @@ def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
 
 
 def test_the_last_page_of_a_context_can_be_partial() -> None:
-    assert size(context_length=17).num_pages == 8 * 2
+    assert size(context_length=17, running=100).num_pages == 8 * 2
 
 
 def test_a_context_longer_than_the_models_names_the_option() -> None:
@@ -108,7 +115,7 @@ def test_weights_that_fill_the_memory_leave_no_context(options: dict[str, int]) 
 
 def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
     """One group of six has no window; the others need pages for 512 positions and 256 rows."""
-    found = size_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11)
+    found = size_cache(GEMMA, CacheOptions(), 256, WEIGHT_BYTES, 10**11, most_running=10**4)
     num_near = (512 + 256 + 16 - 3) // 16 + 1
     assert found.num_pages == 8 * (2048 + 5 * num_near)
     assert found.cache_bytes == found.num_pages * 16 * 3 * 1024
@@ -117,7 +124,7 @@ def test_layers_with_a_window_need_pages_for_the_window_only() -> None:
 
 def test_below_the_window_every_group_needs_equally_many_pages() -> None:
     options = CacheOptions(context_length=320)
-    found = size_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11)
+    found = size_cache(GEMMA, options, 256, WEIGHT_BYTES, 10**11, most_running=10**4)
     assert found.num_pages == 8 * 6 * 20
 
 

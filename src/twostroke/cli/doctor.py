@@ -126,7 +126,7 @@ def _auto_lines(auto: Mapping[str, Any], *, given: bool) -> dict[str, str]:
         "level": f"{auto['level']}: {reason} (--level, TWOSTROKE_CPU_LEVEL)",
         "threads": f"{auto['num_threads']}: {threads} (--threads){placed}",
         "context": "the model's own (--context-length)",
-        "KV memory": "8 whole contexts, within half of the free memory (--kv-memory)",
+        "KV memory": "as weights and one context, within half of the free memory (--kv-memory)",
         "KV format": "f16: keys and values in two bytes each (--kv-format)",
         "cache": f"{auto['cache_dir']} (TWOSTROKE_CACHE)",
     }

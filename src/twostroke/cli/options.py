@@ -89,7 +89,9 @@ MACHINE: Final = {
         _machine(
             ["--kv-memory", "memory_bytes"],
             type=ByteSize(),
-            help="Memory for keys and values, such as 2GB [default: up to half of what is free].",
+            help="Memory for keys and values, such as 2GB; the prefix cache fills it in time "
+            "[default: as much as the weights and one whole context, or 128 tokens for each of "
+            "--max-running; at most half of what is free].",
         ),
         _machine(
             ["--kv-format"],

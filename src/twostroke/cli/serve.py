@@ -17,6 +17,8 @@ from twostroke.cli.help import Command, OneOf, option
 from twostroke.cli.options import BATCHING, MACHINE, OBSERVING, engine_options, speculation
 from twostroke.cli.pull import open_engine
 from twostroke.core import env
+from twostroke.core.hardware import memory_used
+from twostroke.fetch.disk import megabytes
 
 if TYPE_CHECKING:
     from twostroke.engine.build import Engine
@@ -173,8 +175,10 @@ def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, for
         _logger.warning(
             "Everybody who can reach %s may use this server: demand keys with --api-keys.", url
         )
+    used, reserved = megabytes(memory_used()), megabytes(engine.facts.cache_bytes)
+    memory = f"{used} of memory used, {reserved} reserved for keys and values (--kv-memory)"
     if form == "json":
-        _logger.info("Serving %s at %s (%s).", name, url, engine.facts.detail)
+        _logger.info("Serving %s at %s (%s); %s.", name, url, engine.facts.detail, memory)
         return
     what: dict[str, Any] = {"prompt": "The sky is blue because"}
     route = "completions"
@@ -187,7 +191,7 @@ def _announce(url: str, name: str, engine: Engine, serving: ServeOptions, *, for
     draft = f", {engine.draft} guesses ahead" if engine.draft else ""
     _tell(
         f"Twostroke serves {name} at {url} ({engine.facts.detail}{draft}; Ctrl-C stops it). "
-        "Try it:\n"
+        f"{memory}. Try it:\n"
         f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
         f"    -d '{quoted}'"
     )

@@ -19,6 +19,7 @@ KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # for one request in one step
+_MAX_RUNNING: Final = 256
 
 
 class ComputeOptions(Frozen):
@@ -56,7 +57,8 @@ class ComputeOptions(Frozen):
 class CacheOptions(Frozen):
     """The key-value cache: its size and its contents.
 
-    `memory_bytes` None is enough for the longest requests, within half of the free memory.
+    `memory_bytes` None is as much as weights and one whole context take, or 128 tokens for each
+    request that may run if that is more; within half of the free memory.
     `context_length` None is the model's own. `strict_prefix` keeps pages filled by generated rows
     out of the prefix cache on backends that compute these rows differently. `kv_format` is how the
     cpu backend stores keys and values: "f16" (also "auto"), "bf16" for models whose keys or values
@@ -115,6 +117,11 @@ class BatchOptions(Frozen):
                 raise UsageError(f"must be at least {low}, got {value}.", field=name)
             if value == math.inf:
                 raise UsageError(f"must be a finite number, got {value}.", field=name)
+
+    @property
+    def most_running(self) -> int:
+        """How many requests may run at once."""
+        return self.max_running or min(_MAX_RUNNING, self.token_budget)
 
 
 class SpeculationOptions(Frozen):

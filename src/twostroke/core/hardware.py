@@ -66,6 +66,15 @@ def memory_available() -> int:
     return available
 
 
+def memory_used() -> int:
+    """Return the bytes of memory that this process holds (its resident size)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def give_back_memory() -> None:
     """Return freed memory to the operating system, where the C library keeps it otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

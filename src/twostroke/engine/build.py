@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
-_MAX_RUNNING = 256
 _CHATML = {"<|im_start|>", "<|im_end|>"}  # markers that let a model chat without a template
 
 
@@ -114,6 +113,7 @@ def build(
         options.batch.token_budget,
         num_weight_bytes,
         memory_available(),
+        most_running=options.batch.most_running,
         auto_format=auto_kv_format(compute),
     )
     card = _card(loaded, program, size)
@@ -204,7 +204,7 @@ def _build_scheduler(
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if cache.prefix_cache else None
     config = SchedulerConfig(
         context_length=size.context_length,
-        max_running=batch.max_running or min(_MAX_RUNNING, batch.token_budget),
+        max_running=batch.most_running,
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,

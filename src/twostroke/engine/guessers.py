@@ -161,6 +161,7 @@ class Draft(Frozen):
             options.batch.token_budget,
             weight_bytes(self.loaded, options.compute),
             memory_available() - backend.facts.cache_bytes,
+            most_running=options.batch.most_running,
             auto_format=auto_kv_format(options.compute),
         )
         for_one = -(-size.context_length // size.page_size) * len(program.cache_groups)

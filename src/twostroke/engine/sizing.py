@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from twostroke.cache import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
+from twostroke.fetch.disk import megabytes as _mb
 
 if TYPE_CHECKING:
     from twostroke.core.config import CacheOptions
     from twostroke.program import Program
 
-_NUM_CONTEXTS = 8  # of full length, if memory allows
+_MOST_CONTEXTS = 8  # of full length
+_TOKENS_OF_ONE = 128  # for each request that may run
 _SHARE_OF_FREE = 0.5  # of the memory that the weights leave
 _WORKING_BYTES = 128 * 1024**2  # interpreter, tokenizer, buffers of a step
 
@@ -34,9 +36,14 @@ def size_cache(
     weight_bytes: int,
     available_bytes: int,
     *,
+    most_running: int = 1,
     auto_format: str = DEFAULT_FORMAT,
 ) -> CacheSize:
     """Choose the number of pages; `auto_format` is the format that "auto" stands for.
+
+    In time the prefix cache fills all pages, so a small model gets few: by default as many bytes as
+    the weights and one whole context together, or the pages of `most_running` short requests if
+    those are more. Half of the free memory is the limit, except for one whole context.
 
     A request of `context_length` tokens needs pages for all of them in cache groups without a
     window, and in groups with one for the window and the `token_budget` rows of a step.
@@ -59,8 +66,12 @@ def size_cache(
     if memory_bytes is not None:
         num_pages = memory_bytes // page_bytes
     else:
-        num_pages = int(free_bytes * _SHARE_OF_FREE) // page_bytes
-        num_pages = min(_NUM_CONTEXTS * pages_for_one, num_pages)
+        num_pages = max(
+            pages_for_one + weight_bytes // page_bytes,
+            groups.num_needed(min(_TOKENS_OF_ONE, context_length), token_budget) * most_running,
+        )
+        num_pages = min(num_pages, _MOST_CONTEXTS * pages_for_one)
+        num_pages = min(num_pages, int(free_bytes * _SHARE_OF_FREE) // page_bytes)
         if num_pages < pages_for_one <= free_bytes // page_bytes:
             num_pages = pages_for_one
     asks_too_much = memory_bytes is not None and memory_bytes > free_bytes
@@ -131,7 +142,3 @@ class _Shortage(Frozen):
         if self.fitting < 2:
             advice = ": no context would fit. Free memory, or take a smaller model."
         return MemoryLimitError(facts + advice)
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.0f} MB"

@@ -43,6 +43,8 @@ def test_model_and_engine_are_described(server: LiveServer) -> None:
     assert state["pages"]["total"] == 256
     assert state["health"] == "ready"
     assert state["hardware"] is None
+    assert state["memory"]["used_bytes"] > 10**7
+    assert state["memory"]["kv_bytes"] == state["pages"]["total"] * state["pages"]["bytes_per_page"]
     assert state["uptime_s"] > 0
 
 

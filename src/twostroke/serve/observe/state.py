@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import asdict
 
+from twostroke.core.hardware import memory_used
 from twostroke.program.ops import Attention, Embed, MixtureOfExperts
 from twostroke.serve.about import VERSION
 from twostroke.serve.dialect import encode_json
@@ -91,6 +92,7 @@ class State:
                 "max_running": loop.config.max_running,
                 "token_budget": loop.config.token_budget,
             },
+            "memory": {"used_bytes": memory_used(), "kv_bytes": loop.facts.cache_bytes},
             "objectives": [
                 {"class": service, "objective": measure, "limit_s": limit_s}
                 for service, limits in self._goodput.limits.items()

@@ -81,10 +81,11 @@ export class Dashboard {
     this.#requests.show(state.requests);
   }
 
-  #showAbout({ model, hardware, engine, uptime_s: uptime, version }) {
+  #showAbout({ model, hardware, engine, memory, uptime_s: uptime, version }) {
     const parts = [
       `${model.name}: ${model.architecture}, ${quantity(model.parameters, "")} parameters, ${model.format}`,
       `${engine.backend}${hardware ? ` on ${hardware.name}` : ""}`,
+      `${quantity(memory.used_bytes, "B")} of memory used, ${quantity(memory.kv_bytes, "B")} reserved for keys and values`,
       `up ${duration(uptime)}`,
       `Twostroke ${version}`,
     ];
