@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from twostroke.chat.call_forms import CallForm
 
 _MAX_HELD: Final = 500  # characters of what may become a call, and of blanks
-_MAX_NAME: Final = 64
+_MAX_NAME: Final = 128
 _FENCE_END: Final = regex.compile(r"\s*+```")
 _BRACES: Final = (regex.compile(r"\s*+\}"), regex.compile(r"\}"))  # the second may be missing
 _TAILS: Final = (*_BRACES, _FENCE_END)
 # An object that is a call without marks; `;` or `,` may separate it from the one before.
 _BARE: Final = regex.compile(
-    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]{1,64}+)"'
+    r'\s*+(?:[;,]\s*+)?(?<fence>```(json)?\s*+)?\{\{?+\s*+"name"\s*+:\s*+"(?<name>[\w.\-]{1,128}+)"'
     r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?<arguments>\{)',
     regex.ASCII,
 )
@@ -45,10 +45,14 @@ class ReasoningPiece(Frozen):
 
 
 class CallBegin(Frozen):
-    """A call of a function begins; `index` counts those of the answer."""
+    """A call of a function begins; `index` counts those of the answer.
+
+    The arguments of an `is_custom` one are its text, not JSON.
+    """
 
     index: int
     name: str
+    is_custom: bool = False
 
 
 class ArgumentsPiece(Frozen):

@@ -68,6 +68,7 @@ class Turn(Frozen):
             is_forced=calls.tools.is_forced,
             is_pure=calls.answer is not None,
             takes_bare=calls.takes_bare,
+            customs=frozenset(one.name for one in calls.tools.functions if one.is_custom),
         )
 
 

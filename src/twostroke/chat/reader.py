@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from msgspec.structs import replace
+
 from twostroke.chat.call_forms import HERMES
-from twostroke.chat.call_reader import CallReader, ReasoningPiece, TextPiece, Trim
+from twostroke.chat.call_reader import (
+    ArgumentsPiece,
+    CallBegin,
+    CallReader,
+    ReasoningPiece,
+    TextPiece,
+    Trim,
+)
+from twostroke.chat.free_text import FreeTextReader
 from twostroke.core.frozen import Frozen
 from twostroke.tokenize.preface import Part, PrefaceCounter, PrefaceCutter
 
@@ -36,7 +46,8 @@ class Reading(Frozen):
 
     `functions` are the names of those that may be called, written in `form`; one must be called if
     `is_forced`. A pure answer has either calls or text. `takes_bare` says whether calls may lack
-    their marks. `preface` is the reasoning that may come first, if it is separated from the answer.
+    their marks. Arguments of functions among `customs` are read as text, which is their only one.
+    `preface` is the reasoning that may come first, if it is separated from the answer.
     """
 
     functions: tuple[str, ...] = ()
@@ -44,6 +55,7 @@ class Reading(Frozen):
     is_forced: bool = False
     is_pure: bool = False
     takes_bare: bool = True
+    customs: frozenset[str] = frozenset()
     preface: Preface | None = None
 
     @property
@@ -73,6 +85,8 @@ class AnswerReader:
                 is_pure=reading.is_pure,
                 takes_bare=reading.takes_bare,
             )
+        self._customs = reading.customs
+        self._free_text: FreeTextReader | None = None  # of the newest call
         self._cutter = PrefaceCutter(preface) if preface else None
         self._counter = PrefaceCounter(preface, tokenizer) if preface else None
         self._reasoning = Trim(skips_first=True)
@@ -104,7 +118,7 @@ class AnswerReader:
     def finish(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the answer."""
         pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
-        return pieces + (self._calls.finish() if self._calls else [])
+        return pieces + (self._with_free_text(self._calls.finish()) if self._calls else [])
 
     def _pieces_of(self, cuts: list[tuple[Part, str]]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -124,5 +138,22 @@ class AnswerReader:
             text = text.lstrip()
             self._is_after_preface = not text
         if self._calls is not None:
-            return self._calls.feed(text)
+            return self._with_free_text(self._calls.feed(text))
         return [TextPiece(text)] if text else []
+
+    def _with_free_text(self, pieces: list[Piece]) -> list[Piece]:
+        """Return pieces with the text of custom tools in place of their arguments."""
+        if not self._customs:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegin):
+                is_custom = piece.name in self._customs
+                self._free_text = FreeTextReader() if is_custom else None
+                found.append(replace(piece, is_custom=is_custom))
+            elif isinstance(piece, ArgumentsPiece) and self._free_text is not None:
+                if text := self._free_text.feed(piece.text):
+                    found.append(replace(piece, text=text))
+            else:
+                found.append(piece)
+        return found

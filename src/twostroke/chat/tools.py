@@ -16,13 +16,15 @@ class Function(Frozen):
     """A function that may be called, with a schema of its arguments.
 
     `param` is the request's field with the schema. If the schema cannot be enforced, the request is
-    refused for an `is_strict` function, else any object is allowed.
+    refused for an `is_strict` function, else any object is allowed. Clients see the argument
+    `input` of an `is_custom` one as text, not JSON.
     """
 
     name: str
     schema: dict[str, Any]
     param: str
     is_strict: bool
+    is_custom: bool = False
 
     def constraint(self) -> Constraint:
         """Return the form of its arguments alone."""

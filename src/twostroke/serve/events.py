@@ -43,6 +43,7 @@ class ContentBlock(msgspec.Struct, eq=False):
         index: its place among the answer's blocks.
         kind: which kind of content it has.
         name: the called function.
+        is_custom: whether it is a custom tool, which takes text instead of JSON.
         call_index: its place among the answer's calls.
         texts: its content so far, in pieces.
         is_cut: whether the answer ended inside it at the token limit; set when it closes.
@@ -54,6 +55,7 @@ class ContentBlock(msgspec.Struct, eq=False):
     name: str = ""
     call_index: int = 0
     texts: list[str] = []
+    is_custom: bool = False
     is_cut: bool = False
 
     @property
@@ -207,7 +209,7 @@ class _Answer:
             case ReasoningPiece():
                 self._add(BlockKind.REASONING, piece.text, events)
             case CallBegin():
-                self._open(BlockKind.CALL, events, piece.name)
+                self._open(BlockKind.CALL, events, piece.name).is_custom = piece.is_custom
             case ArgumentsPiece():
                 self._add(BlockKind.CALL, piece.text, events)
 

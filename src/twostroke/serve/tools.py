@@ -7,9 +7,11 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.schema.prepare import ANY_OBJECT, check_keywords
 from twostroke.serve.describe import field
 
@@ -23,7 +25,7 @@ MAX_TOOLS: Final = 128
 _MORE_ARGUMENTS: Final = frozenset(
     ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
 ) | {"patternProperties"}
-_MAX_NAME: Final = 64
+_MAX_NAME: Final = 128
 _NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
 
 FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
@@ -44,10 +46,87 @@ class FunctionBody(field.RequestObject):
     strict: Strict = None
 
 
+class FreeText(Frozen):
+    """A custom tool: its input is a text, perhaps in a form.
+
+    `syntax` is "regex", which the grammar holds, or "lark", which the model is only shown. Models
+    see a function with the argument `input`. `param` is the form's field inside the tool.
+    """
+
+    name: str
+    description: str | None
+    syntax: str = ""
+    definition: str = ""
+    param: str = ""
+
+    def function(self) -> FunctionBody:
+        """Return the function that stands for it."""
+        text: dict[str, Any] = {"type": "string"}
+        described = [self.description or "A tool whose input is a text."]
+        if self.syntax:
+            notation = "regular expression" if self.syntax == "regex" else "Lark grammar"
+            described.append(f"The input matches this {notation}:\n{self.definition}")
+        if self.syntax == "regex":
+            pattern = self.definition.removeprefix("^")
+            if pattern.endswith("$") and not pattern.endswith("\\$"):
+                pattern = pattern[:-1]
+            text["pattern"] = f"^(?:{pattern})$"
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return FunctionBody(self.name, "\n\n".join(described), schema, strict=True)
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of a call of a custom tool with this input."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+class GrammarDefinition(field.RequestObject):
+    """A grammar: a regular expression is enforced, one in Lark's notation only shown."""
+
+    syntax: Annotated[Literal["lark", "regex"], field.hint("regex")]
+    definition: str
+
+
+class ChatGrammar(field.TaggedObject, tag="grammar"):
+    """Text that a grammar allows."""
+
+    grammar: GrammarDefinition
+
+
+class Text(field.TaggedObject, tag="text"):
+    """Any text."""
+
+
+class CustomBody(field.RequestObject):
+    """A tool whose input is a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: Text | ChatGrammar | None = None
+
+
 class ToolBody(field.TaggedObject, tag="function"):
-    """A tool; all are functions."""
+    """A function that the model may call."""
 
     function: FunctionBody
+
+    def offered(self) -> FunctionBody:
+        """Return the function."""
+        return self.function
+
+
+class CustomToolBody(field.TaggedObject, tag="custom"):
+    """A custom tool that the model may call."""
+
+    custom: CustomBody
+
+    def offered(self) -> FreeText:
+        """Return the tool in the form of all protocols."""
+        made = self.custom
+        if not isinstance(made.format, ChatGrammar):
+            return FreeText(made.name, made.description)
+        grammar, where = made.format.grammar, "custom.format.grammar.definition"
+        return FreeText(made.name, made.description, grammar.syntax, grammar.definition, where)
 
 
 class NamedFunction(field.RequestObject):
@@ -61,8 +140,24 @@ class NamedChoice(field.TaggedObject, tag="function"):
 
     function: NamedFunction
 
+    @property
+    def named(self) -> NamedFunction:
+        """The tool."""
+        return self.function
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+class NamedCustomChoice(field.TaggedObject, tag="custom"):
+    """The answer must call this custom tool."""
+
+    custom: NamedFunction
+
+    @property
+    def named(self) -> NamedFunction:
+        """The tool."""
+        return self.custom
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | NamedCustomChoice
 ToolsAs = Annotated[
     Annotated[list[T], Meta(max_length=MAX_TOOLS)] | None,
     field.doc("The functions that the model may call."),
@@ -74,7 +169,10 @@ ParallelCalls = Annotated[
 
 
 def to_tools(
-    functions: Sequence[FunctionBody], choice: str | NamedFunction | None, *, parallel: bool | None
+    tools: Sequence[FunctionBody | FreeText],
+    choice: str | NamedFunction | None,
+    *,
+    parallel: bool | None,
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
@@ -82,20 +180,25 @@ def to_tools(
         RequestError: a name is not valid or used twice, the schema of a `strict` function cannot
             be enforced, or the choice names a function that does not exist.
     """
-    if not functions:
+    if not tools:
         if choice is not None and choice not in ("none", "auto"):
             raise RequestError("needs tools.", field="tool_choice")
         return None
     known: dict[str, Function] = {}
-    for place, function in enumerate(functions):
+    functions = []
+    for place, tool in enumerate(tools):
         where = f"tools[{place}]"
+        is_custom = isinstance(tool, FreeText)
+        function = tool.function() if isinstance(tool, FreeText) else tool
+        functions.append(function)
         if not _NAME.fullmatch(function.name):
             reason = f"must be 1 to {_MAX_NAME} letters, digits, '_', '-' and '.'."
             raise RequestError(reason, field=f"{where}.name")
         if function.name in known:
             reason = f"must be unique: an earlier tool is named '{function.name}', too."
             raise RequestError(reason, field=f"{where}.name")
-        known[function.name] = _callable(function, f"{where}.parameters")
+        param = f"{where}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
+        known[function.name] = replace(_callable(function, param), is_custom=is_custom)
     if choice == "none":
         return None
     is_named = isinstance(choice, NamedFunction)

@@ -162,7 +162,7 @@ def test_no_tools_are_shown_where_none_may_be_called(server: LiveServer) -> None
     ("fields", "said"),
     [
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing."),
-        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 64 letters"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name must be 1 to 128 letters"),
         (
             {"tools": [TOOL, TOOL]},
             "tools[1].name must be unique",

@@ -20,7 +20,10 @@ class Tool(field.RequestObject):
     input_schema: Annotated[dict[str, Any], field.doc("A JSON schema of the input.")]
     description: str | None = None
     strict: Strict = None
-    type: Literal["custom"] | None = None
+    type: Annotated[
+        Literal["custom"] | None,
+        field.advice({"*": "Tools that Anthropic defines or runs are not supported."}),
+    ] = None
     eager_input_streaming: field.Ignored = None
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None

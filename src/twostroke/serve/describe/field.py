@@ -6,16 +6,14 @@ drop, and `describe/document.py` publishes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta
 
 from twostroke.core.sampling import BOUNDS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # Keywords of the schemas made here, which the document replaces or explains.
 NEUTRAL: Final = "x-neutral"
@@ -27,7 +25,12 @@ class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TaggedObject(RequestObject, tag_field="type"):
-    """An object of a request that says in `type` what it is."""
+    """An object of a request that says in `type` what it is.
+
+    `other_types` has what to do instead of sending an object of another type, `*` of any other.
+    """
+
+    other_types: ClassVar[Mapping[str, str]] = {}
 
 
 class Effect(StrEnum):

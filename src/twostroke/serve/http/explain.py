@@ -74,7 +74,8 @@ def _about_word(word: str, kinds: list[inspect.Type]) -> dict[str, object]:
     literals = (it for it in kinds if isinstance(it, inspect.LiteralType))
     known = dict.fromkeys(str(value) for it in literals for value in it.values)
     special = {key: text for it in kinds for key, text in extra_of(it).get("advice", {}).items()}
-    hint = f" {special[word]}" if word in special else nearest(word, known)
+    own = special.get(word, special.get("*"))
+    hint = f" {own}" if own else nearest(word, known)
     words = ", ".join(known) if len(known) == 1 else f"one of {', '.join(known)}"
     return {"known": words, "value": word, "hint": hint}
 
@@ -153,7 +154,9 @@ def _into(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
     elif isinstance(kind, inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == step)
         if kind.tag_field == step:
-            yield inspect.LiteralType((str(kind.tag),))
+            advice = getattr(kind.cls, "other_types", {})
+            tag = inspect.LiteralType((str(kind.tag),))
+            yield inspect.Metadata(tag, extra={"advice": advice})
 
 
 def parts(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:

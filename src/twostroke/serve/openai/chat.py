@@ -25,11 +25,12 @@ from twostroke.serve.openai.fields import (
 )
 from twostroke.serve.tools import (
     TOOL_CHOICE,
-    NamedChoice,
+    CustomToolBody,
     ParallelCalls,
     ToolBody,
     ToolChoice,
     ToolsAs,
+    arguments_of,
     to_tools,
 )
 
@@ -61,12 +62,20 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
-class ToolCall(msgspec.Struct):
-    """A call that an answer made."""
+class CalledCustom(msgspec.Struct):
+    """The custom tool of a call, with its input."""
 
-    function: CalledFunction
+    name: str
+    input: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call that an answer made; it has `function`, or `custom`."""
+
+    function: CalledFunction | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+    custom: CalledCustom | None = None
 
 
 class ChatMessage(field.RequestObject):
@@ -117,7 +126,7 @@ class ChatRequest(CommonFields, kw_only=True):
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: ReasoningEffort = None
 
-    tools: ToolsAs[ToolBody] = None
+    tools: ToolsAs[ToolBody | CustomToolBody] = None
     tool_choice: Annotated[ToolChoice | None, TOOL_CHOICE] = None
     parallel_tool_calls: ParallelCalls = None
 
@@ -142,8 +151,8 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
     check_combinations(asked)
     choice = asked.tool_choice
     tools = to_tools(
-        [tool.function for tool in asked.tools or ()],
-        choice.function if isinstance(choice, NamedChoice) else choice,
+        [tool.offered() for tool in asked.tools or ()],
+        choice if choice is None or isinstance(choice, str) else choice.named,
         parallel=asked.parallel_tool_calls,
     )
     conversation = to_conversation(
@@ -239,13 +248,26 @@ def _message(place: int, message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": text}
     if message.tool_calls:
-        found["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+        found["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{place}]")
+            for place, call in enumerate(message.tool_calls)
+        ]
     more = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning or None,
     }
     return found | {key: value for key, value in more.items() if value is not None}
+
+
+def _call(call: ToolCall, where: str) -> dict[str, Any]:
+    """Return a call as templates know it; that of a custom tool becomes a function's."""
+    function = call.function
+    if call.custom is not None:
+        function = CalledFunction(call.custom.name, arguments_of(call.custom.input))
+    if function is None:
+        raise MissingFieldError("is missing.", field=f"{where}.function")
+    return {"id": call.id, "type": "function", "function": msgspec.to_builtins(function)}
 
 
 def names(asked: ChatRequest) -> Mapping[str, str]:

@@ -36,13 +36,21 @@ class FunctionCallBody(msgspec.Struct):
     name: str | UnsetType = UNSET
 
 
+class CustomCallBody(msgspec.Struct):
+    """A call's custom tool, or a piece of its input."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class CallBody(msgspec.Struct):
     """A call, or a piece of one: only the first piece has id, type and name."""
 
-    function: FunctionCallBody
+    function: FunctionCallBody | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
+    custom: CustomCallBody | UnsetType = UNSET
 
 
 class AnswerMessage(msgspec.Struct):
@@ -224,13 +232,22 @@ def _delta(block: events.ContentBlock, text: str) -> Delta:
         case events.BlockKind.REASONING:
             return Delta(reasoning_content=text, reasoning=text)
         case events.BlockKind.CALL:
-            return Delta(tool_calls=[CallBody(FunctionCallBody(text), index=block.call_index)])
+            return Delta(tool_calls=[_piece(block, text)])
 
 
 def _call(block: events.ContentBlock) -> CallBody:
     """Return the first piece of a call."""
-    call_id = f"call_{secrets.token_hex(12)}"
-    return CallBody(FunctionCallBody("", block.name), call_id, "function", block.call_index)
+    call = _piece(block, "", block.name)
+    call.id = f"call_{secrets.token_hex(12)}"
+    call.type = "custom" if block.is_custom else "function"
+    return call
+
+
+def _piece(block: events.ContentBlock, text: str, name: str | UnsetType = UNSET) -> CallBody:
+    """Return a piece of a call: more of its arguments, or of its input."""
+    if block.is_custom:
+        return CallBody(custom=CustomCallBody(text, name), index=block.call_index)
+    return CallBody(FunctionCallBody(text, name), index=block.call_index)
 
 
 def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
@@ -242,6 +259,6 @@ def _add(message: AnswerMessage, block: events.ContentBlock) -> None:
             message.reasoning = (message.reasoning or "") + block.text
             message.reasoning_content = message.reasoning
         case events.BlockKind.CALL:
-            call = _call(block)
-            call.function.arguments, call.index = block.text, UNSET
+            first, call = _call(block), _piece(block, block.text, block.name)
+            call.id, call.type, call.index = first.id, first.type, UNSET
             message.tool_calls = [*(message.tool_calls or ()), call]

@@ -13,6 +13,7 @@ from twostroke.sample.grammar import MAX_CHOICES
 from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
 from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.tools import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,10 +44,6 @@ GrammarForm = Annotated[
     str | None,
     field.doc("A grammar in Lark's notation or in GBNF.", maxLength=MAX_CONSTRAINT),
 ]
-
-
-class Text(field.TaggedObject, tag="text"):
-    """Any text."""
 
 
 class JsonObject(field.TaggedObject, tag="json_object"):

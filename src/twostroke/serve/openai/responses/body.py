@@ -9,11 +9,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from twostroke.serve.openai.logprobs import TokenLogprob
 from twostroke.serve.openai.responses.exchange import Exchange
+from twostroke.serve.openai.responses.tools import FunctionTool
 from twostroke.serve.openai.usage import TimingsBody
+from twostroke.serve.tools import FunctionBody
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Usage
     from twostroke.serve.dialect import Reply
+    from twostroke.serve.openai.responses.tools import ResponsesTool
 
 # The fields of a request that its response repeats.
 _REPEATED: Final = (
@@ -49,6 +52,18 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
     name: str
     status: Status
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool to make; its input is a text that may be cut off."""
+
+    id: str
+    call_id: str
+    name: str
+    status: Status
+    input: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 class ThoughtText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -67,7 +82,7 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 OutputPart = OutputText | ThoughtText
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -108,15 +123,6 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
-class OutputTool(msgspec.Struct, tag_field="type", tag="function"):
-    """A function that the answer could call."""
-
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
-
-
 class ResponseBody(msgspec.Struct, kw_only=True):
     """A response, with the options of its request."""
 
@@ -143,7 +149,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
-    tools: list[OutputTool]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: str
@@ -170,15 +176,19 @@ def begun(reply: Reply) -> ResponseBody:
         temperature=params.temperature,
         text={"format": form or {"type": "text"}, "verbosity": "medium"},
         tool_choice=asked.tool_choice or "auto",
-        tools=[
-            OutputTool(tool.name, tool.description, tool.parameters, tool.strict)
-            for tool in asked.tools or ()
-        ],
+        tools=[_shown(tool) for tool in asked.tools or ()],
         top_logprobs=asked.top_logprobs or 0,
         top_p=params.top_p,
         truncation=asked.truncation or "disabled",
         metadata=asked.metadata or {},
     )
+
+
+def _shown(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as the response repeats it: a function always has all its own fields."""
+    fields = msgspec.to_builtins(tool)
+    own = FunctionBody.__struct_fields__ if isinstance(tool, FunctionTool) else ()
+    return {name: value for name, value in fields.items() if value is not None or name in own}
 
 
 def exchange_of(reply: Reply) -> Exchange:

@@ -11,6 +11,7 @@ from twostroke.core.errors import RequestError
 from twostroke.serve.describe import field
 from twostroke.serve.http.decode import convert
 from twostroke.serve.openai.responses.recall import recall
+from twostroke.serve.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +66,7 @@ class CallFields(field.TaggedObject):
     id: str | None = None
     status: field.SentBack = None
     caller: Annotated[Any, field.hint({"type": "direct"})] = None
-    namespace: field.Unsupported = None
+    namespace: str | None = None
 
 
 class FunctionCall(CallFields, tag="function_call", kw_only=True):
@@ -79,6 +80,21 @@ class FunctionCall(CallFields, tag="function_call", kw_only=True):
 
 class FunctionCallOutput(CallFields, tag="function_call_output", kw_only=True):
     """The result of a call."""
+
+    output: str | list[InputText]
+    name: str | None = None
+
+
+class CustomToolCall(CallFields, tag="custom_tool_call", kw_only=True):
+    """A call of a custom tool that an answer made."""
+
+    name: str
+    input: str
+    is_async: field.SentBack = msgspec.field(default=None, name="async")
+
+
+class CustomToolCallOutput(CallFields, tag="custom_tool_call_output", kw_only=True):
+    """The result of a call of a custom tool."""
 
     output: str | list[InputText]
     name: str | None = None
@@ -109,14 +125,25 @@ class ItemReference(field.TaggedObject, tag="item_reference"):
     id: str
 
 
-Item = MessageItem | FunctionCall | FunctionCallOutput | Reasoning | ItemReference
+Item = (
+    MessageItem
+    | FunctionCall
+    | FunctionCallOutput
+    | CustomToolCall
+    | CustomToolCallOutput
+    | Reasoning
+    | ItemReference
+)
 UNTYPED: Final = (MessageItem, ItemReference)  # the type may be left out
 
+_OUTPUTS: Final = (FunctionCallOutput, CustomToolCallOutput)
 _KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Item)}
 _PREFIXES: Final = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
 
@@ -171,10 +198,10 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
         if isinstance(item, Reasoning):
             thoughts.append("".join(part.text for part in item.content or ()))
             continue
-        if isinstance(item, FunctionCall):
+        if isinstance(item, FunctionCall | CustomToolCall):
             calls.add(item.call_id)
-        elif isinstance(item, FunctionCallOutput) and item.call_id not in calls:
-            reason = "is not the id of an earlier function_call."
+        elif isinstance(item, _OUTPUTS) and item.call_id not in calls:
+            reason = f"is not the id of an earlier {raw['type'].removesuffix('_output')}."
             raise RequestError(reason, field=f"input[{place}].call_id")
         message = _add(item, messages)
         if message["role"] == "assistant":
@@ -194,11 +221,13 @@ def _add(item: Item, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """
     message: dict[str, Any]
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
-    if isinstance(item, FunctionCallOutput):
+    if isinstance(item, _OUTPUTS):
         content = [_text(item.output)]
         message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
-    elif isinstance(item, FunctionCall):
-        function = {"name": item.name, "arguments": item.arguments}
+    elif isinstance(item, FunctionCall | CustomToolCall):
+        name = f"{item.namespace}.{item.name}" if item.namespace else item.name
+        arguments = arguments_of(item.input) if isinstance(item, CustomToolCall) else item.arguments
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         if last["role"] == "assistant":
             last.setdefault("tool_calls", []).append(call)

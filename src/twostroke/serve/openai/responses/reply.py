@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from twostroke.core.request import FinishReason
 from twostroke.serve import events
 from twostroke.serve.dialect import encode_json, named_sse
@@ -14,6 +16,7 @@ from twostroke.serve.openai.responses import stream_events as sent
 from twostroke.serve.openai.responses.body import (
     IncompleteDetails,
     OutputCall,
+    OutputCustomCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -25,6 +28,7 @@ from twostroke.serve.openai.responses.body import (
     usage_body,
 )
 from twostroke.serve.openai.responses.items import new_id
+from twostroke.serve.openai.responses.tools import split_name
 from twostroke.serve.openai.usage import timings_body
 
 if TYPE_CHECKING:
@@ -90,11 +94,24 @@ class ResponsesEncoder:
     def _open(self, block: events.ContentBlock) -> Iterator[sent.StreamEvent]:
         """Begin the item of a block."""
         self._block = block
-        item = _begun_item(block)
+        item = self._begun_item(block)
         self._body.output.append(item)
         yield sent.OutputItemAdded(block.index, item)
         if part := _begun_part(item):
             yield sent.ContentPartAdded(item.id, block.index, 0, part)
+
+    def _begun_item(self, block: events.ContentBlock) -> OutputItem:
+        """Return an item without content."""
+        match block.kind:
+            case events.BlockKind.TEXT:
+                return OutputMessage(new_id("msg_"), "in_progress", [])
+            case events.BlockKind.REASONING:
+                return OutputReasoning(new_id("rs_"), "in_progress", [])
+            case events.BlockKind.CALL:
+                name, space = split_name(block.name, exchange_of(self._reply).asked.tools)
+                ids = new_id("ctc_" if block.is_custom else "fc_"), new_id("call_")
+                kind = OutputCustomCall if block.is_custom else OutputCall
+                return kind(*ids, name, "in_progress", namespace=space or UNSET)
 
     def _add(self, event: events.Added) -> sent.StreamEvent:
         place = event.block.index
@@ -107,6 +124,8 @@ class ResponsesEncoder:
                 return sent.OutputTextDelta(id_, place, 0, event.text, logprobs)
             case events.BlockKind.REASONING:
                 return sent.ReasoningTextDelta(id_, place, 0, event.text)
+            case events.BlockKind.CALL if event.block.is_custom:
+                return sent.CustomInputDelta(id_, place, event.text)
             case events.BlockKind.CALL:
                 return sent.CallArgumentsDelta(id_, place, event.text)
 
@@ -116,6 +135,8 @@ class ResponsesEncoder:
         match item:
             case OutputCall():
                 yield sent.CallArgumentsDone(item.id, place, item.name, item.arguments)
+            case OutputCustomCall():
+                yield sent.CustomInputDone(item.id, place, item.input)
             case OutputReasoning(content=[part]):
                 yield sent.ReasoningTextDone(item.id, place, 0, part.text)
                 yield sent.ContentPartDone(item.id, place, 0, part)
@@ -131,6 +152,8 @@ class ResponsesEncoder:
         match item:
             case OutputCall():
                 item.arguments = block.text
+            case OutputCustomCall():
+                item.input = block.text
             case OutputReasoning():
                 item.content[0].text = block.text
             case OutputMessage(content=[part]):
@@ -176,17 +199,6 @@ class ResponsesEncoder:
             self._body.store = exchange.keep(self._body.id, whole, ids)
 
 
-def _begun_item(block: events.ContentBlock) -> OutputItem:
-    """Return an item without content."""
-    match block.kind:
-        case events.BlockKind.TEXT:
-            return OutputMessage(new_id("msg_"), "in_progress", [])
-        case events.BlockKind.REASONING:
-            return OutputReasoning(new_id("rs_"), "in_progress", [])
-        case events.BlockKind.CALL:
-            return OutputCall(new_id("fc_"), new_id("call_"), block.name, "in_progress")
-
-
 def _begun_part(item: OutputItem) -> OutputPart | None:
     """Give an item that has parts its only one, which is empty, and return it."""
     match item:
@@ -194,6 +206,6 @@ def _begun_part(item: OutputItem) -> OutputPart | None:
             item.content = [OutputText("")]
         case OutputReasoning():
             item.content = [ThoughtText("")]
-        case OutputCall():
+        case OutputCall() | OutputCustomCall():
             return None
     return item.content[0]

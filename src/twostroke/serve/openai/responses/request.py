@@ -21,9 +21,9 @@ from twostroke.serve.openai.fields import (
     check_combinations,
 )
 from twostroke.serve.openai.responses.items import Item
-from twostroke.serve.openai.responses.tools import Choice, FunctionTool
-from twostroke.serve.openai.structure import JsonObject, NamedSchema, Text
-from twostroke.serve.tools import TOOL_CHOICE, ParallelCalls, ToolsAs
+from twostroke.serve.openai.responses.tools import Choice, ResponsesTool
+from twostroke.serve.openai.structure import JsonObject, NamedSchema
+from twostroke.serve.tools import TOOL_CHOICE, ParallelCalls, Text, ToolsAs
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -108,7 +108,7 @@ class ResponsesRequest(CommonFields):
         field.doc("`auto` drops the oldest exchanges of a conversation that is too long."),
     ] = None
 
-    tools: ToolsAs[FunctionTool] = None
+    tools: ToolsAs[ResponsesTool] = None
     tool_choice: Annotated[Choice | None, TOOL_CHOICE] = None
     parallel_tool_calls: ParallelCalls = None
     max_tool_calls: Annotated[

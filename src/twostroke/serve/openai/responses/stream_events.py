@@ -108,6 +108,22 @@ class CallArgumentsDone(StreamEvent, tag="response.function_call_arguments.done"
     arguments: str
 
 
+class CustomInputDelta(StreamEvent, tag="response.custom_tool_call_input.delta"):
+    """A piece of a custom tool's input."""
+
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(StreamEvent, tag="response.custom_tool_call_input.done"):
+    """A custom tool's input is complete."""
+
+    item_id: str
+    output_index: int
+    input: str
+
+
 class OutputItemDone(StreamEvent, tag="response.output_item.done"):
     """An item is complete."""
 
@@ -144,6 +160,8 @@ EVENTS: Final = (
     ReasoningTextDone,
     CallArgumentsDelta,
     CallArgumentsDone,
+    CustomInputDelta,
+    CustomInputDone,
     ContentPartDone,
     OutputItemDone,
     ResponseCompleted,

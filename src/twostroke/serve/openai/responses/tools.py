@@ -1,8 +1,9 @@
-"""Tools of the Responses protocol: functions, and which of them the answer may call."""
+"""Tools of the Responses protocol, and which of them the answer may call."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,12 +12,32 @@ from msgspec.structs import replace
 from twostroke.core.errors import RequestError, nearest
 from twostroke.serve.describe import field
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
-from twostroke.serve.tools import FunctionBody, NamedFunction, to_tools
+from twostroke.serve.tools import (
+    MAX_TOOLS,
+    FreeText,
+    FunctionBody,
+    FunctionName,
+    GrammarDefinition,
+    NamedFunction,
+    Text,
+    to_tools,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from twostroke.chat.tools import Tools
+
+
+_OF_OPENAI: Final = "It runs on OpenAI's servers, and this server has no tools: leave it out."
+_OF_CLIENTS: Final = "Models here do not know it: describe it as a function or a custom tool."
+_OTHERS: Final = {
+    **dict.fromkeys(("code_interpreter", "file_search", "image_generation", "mcp"), _OF_OPENAI),
+    **dict.fromkeys(("web_search", "web_search_preview", "programmatic_tool_calling"), _OF_OPENAI),
+    **dict.fromkeys(("apply_patch", "computer", "computer_use_preview"), _OF_CLIENTS),
+    **dict.fromkeys(("local_shell", "shell"), _OF_CLIENTS),
+    "tool_search": "It finds tools later: send all tools at once.",
+}
 
 
 class FunctionTool(FunctionBody, tag_field="type", tag="function"):
@@ -27,23 +48,67 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
     is_async: field.AlwaysOff = msgspec.field(default=None, name="async")
     output_schema: field.Hint = None
 
+    def offered(self) -> FunctionBody:
+        """Return the tool in the form of all protocols."""
+        return self
+
+
+class TextGrammar(GrammarDefinition, tag_field="type", tag="grammar"):
+    """Text that a grammar allows."""
+
+
+class CustomTool(field.TaggedObject, tag="custom"):
+    """A tool of the client whose input is a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: Text | TextGrammar | None = None
+    allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
+    defer_loading: field.HintOff = None
+    is_async: field.AlwaysOff = msgspec.field(default=None, name="async")
+
+    def offered(self) -> FreeText:
+        """Return the tool in the form of all protocols."""
+        form = self.format
+        if not isinstance(form, TextGrammar):
+            return FreeText(self.name, self.description)
+        where = "format.definition"
+        return FreeText(self.name, self.description, form.syntax, form.definition, where)
+
+
+class NamespaceTool(field.TaggedObject, tag="namespace"):
+    """Tools under a common name; the model sees `namespace.name`."""
+
+    other_types: ClassVar[Mapping[str, str]] = _OTHERS
+
+    name: FunctionName
+    tools: Annotated[list[FunctionTool | CustomTool], Meta(max_length=MAX_TOOLS)]
+    description: str | None = None
+
+
+ResponsesTool = FunctionTool | CustomTool | NamespaceTool
+
 
 class NamedTool(NamedFunction, tag_field="type", tag="function"):
     """The name of one of the functions."""
+
+
+class NamedCustomTool(NamedFunction, tag_field="type", tag="custom"):
+    """The name of one of the custom tools."""
 
 
 class AllowedChoice(field.TaggedObject, tag="allowed_tools"):
     """Only these functions may be called, although the model sees all."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1)]
 
 
-Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
+Choice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedChoice
 
 
 def read_tools(
-    tools: Sequence[FunctionTool] | None, choice: Choice | None, *, parallel: bool | None
+    tools: Sequence[ResponsesTool] | None, choice: Choice | None, *, parallel: bool | None
 ) -> Tools | None:
     """Return the tools that the answer may call, or None if there are none.
 
@@ -51,7 +116,7 @@ def read_tools(
         RequestError: as `to_tools`, or the choice names a function that does not exist.
     """
     mode = choice.mode if isinstance(choice, AllowedChoice) else choice
-    found = to_tools(tools or (), mode, parallel=parallel)
+    found = to_tools(list(_flat(tools or ())), mode, parallel=parallel)
     if found is None or not isinstance(choice, AllowedChoice):
         return found
     for place, tool in enumerate(choice.tools):
@@ -62,3 +127,25 @@ def read_tools(
             raise RequestError(reason, field=where, value=word, hint=hint)
     allowed = {tool.name for tool in choice.tools}
     return replace(found, functions=tuple(one for one in found.functions if one.name in allowed))
+
+
+def split_name(name: str, tools: Sequence[ResponsesTool] | None) -> tuple[str, str | None]:
+    """Return the name of a called function, and its namespace if it has one."""
+    for tool in tools or ():
+        inner = name.removeprefix(f"{tool.name}.")
+        if isinstance(tool, NamespaceTool) and any(one.name == inner for one in tool.tools):
+            return inner, tool.name
+    return name, None
+
+
+def _flat(tools: Sequence[ResponsesTool]) -> Iterator[FunctionBody | FreeText]:
+    """Yield all tools, those of namespaces with longer names."""
+    for tool in tools:
+        if not isinstance(tool, NamespaceTool):
+            yield tool.offered()
+            continue
+        for one in tool.tools:
+            described = "\n".join(filter(None, (tool.description, one.description)))
+            yield replace(
+                one.offered(), name=f"{tool.name}.{one.name}", description=described or None
+            )
