@@ -7,9 +7,8 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.sample.lark import NO_FORCING, beginning, special_marks, spelled, text_but, up_to
+from twostroke.sample.lark import beginning, special_marks, spelled, text_but, up_to
 from twostroke.schema.prepare import JSON_FORM
-from twostroke.schema.size import forces_little
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,8 +99,6 @@ class CallGrammar:
     def _bodies(self) -> Iterator[str]:
         """Yield the rules of arguments, and of a call from its name to its tail."""
         form, functions = self._form, self._tools.functions
-        if not all(forces_little(one.schema) for one in functions):
-            yield NO_FORCING
         id_ = f" {self._spell(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
         for place, one in enumerate(functions):
             name, middle = form.name(one.name), form.middle

@@ -19,7 +19,7 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
-from twostroke.sample.lark import NO_FORCING, after_preface, either
+from twostroke.sample.lark import NO_FORCING, after_preface, either, with_prepared_schemas
 from twostroke.schema.prepare import JSON_FORM, prepare
 from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
 
@@ -150,13 +150,14 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        text, limits = _limited(constraint), LLParserLimits(**_LIMITS)
+        (text, gaps), limits = _limited(constraint), LLParserLimits(**_LIMITS)
         if constraint.alternative is not None:
-            text = either(text, _limited(constraint.alternative))
+            other, more = _limited(constraint.alternative)
+            text, gaps = either(text, other), gaps + more
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
         compiled = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
-        matcher = GrammarMatcher(compiled, self, constraint)
+        matcher = GrammarMatcher(compiled, self, constraint, gaps)
         # The first mask is the most work, and is not done again.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
         return matcher
@@ -189,10 +190,21 @@ class _Words:
 
 
 class GrammarMatcher:
-    """A compiled grammar, and where in it one request's output is."""
+    """A compiled grammar, and where in it one request's output is.
 
-    def __init__(self, matcher: LLMatcher, grammars: Grammars, constraint: Constraint) -> None:
+    `gaps` are the keywords of JSON schemas that it does not hold: with any, a finished answer must
+    be checked.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        grammars: Grammars,
+        constraint: Constraint,
+        gaps: tuple[str, ...] = (),
+    ) -> None:
         """Begin with no output."""
+        self.gaps = gaps
         self._matcher = matcher
         self._is_shared = False  # `_matcher` belongs to the compiled grammar
         self._grammars = grammars
@@ -208,7 +220,7 @@ class GrammarMatcher:
         millisecond, and a request may have a thousand answers.
         """
         assert not self._num_known
-        found = GrammarMatcher(self._matcher, self._grammars, constraint)
+        found = GrammarMatcher(self._matcher, self._grammars, constraint, self.gaps)
         found._is_shared = True
         return found
 
@@ -299,27 +311,40 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
-def _limited(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form, which does not force text without a limit."""
-    grammar = _grammar(constraint)
-    return grammar if _may_force(constraint) else _without_forcing(grammar)
+def _limited(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+    """Return a constraint in llguidance's own form, and what it does not hold.
+
+    It does not force text without a limit.
+    """
+    from llguidance import LLMatcher
+
+    if constraint.notation != "json_schema":
+        text, gaps = _grammar(constraint)
+        return (text if _may_force(constraint) else _without_forcing(text)), gaps
+    try:
+        prepared, form = prepare(constraint.text), cast("Any", dict(JSON_FORM))
+        text = LLMatcher.grammar_from_json_schema(prepared.text, overrides=form)
+    except ValueError as error:
+        raise _refusal(constraint, str(error)) from None
+    is_little = forces_little(json.loads(prepared.text))
+    return (text if is_little else _without_forcing(text)), prepared.gaps
 
 
-def _grammar(constraint: Constraint) -> str:
-    """Return a constraint in llguidance's own form."""
-    from llguidance import LLMatcher, grammar_from
+def _grammar(constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+    """Return a constraint that is not one schema in llguidance's own form, as `_limited` does."""
+    from llguidance import grammar_from
 
     text, notation = constraint.text, constraint.notation
+    gaps: tuple[str, ...] = ()
     try:
-        if notation == "json_schema":
-            form: Any = dict(JSON_FORM)
-            return LLMatcher.grammar_from_json_schema(prepare(text).text, overrides=form)
         if notation == "choice" and not _are_texts(json.loads(text)):
             message = f"it must be 1 to {MAX_CHOICES:,} texts, none of them empty"
             raise _refusal(constraint, message)
         if notation in {"grammar", "lark"} and text.lstrip().startswith("{"):
             raise _refusal(constraint, "no rule begins with '{'")  # JSON would be read as objects
-        return grammar_from(cast("GrammarFormat", notation), text)
+        if notation == "lark":
+            text, gaps = with_prepared_schemas(text)
+        return grammar_from(cast("GrammarFormat", notation), text), gaps
     except ValueError as error:
         raise _refusal(constraint, str(error)) from None
 
@@ -331,8 +356,6 @@ def _may_force(constraint: Constraint) -> bool:
     programs that use the library, and contain `NO_FORCING` themselves.
     """
     match constraint.notation:
-        case "json_schema":
-            return forces_little(json.loads(constraint.text))
         case "regex" | "choice":
             return pattern_size(constraint.text) <= MOST_FORCED
         case notation:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Final
 
+from twostroke.schema.prepare import prepare
+from twostroke.schema.size import forces_little
 from twostroke.tokenize.preface import MAX_BLANKS
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 # Where text can go on in one way only, llguidance does not look how far.
+_SCHEMA: Final = re.compile(r"^\w+ *: *%json +(?=\{)", re.MULTILINE)
 NO_FORCING: Final = '%llguidance {"no_forcing": true}'
 TEXT: Final = r"TEXT: /(.|\n)*/"  # the rule of any text without special tokens
 
@@ -60,6 +63,31 @@ def either(first: str, second: str) -> str:
     """
     whole = {"name": "either", "lark_grammar": "start: @first | @second"}
     return json.dumps({"grammars": [whole, *_named("first", first), *_named("second", second)]})
+
+
+def with_prepared_schemas(rules: str) -> tuple[str, tuple[str, ...]]:
+    """Return rules in which each JSON schema is prepared, and what those do not hold.
+
+    A schema is a rule of its own; with `x-guidance` it says how JSON is written.
+
+    Raises:
+        ValueError: a schema cannot be followed.
+    """
+    parts: list[str] = []
+    gaps: list[str] = []
+    end = 0
+    has_forcing = False
+    for found in _SCHEMA.finditer(rules):
+        schema, after = json.JSONDecoder().raw_decode(rules, found.end())
+        prepared = prepare(json.dumps(schema))
+        text = json.loads(prepared.text)
+        has_forcing = has_forcing or not forces_little(text)
+        form = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        parts += [rules[end : found.end()], json.dumps({**text, **form})]
+        gaps += prepared.gaps
+        end = after
+    forcing = [f"\n{NO_FORCING}\n"] if has_forcing else []
+    return "".join([*parts, rules[end:], *forcing]), tuple(gaps)
 
 
 def after_preface(preface: Preface, grammar: str, tokenizer: Tokenizer) -> str:

@@ -1,33 +1,30 @@
-"""Prepares a JSON schema for llguidance, which makes grammars of schemas."""
+"""Prepares a JSON schema for llguidance, which makes grammars of schemas.
+
+A schema is rewritten as states, each the conjunction of some of its schemas, and each state as a
+union of plain schemas of one type. These use only what llguidance holds exactly; what they cannot
+say is noted as a gap.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.errors import nearest
 from twostroke.core.frozen import Frozen
+from twostroke.schema.arrays import arrays
+from twostroke.schema.branch import KINDS, Branch, Item
+from twostroke.schema.document import Document
+from twostroke.schema.expand import Expander
+from twostroke.schema.objects import objects
+from twostroke.schema.scalars import scalars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-# Keywords by their contents: one schema (or a list of them), or schemas under names.
-SCHEMAS: Final = frozenset(
-    ("additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems")
-)
-NAMED_SCHEMAS: Final = frozenset(("$defs", "definitions", "patternProperties", "properties"))
-VALUES: Final = frozenset(
-    (
-        *("$anchor", "$id", "$ref", "$schema", "const", "enum", "exclusiveMaximum"),
-        *("exclusiveMinimum", "format", "maxItems", "maxLength", "maxProperties", "maximum"),
-        *("minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern"),
-        *("required", "type"),
-    )
-)
-# These say nothing about which values are valid.
-ANNOTATIONS: Final = frozenset(
-    ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title")
-) | {"writeOnly"}
+    from twostroke.schema.branch import State
+
+    Schema = dict[str, Any]
+    AnySchema = Schema | bool
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
@@ -42,8 +39,11 @@ JSON_FORM: Final[Mapping[str, Any]] = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-_MOST_SHOWN: Final = 80  # characters of a keyword, and of the end of its path
-_KNOWN: Final = SCHEMAS | NAMED_SCHEMAS | VALUES | ANNOTATIONS
+_MOST_STATES: Final = 4000
+_MOST_TEXT: Final = 4_000_000  # characters
+_DEEPEST: Final = 24  # schemas in one another, before they get names
+_SMALL: Final = 200  # characters of a schema that is repeated rather than named
+_MOST_GAPS: Final = 20
 
 
 class Prepared(Frozen):
@@ -64,44 +64,205 @@ def prepare(text: str) -> Prepared:
     Raises:
         ValueError: it is not a schema, cannot be followed, or no value fits; the sentence says why.
     """
-    check_keywords(text)
-    return Prepared(text)
-
-
-def check_keywords(text: str) -> None:
-    """Check that a JSON schema asks for nothing that would be ignored.
-
-    Raises:
-        ValueError: it is not JSON, or has a keyword that is not known; the sentence names it.
-    """
     try:
-        schema = json.loads(text)
+        document = Document(text)
+        rewriter = _Rewriter(document)
+        schema = rewriter.whole()
+        found = json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(schema, dict):
-        raise ValueError("it must be an object")  # noqa: TRY004 - a wrong value, as others are
-    waiting: list[tuple[str, Any]] = [("", schema)]
-    while waiting:
-        path, part = waiting.pop()
-        if isinstance(part, dict):
-            waiting += _inside(part, path)
+    if len(found) > _MOST_TEXT:
+        raise ValueError("it is too large, or has too many alternatives")
+    return Prepared(found, tuple(rewriter.gaps)[:_MOST_GAPS])
 
 
-def _inside(schema: dict[str, Any], outer: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in a schema, each with the end of its path."""
-    for keyword, value in schema.items():
-        path = _joined(outer, keyword)
-        if keyword not in _KNOWN:
-            word = keyword[:_MOST_SHOWN]
-            where = path if len(path) <= _MOST_SHOWN else f"…{path[-_MOST_SHOWN:]}"
-            raise ValueError(f"'{word}' ({where}) is not supported.{nearest(word, _KNOWN)}")
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            yield from ((_joined(path, name), inner) for name, inner in value.items())
-        elif keyword in SCHEMAS:
-            many = value if isinstance(value, list) else [value]
-            yield from ((path, inner) for inner in many)
+class _Rewriter:
+    """Rewrites states as schemas, in which the number of another state stands for it."""
+
+    def __init__(self, document: Document) -> None:
+        self.gaps: dict[str, None] = {}
+        self._expander = Expander(document)
+        self._root = document.root
+        self._numbers: dict[State, int] = {}
+        self._schemas: list[Schema | bool] = []
+
+    def whole(self) -> Schema:
+        """Return the whole schema."""
+        root = self._child([(Item(self._root),)])
+        if root is False:
+            raise ValueError("no value fits it")
+        states: list[State] = []
+        while len(self._schemas) < len(self._numbers):
+            states = list(self._numbers)[len(self._schemas) :]
+            for state in states:
+                self._schemas.append(self._written(state))
+            if len(self._numbers) > _MOST_STATES:
+                raise ValueError("it is too large, or has too many alternatives")
+        self._drop_empty()
+        if self._schemas and self._schemas[0] is False:
+            raise ValueError("no value fits it")
+        return _Layout(self._schemas).whole()
+
+    def _child(self, states: Sequence[State | None]) -> Schema | bool:
+        """Return a schema that stands for values that fit all states."""
+        state = self._expander.state(states)
+        if state is None:
+            return False
+        if not state:
+            return {}
+        return {"$ref": self._numbers.setdefault(state, len(self._numbers))}
+
+    def _written(self, state: State) -> Schema | bool:
+        """Return the schema of a state."""
+        choice = self._expander.alternatives(state)
+        if choice is not None:
+            if not choice.is_exact:
+                self.gaps[choice.place] = None
+            own = {"$ref": self._numbers[state]}
+            others = [self._child([inner]) for inner, _ in choice.alternatives]
+            return _any_of([one for one in others if not isinstance(one, bool) and one != own])
+        found: list[Schema] = []
+        for branch in self._expander.branches(state):
+            found += self._branch(branch)
+        return _any_of(found)
+
+    def _branch(self, branch: Branch) -> Iterator[Schema]:
+        if branch.kinds == frozenset(KINDS) and _is_free(branch):
+            self._note(branch)
+            yield {}
+            return
+        branch = branch.copy()
+        yield from scalars(branch)
+        if "array" in branch.kinds and branch.values is None:
+            yield from arrays(branch, self._expander, self._child)
+        if "object" in branch.kinds and branch.values is None:
+            yield from objects(branch, self._expander, self._child)
+        for kind in ("array", "object"):
+            if kind in branch.kinds and any(
+                isinstance(value, list if kind == "array" else dict)
+                for value in branch.excluded.values()
+            ):
+                branch.gap("not (of objects or arrays)")
+        self._note(branch)
+
+    def _note(self, branch: Branch) -> None:
+        """Note the gaps that are about values that a branch allows."""
+        for place, of in branch.gaps.items():
+            if not of or (of in branch.kinds and branch.values is None):
+                self.gaps[place] = None
+
+    def _drop_empty(self) -> None:
+        """Replace the schemas that no value fits, as far as that follows from others."""
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for number in reversed(range(len(self._schemas))):
+                schema = self._schemas[number]
+                if schema is not False and self._is_empty(schema):
+                    self._schemas[number] = False
+                    is_changed = True
+
+    def _is_empty(self, schema: AnySchema) -> bool:
+        if isinstance(schema, bool):
+            return not schema
+        if "$ref" in schema:
+            return self._schemas[schema["$ref"]] is False
+        if "anyOf" in schema:
+            return all(map(self._is_empty, schema["anyOf"]))
+        if schema.get("type") == "object" and "properties" in schema:
+            members = schema["properties"]
+            return any(self._is_empty(members[name]) for name in schema["required"])
+        if schema.get("type") == "array" and "items" in schema:
+            first, low = schema.get("prefixItems", ()), schema.get("minItems", 0)
+            if any(map(self._is_empty, first[:low])):
+                return True
+            return low > len(first) and self._is_empty(schema["items"])
+        return False
 
 
-def _joined(path: str, step: str) -> str:
-    """Return a JSON pointer, or of a long one the end: names may be long, and schemas many."""
-    return f"{path}/{step}"[-_MOST_SHOWN - 1 :]
+class _Layout:
+    """Puts schemas together: inside one another, or by name where they are repeated."""
+
+    def __init__(self, schemas: list[Schema | bool]) -> None:
+        self._schemas = schemas
+        self._uses = [0] * len(schemas)
+        self._is_small = [False] * len(schemas)
+        for number, schema in enumerate(schemas):
+            inner = list(_references(schema))
+            for one in inner:
+                self._uses[one] += 1
+            self._is_small[number] = not inner and len(json.dumps(schema)) < _SMALL
+        self._open: set[int] = set()
+        self._named: dict[int, None] = {}
+
+    def whole(self) -> Schema:
+        """Return the first schema, with all that it needs."""
+        found = self._laid(self._schemas[0], 0) if self._schemas else {}
+        assert isinstance(found, dict)
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(self._named):
+            number = list(self._named)[len(definitions)]
+            definitions[f"s{number}"] = self._laid(self._schemas[number], 0)
+        return {**found, "$defs": definitions} if definitions else found
+
+    def _laid(self, schema: AnySchema, depth: int) -> Schema | bool:
+        """Return a schema in which names and schemas stand for numbers."""
+        if isinstance(schema, bool):
+            return schema
+        if "$ref" in schema:
+            return self._inner(schema["$ref"], depth)
+        found: Schema = {}
+        for keyword, value in schema.items():
+            if keyword in {"anyOf", "prefixItems"}:
+                found[keyword] = [self._laid(one, depth + 1) for one in value]
+            elif keyword in {"properties", "patternProperties"}:
+                found[keyword] = {name: self._laid(one, depth + 1) for name, one in value.items()}
+            elif keyword in {"items", "additionalProperties"}:
+                found[keyword] = self._laid(value, depth + 1)
+            elif value != []:
+                found[keyword] = value
+        return found
+
+    def _inner(self, number: int, depth: int) -> Schema | bool:
+        schema = self._schemas[number]
+        is_inside = self._uses[number] == 1 or self._is_small[number]
+        if schema is False or (is_inside and number not in self._open and depth < _DEEPEST):
+            self._open.add(number)
+            found = self._laid(schema, depth)
+            self._open.discard(number)
+            return found
+        self._named.setdefault(number)
+        return {"$ref": f"#/$defs/s{number}"}
+
+
+def _references(schema: AnySchema) -> Iterator[int]:
+    """Yield the numbers of the states in a schema."""
+    if isinstance(schema, bool):
+        return
+    if "$ref" in schema:
+        yield schema["$ref"]
+    for keyword in ("anyOf", "prefixItems"):
+        for inner in schema.get(keyword, ()):
+            yield from _references(inner)
+    for keyword in ("properties", "patternProperties"):
+        for inner in schema.get(keyword, {}).values():
+            yield from _references(inner)
+    for keyword in ("items", "additionalProperties"):
+        yield from _references(schema.get(keyword, True))
+
+
+def _any_of(schemas: list[Schema]) -> Schema | bool:
+    """Return the union of schemas."""
+    if {} in schemas:
+        return {}
+    return {"anyOf": schemas} if len(schemas) > 1 else schemas[0] if schemas else False
+
+
+def _is_free(branch: Branch) -> bool:
+    """Return whether a branch says nothing that could be written."""
+    free = vars(Branch())
+    return all(
+        value == free[name]
+        for name, value in vars(branch).items()
+        if name not in {"gaps", "is_touched", "seen"}
+    )

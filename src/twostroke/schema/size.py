@@ -7,8 +7,6 @@ import math
 import re
 from typing import Any, Final
 
-from twostroke.schema.prepare import ANNOTATIONS
-
 MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
 _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _MINIMA: Final = ("minItems", "minProperties", "minLength")
@@ -31,7 +29,7 @@ def forces_little(schema: object) -> bool:
             times *= math.prod(max(1.0, min(count, MOST_FORCED)) for count in counts)
             left -= 2 * times
             for name, value in part.items():
-                if name in _DEFINITIONS or (name in ANNOTATIONS and isinstance(value, str)):
+                if name in _DEFINITIONS:
                     continue
                 left -= (4 + len(name)) * times
                 if name == "$ref":

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.schema.prepare import ANY_OBJECT, check_keywords
+from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
@@ -219,16 +219,10 @@ def _callable(function: FunctionBody, param: str) -> Function:
     """Return a function whose arguments follow its schema, or are any object if that is impossible.
 
     Many tools have schemas written for other readers, so only `strict` functions are refused.
+    Whether a schema can be followed shows when it is compiled.
     """
     schema = _closed(function.parameters or dict(ANY_OBJECT))
     made = Function(function.name, schema, param, bool(function.strict))
-    try:
-        check_keywords(json.dumps(schema))
-    except ValueError as error:
-        if function.strict:
-            why = str(error) if str(error).endswith((".", "?")) else f"{error}."
-            raise RequestError("cannot be followed: {why}", field=param, why=why) from None
-        return made.freed()
     if schema.get("type", "object") == "object":
         return made
     if function.strict:

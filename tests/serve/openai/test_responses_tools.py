@@ -145,7 +145,7 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
         ({"tools": [WEATHER | {"async": True}]}, "not supported yet", "tools[0].async"),
         (
             {"tools": [CLOCK | {"parameters": {"not": {}}}]},
-            "tools[0].parameters cannot be followed",
+            "cannot be followed. The JSON schema",
             "tools[0].parameters",
         ),
         ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools.", "tool_choice"),

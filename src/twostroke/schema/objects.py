@@ -1,0 +1,193 @@
+"""Branches of objects, as llguidance reads them."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.schema.patterns import are_apart, matches
+from twostroke.schema.scalars import can_be_written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from twostroke.schema.branch import Branch, ObjectPart, State
+    from twostroke.schema.expand import Expander
+    from twostroke.schema.patterns import Pattern
+
+    Schema = dict[str, Any]
+    AnySchema = Schema | bool
+    # The schema of a state, which may be a reference; False if no value fits.
+    Child = Callable[[Sequence[State | None]], Schema | bool]
+
+_MOST_CHOSEN: Final = 6  # members of which each selection is spelled
+_MOST_MATCHES: Final = 20_000  # of names with patterns
+
+
+def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]:
+    """Yield schemas of a branch's objects, and note in it what they do not hold."""
+    parts = branch.object_parts
+    allowed = _Names(branch, expander)
+    known = dict.fromkeys(name for part in parts for name in part.names) | branch.required
+    num_patterns = sum(len(part.patterns) for part in parts)
+    if len(known) * max(1, num_patterns) > _MOST_MATCHES:
+        raise ValueError("an object has too many names and patterns")
+    names = dict.fromkeys([*known, *allowed.listed])
+    members: dict[str, AnySchema] = {}
+    for name in names:
+        is_usable = can_be_written(name) and allowed.has(name)
+        members[name] = child(branch.member(name)) if is_usable else False
+    if any(members[name] is False for name in branch.required):
+        return
+    more = _others(parts, allowed, child)
+    possible = [name for name, inner in members.items() if inner is not False]
+    is_named = any(name in part.names for part in parts for name in possible)
+    if is_named and not _is_asked(branch, parts) and branch.members.low <= len(possible):
+        more = {}
+    yield from _counted(branch, members, more)
+
+
+def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Iterator[Schema]:
+    """Yield schemas with the right number of members: `more` are those without a name."""
+    low, high = branch.members
+    required = [name for name in members if name in branch.required]
+    optional = [n for n, inner in members.items() if inner is not False and n not in required]
+    most = len(required) + len(optional)
+    if (high is not None and len(required) > high) or (not more and low > most):
+        return
+    used = {name: inner for name, inner in members.items() if more or inner is not False}
+    shape: Schema = {"type": "object", "properties": used, "required": required}
+    shape |= more or {"additionalProperties": False}
+    if low <= len(required) and (high is None or (not more and high >= most)):
+        yield shape
+        return
+    if more and low > most + 1:
+        branch.gap("minProperties (of names that repeat)")
+    if not optional or (not more and high is None and low == len(required) + 1):
+        yield shape | _counts(low, high)
+        return
+    if len(optional) > _MOST_CHOSEN:
+        branch.gap("minProperties or maxProperties (of many)")
+        yield shape
+        return
+    for count in range(len(optional) + 1):
+        total = len(required) + count
+        if (high is not None and total > high) or (not more and total < low):
+            continue
+        for chosen in combinations(optional, count):
+            kept = {*required, *chosen}
+            inside = {n: inner if n in kept else False for n, inner in used.items()}
+            if not more:
+                inside = {n: inner for n, inner in inside.items() if n in kept}
+            counts = _counts(low, high) if more else {}
+            yield (
+                shape | counts | {"properties": inside, "required": [n for n in used if n in kept]}
+            )
+
+
+def _counts(low: int, high: int | None) -> Schema:
+    found = {"minProperties": low} if low else {}
+    return found if high is None else {**found, "maxProperties": high}
+
+
+def _is_asked(branch: Branch, parts: Sequence[ObjectPart]) -> bool:
+    """Return whether the schema speaks of members that it does not name.
+
+    By default they are allowed beside named ones, but then nobody waits for them.
+    """
+    return bool(branch.names) or any(not part.is_open or part.patterns for part in parts)
+
+
+def _others(parts: Sequence[ObjectPart], allowed: _Names, child: Child) -> Schema:
+    """Return what members that have no schema of their own are; an empty one if there are none."""
+    if allowed.is_closed:
+        return {}
+    groups = _grouped({pattern: None for part in parts for pattern in part.patterns})
+    found: dict[str, AnySchema] = {}
+    for group in groups:
+        states = [state for part in parts for p, state in part.patterns.items() if p in group]
+        states += [part.others for part in parts if not all(p in part.patterns for p in group)]
+        text = (
+            "|".join(f"(?:{pattern.text})" for pattern in group)
+            if len(group) > 1
+            else group[0].text
+        )
+        if allowed.pattern is not None and text != allowed.pattern:
+            continue
+        found[text] = child(states)
+    rest = child([part.others for part in parts])
+    if allowed.pattern is not None:
+        if rest is not False and not groups:
+            found[allowed.pattern] = rest
+        rest = False
+    if rest is False and all(inner is False for inner in found.values()):
+        return {}
+    return (
+        {"patternProperties": found, "additionalProperties": rest}
+        if found
+        else {"additionalProperties": rest}
+    )
+
+
+def _grouped(patterns: dict[Pattern, None]) -> list[list[Pattern]]:
+    """Return patterns in groups: no name matches patterns of two groups."""
+    groups: list[list[Pattern]] = []
+    for pattern in patterns:
+        near = [group for group in groups if not all(are_apart(pattern, one) for one in group)]
+        groups = [group for group in groups if group not in near]
+        groups.append([*(one for group in near for one in group), pattern])
+    return groups
+
+
+class _Names:
+    """Which names `propertyNames` allows.
+
+    `listed` are all, if there are few; else those that match `pattern`, if there is one. It
+    `is_closed` if others cannot be described.
+    """
+
+    def __init__(self, branch: Branch, expander: Expander) -> None:
+        self.listed: tuple[str, ...] = ()
+        self.pattern: str | None = None
+        self.is_closed = False
+        self._branches: list[Branch] | None = None
+        if not branch.names:
+            return
+        state = expander.state([(item,) for item in branch.names])
+        found = [] if state is None else expander.branches(state)
+        self._branches = [one for one in found if "string" in one.kinds]
+        for one in self._branches:
+            for place, of in one.gaps.items():
+                if of in {"", "string"}:
+                    branch.gap(place, "object")
+        if len(self._branches) == 1 and not any((self._branches[0].excluded, self._listed())):
+            only = self._branches[0]
+            low, high = only.lengths.low, only.lengths.high
+            has_lengths = bool(low) or high is not None
+            if not only.patterns and not has_lengths:
+                return
+            if len(only.patterns) + has_lengths == 1:
+                bounds = f"^[\\x00-\\x{{10ffff}}]{{{low},{'' if high is None else high}}}$"
+                self.pattern = bounds if has_lengths else next(iter(only.patterns)).text
+                return
+        self.is_closed = True
+        self.listed = tuple(self._listed())
+
+    def _listed(self) -> list[str]:
+        return [
+            value
+            for one in self._branches or ()
+            for value in one.allowed() or ()
+            if isinstance(value, str)
+        ]
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is allowed."""
+        if self._branches is None:
+            return True
+        return any(
+            one.is_allowed(name)
+            and (one.allowed() is None or name in (one.allowed() or ()))
+            and all(matches(pattern, name) for pattern in one.patterns)
+            for one in self._branches
+        )

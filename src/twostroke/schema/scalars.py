@@ -1,0 +1,146 @@
+"""Branches of null, booleans, numbers and strings, as llguidance reads them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from twostroke.schema.branch import kind
+from twostroke.schema.patterns import without
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from twostroke.schema.branch import Branch
+
+    Schema = dict[str, Any]
+
+_EXACT: Final = 2**53  # the largest number up to which llguidance knows each integer
+# Of a multiple, without zeros at its end: llguidance follows each remainder.
+_LARGEST_MULTIPLE: Final = 20_000
+_MOST_DIGITS: Final = 8
+_ESCAPED: Final = frozenset("\b\t\n\f\r")  # the control characters that can be written
+
+
+def scalars(branch: Branch) -> Iterator[Schema]:
+    """Yield schemas of a branch's scalar values, and note in it what they do not hold."""
+    values = branch.allowed()
+    if values is not None:
+        yield from _listed(branch, values)
+        return
+    for one in ("null", "boolean"):
+        if one in branch.kinds:
+            known = [None] if one == "null" else [False, True]
+            left = [value for value in known if branch.is_allowed(value)]
+            if left:
+                yield {"type": one} if len(left) == len(known) else {"enum": left}
+    if branch.kinds & {"integer", "fraction"}:
+        yield from _numbers(branch)
+    if "string" in branch.kinds:
+        yield from _strings(branch)
+
+
+def _listed(branch: Branch, values: Sequence[Any]) -> Iterator[Schema]:
+    texts = [value for value in values if isinstance(value, str) and can_be_written(value)]
+    others = [value for value in values if not isinstance(value, str)]
+    for value in others:
+        if kind(value) in {"integer", "fraction"} and abs(value) > _EXACT:
+            branch.gap("enum (of numbers beyond 2^53)")
+    if others:
+        yield {"enum": [written(value) for value in others]}
+    if texts:
+        yield {"enum": texts, **_patterns(branch, [])}
+
+
+def _numbers(branch: Branch) -> Iterator[Schema]:
+    both = branch.kinds & {"integer", "fraction"}
+    schema: Schema = {"type": "integer" if both == {"integer"} else "number"}
+    if both == {"fraction"}:
+        branch.gap("not (of integers)")
+    if branch.multiple is not None:
+        multiple = branch.multiple
+        if both == {"integer"}:
+            multiple = multiple * multiple.denominator
+        number = Decimal(multiple.numerator) / Decimal(multiple.denominator)
+        if not _is_easy(number):
+            branch.gap("multipleOf (of many digits)")
+        elif number != 1 or both != {"integer"}:
+            schema["multipleOf"] = written(number)
+    excluded = sorted(
+        value
+        for value in branch.excluded.values()
+        if kind(value) in both and branch.has_number(value)
+    )
+    edges = [branch.least, *((value, True) for value in excluded), branch.most]
+    for low, high in pairwise(edges):
+        part = branch.copy()
+        part.least, part.most = low, high
+        if part.has_range():
+            yield schema | _bounds(branch, low, high)
+
+
+def _is_easy(multiple: Decimal) -> bool:
+    """Return whether llguidance finds multiples of a number quickly."""
+    _, digits, exponent = multiple.normalize().as_tuple()
+    size = int("".join(map(str, digits)))
+    return size <= _LARGEST_MULTIPLE and abs(int(exponent)) <= _MOST_DIGITS
+
+
+def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Schema:
+    found: Schema = {}
+    for bound, keyword, sign in ((low, "inimum", 1), (high, "aximum", -1)):
+        if bound is None:
+            continue
+        number, is_open = bound
+        if number * sign > _EXACT:
+            branch.gap(f"m{keyword} (beyond 2^53)")
+        elif number * sign < -_EXACT:  # only numbers that llguidance knows
+            found[f"m{keyword}"] = -_EXACT * sign
+        else:
+            found[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
+    return found
+
+
+def _strings(branch: Branch) -> Iterator[Schema]:
+    schema: Schema = {"type": "string"}
+    if branch.lengths.low:
+        schema["minLength"] = branch.lengths.low
+    if branch.lengths.high is not None:
+        schema["maxLength"] = branch.lengths.high
+    patterns = []
+    excluded = [value for value in branch.excluded.values() if isinstance(value, str)]
+    if excluded:
+        pattern = without(excluded)
+        if pattern is None:
+            branch.gap("not (of many strings)")
+        else:
+            patterns.append(pattern)
+    yield schema | _patterns(branch, patterns)
+
+
+def _patterns(branch: Branch, more: Sequence[str]) -> Schema:
+    texts = [*(pattern.text for pattern in branch.patterns), *more]
+    if len(texts) < 2:
+        return {"pattern": texts[0]} if texts else {}
+    return {
+        "pattern": texts[0],
+        "allOf": [{"type": "string", "pattern": text} for text in texts[1:]],
+    }
+
+
+def written(value: Any) -> Any:
+    """Return a number as JSON writes it; other values as they are."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
+
+
+def can_be_written(text: str) -> bool:
+    """Return whether the grammar can spell a text: not some control characters, nor half ones."""
+    return not any(
+        (character < " " and character not in _ESCAPED)
+        or character == "\x7f"
+        or "\ud800" <= character <= "\udfff"
+        for character in text
+    )
