@@ -44,6 +44,9 @@ CLIENTS = {
     "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
     "langchain": Client("langchain_python.py", ("langchain-openai>=1",)),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
+    "llama-server": Client(
+        "llama_server_python.py", ("langchain-llama-cpp>=0.1", "llamastat", "swaag")
+    ),
     "lm-eval": Client(  # and transformers beside it, which reads the same file (some 2 GB)
         "lm_eval_harness.py", ("lm-eval[api,hf]>=0.4.13", "gguf", "torch==2.13.0")
     ),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from support.servers import live_server, post_bytes, read_all, wait_for
 from twostroke.serve.about import FINGERPRINT
+from twostroke.serve.llama_server.info import _Places
 from twostroke.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -52,6 +54,13 @@ def test_slots_show_running_requests_without_their_text(server: LiveServer) -> N
     assert "hello" not in str(busy)
     assert idle[0] == {"id": 1, "n_ctx": 512, "speculative": False, "is_processing": False}
     assert len(idle) + 1 == server.client.loop.config.max_running
+
+
+def test_a_running_request_keeps_its_slot() -> None:
+    places = _Places()
+    a, b, c = (SimpleNamespace(id=id_) for id_ in "abc")
+    assert places.of([a, b]) == [(0, 0), (1, 1)]  # type: ignore[list-item]
+    assert places.of([c, b]) == [(0, 2), (1, 1)]  # type: ignore[list-item]
 
 
 def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:

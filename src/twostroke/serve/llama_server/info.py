@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.routing import Route
 
 from twostroke.core.errors import OverloadedError
@@ -16,6 +18,8 @@ from twostroke.serve.llama_server.fields import TextFields, to_params
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -68,6 +72,7 @@ class Slot(msgspec.Struct, kw_only=True, frozen=True):
     """A place for a running request, with the counts of its prompt if there is one."""
 
     id: int
+    id_task: int | UnsetType = UNSET
     n_ctx: int
     speculative: bool
     is_processing: bool
@@ -83,7 +88,7 @@ class SlotsOffError(UnknownPathError):
 
 def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]:
     """Return the routes for `client`'s model, which is called `name`."""
-    config, card = client.loop.config, client.card
+    config, card, places = client.loop.config, client.card, _Places()
 
     async def props(_request: Request) -> Response:
         defaults = TextFields()
@@ -112,11 +117,14 @@ def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]
         running = client.loop.view().running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
             raise OverloadedError("All slots are taken.")
-        shown = [*running, *[None] * (config.max_running - len(running))]
         is_guessing = bool(client.loop.speculator.methods)
-        return to_json(
-            [_slot(id_, one, card.context_length, is_guessing) for id_, one in enumerate(shown)]
-        )
+        found = [
+            Slot(id=id_, n_ctx=card.context_length, speculative=is_guessing, is_processing=False)
+            for id_ in range(config.max_running)
+        ]
+        for one, (place, task) in zip(running, places.of(running), strict=True):
+            found[place] = _busy(found[place], task, one)
+        return to_json(found)
 
     async def adapters(_request: Request) -> Response:
         return to_json([])
@@ -125,19 +133,31 @@ def info_routes(client: Client, options: ServeOptions, name: str) -> list[Route]
     return [Route(path, endpoint, name=path) for path, endpoint in gets.items()]
 
 
-def _slot(id_: int, running: RequestView | None, context: int, is_guessing: bool) -> Slot:  # noqa: FBT001
-    more: dict[str, Any] = {}
-    if running is not None:
-        more = {
-            "n_prompt_tokens": running.num_prompt,
-            "n_prompt_tokens_processed": min(running.num_computed, running.num_prompt),
-            "n_prompt_tokens_cache": running.num_cached,
-            "next_token": [NextToken(has_next_token=True, n_decoded=running.num_output)],
-        }
-    return Slot(
-        id=id_,
-        n_ctx=context,
-        speculative=is_guessing,
-        is_processing=running is not None,
-        **more,
+class _Places:
+    """Keeps each running request in one place for as long as it runs."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, int]] = {}  # by request: its place and its number
+        self._numbers = count()
+
+    def of(self, running: Sequence[RequestView]) -> list[tuple[int, int]]:
+        """Return the place and the number of each request."""
+        self._of = {one.id: self._of[one.id] for one in running if one.id in self._of}
+        taken = {place for place, _ in self._of.values()}
+        free = (place for place in count() if place not in taken)
+        for one in running:
+            if one.id not in self._of:
+                self._of[one.id] = (next(free), next(self._numbers))
+        return [self._of[one.id] for one in running]
+
+
+def _busy(slot: Slot, task: int, running: RequestView) -> Slot:
+    return replace(
+        slot,
+        id_task=task,
+        is_processing=True,
+        n_prompt_tokens=running.num_prompt,
+        n_prompt_tokens_processed=min(running.num_computed, running.num_prompt),
+        n_prompt_tokens_cache=running.num_cached,
+        next_token=[NextToken(has_next_token=True, n_decoded=running.num_output)],
     )
