@@ -1,0 +1,126 @@
+"""The process that checks finished answers; `verify` starts it with this file as its program.
+
+Each line of input is a JSON list: a schema and an answer, both as text. The first line of output
+says whether the answer is valid. If it is not, a second line says why: to find the reason may take
+much longer, as every alternative is tried. A check that takes too much time or memory ends the
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from decimal import Decimal
+from typing import Any
+
+import jsonschema_rs
+
+_OPTIONS: dict[str, Any] = {"offline": True, "validate_formats": True}
+_CPU_S = 2.0
+_MEMORY_BYTES = 1 << 30
+_NICENESS = 10
+_MOST_SHOWN = 200  # characters of a place
+# By a part of the identifier in `$schema`.
+_DRAFTS = {
+    "draft-03": jsonschema_rs.Draft4Validator,
+    "draft-04": jsonschema_rs.Draft4Validator,
+    "draft-06": jsonschema_rs.Draft6Validator,
+    "draft-07": jsonschema_rs.Draft7Validator,
+    "2019-09": jsonschema_rs.Draft201909Validator,
+}
+# The first that takes a schema is used: a schema that names no draft may be of an old one.
+_GUESSES = (
+    jsonschema_rs.Draft202012Validator,
+    jsonschema_rs.Draft7Validator,
+    jsonschema_rs.Draft4Validator,
+)
+
+
+def main() -> None:
+    """Check answers until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which the parent handles
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    os.nice(_NICENESS)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)
+        _check(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _check(schema: str, answer: str | None) -> None:
+    """Write the verdict on an answer; without one, on the schema."""
+    try:
+        validator = _validator(schema)
+        if answer is None:
+            _write({"is_valid": True})
+            return
+        value = _read(answer, _unique)
+        is_valid = validator.is_valid(value)
+    except _RepeatedError:
+        _write({"is_valid": False})
+        _write({"keyword": "repeated member", "place": ""})
+        return
+    except (ValueError, RecursionError) as error:
+        _write({"error": str(error).partition("\n")[0][:_MOST_SHOWN]})
+        return
+    _write({"is_valid": is_valid})
+    if not is_valid:
+        first = next(iter(validator.iter_errors(value)))
+        place = "/".join(map(str, ["", *first.schema_path]))
+        _write({"keyword": first.kind.name, "place": place[:_MOST_SHOWN]})
+
+
+def _validator(text: str) -> Any:
+    """Return the validator of a schema, which never fetches what a reference names.
+
+    Raises:
+        ValueError: it is not a schema, or has a pattern or a reference that cannot be used.
+    """
+    schema = _read(text, _without_contents)
+    name = str(schema.pop("$schema", "")) if isinstance(schema, dict) else ""
+    named = [draft for part, draft in _DRAFTS.items() if part in name]
+    *others, last = named or _GUESSES
+    for draft in others:
+        try:
+            return draft(schema, **_OPTIONS)
+        except jsonschema_rs.ValidationError as error:
+            if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Referencing):
+                raise
+    return last(schema, **_OPTIONS)
+
+
+def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a schema without keywords that only draft 7's validators assert."""
+    return {
+        name: value
+        for name, value in pairs
+        if not (isinstance(value, str) and name in {"contentEncoding", "contentMediaType"})
+    }
+
+
+class _RepeatedError(Exception):
+    """An object has a member twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedError
+    return found
+
+
+def _read(text: str, make_object: Any) -> Any:
+    """Return a JSON value, with exact numbers."""
+    return json.loads(text, parse_float=Decimal, object_pairs_hook=make_object)
+
+
+def _write(line: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(line)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
