@@ -23,20 +23,19 @@ HUGE = 2**63
     ("param", "value"),
     [
         *[("n", value) for value in (0, -1, 129, HUGE, -HUGE, True, 1.5, "1", [])],
-        *[("max_tokens", value) for value in (0, -1, HUGE, 2**31, True, 2.5, "9", {})],
+        *[("max_tokens", value) for value in (0, -2, HUGE, 2**31, True, 2.5, "9", {})],
         *[("min_tokens", value) for value in (-1, HUGE, True)],
         *[("temperature", value) for value in (-0.1, 101, 1e308, True, "hot", HUGE)],
         *[("top_p", value) for value in (0, -1, 1.01, True, "1")],
         *[("min_p", value) for value in (-0.1, 1.5, False)],
-        *[("top_k", value) for value in (-1, HUGE, 1.5, True)],
+        *[("top_k", value) for value in (-2, HUGE, 1.5, True)],
         *[("presence_penalty", value) for value in (-2.1, 2.1, True)],
         *[("frequency_penalty", value) for value in (-2.1, 2.1, "x")],
         *[("repetition_penalty", value) for value in (0, -1, 101, True)],
         *[("seed", value) for value in (-HUGE - 1, 2**64, 1.5, True, "s")],
         *[("stop", value) for value in ("", [""], ["a"] * 17, "x" * 1001, 5, ["ok", ""])],
         *[("stop_token_ids", value) for value in ([-1], [HUGE], [10**6], list(range(257)))],
-        *[("logit_bias", value) for value in ({"-1": 1}, {"999999": 1}, {"5": 101})],
-        *[("logit_bias", value) for value in ({str(HUGE): 1}, {"5": -101}, [1])],
+        *[("logit_bias", value) for value in ({"5": 101}, {"5": -101}, [1])],
         ("logit_bias", {str(i): 1 for i in range(1025)}),
         *[("priority", value) for value in (1001, -HUGE, True, "high")],
         ("stream", 1),
@@ -75,10 +74,7 @@ def test_what_is_no_number_is_a_400(server: LiveServer, number: str) -> None:
         ({"messages": "hello"}, "messages", "a list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "a string"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "max_tokens"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "does not support reasoning"),
-        ({"reasoning_effort": "some"}, "reasoning_effort", "minimal"),
     ],
 )
 def test_wrong_chat_field_is_named(
@@ -197,11 +193,6 @@ def test_a_conversation_of_too_many_messages_is_refused(
     said = response.json()["error"]["message"]
     assert said.startswith(field)
     assert said.endswith(", got 10001.")
-
-
-def test_a_wrong_key_is_told_from_a_wrong_value(server: LiveServer) -> None:
-    said = refused(server.chat(logit_bias={"a": 1}), 400, "logit_bias")
-    assert said == "A key of logit_bias must be an integer, got a string."
 
 
 def test_an_unknown_token_of_a_prompt_is_pointed_at(server: LiveServer) -> None:

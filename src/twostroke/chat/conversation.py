@@ -10,7 +10,14 @@ from msgspec.structs import replace
 from twostroke.chat.capabilities import find_capabilities
 from twostroke.chat.messages import check_are_messages, checked_messages
 from twostroke.chat.reader import Reading
-from twostroke.chat.reasoning import AS_IT_IS, find_marks, preface_of, variables_of, with_reasoning
+from twostroke.chat.reasoning import (
+    AS_IT_IS,
+    find_marks,
+    followed,
+    preface_of,
+    variables_of,
+    with_reasoning,
+)
 from twostroke.chat.tool_form import ToolForm
 from twostroke.chat.tool_prompt import fitted
 from twostroke.core.frozen import Frozen
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from twostroke.chat.template import ChatTemplate
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
+    from twostroke.core.errors import RequestError
     from twostroke.core.preface import Preface
     from twostroke.core.sampling import SamplingParams
     from twostroke.tokenize import Prompt, Tokenizer
@@ -111,6 +119,10 @@ class Chat:
         if tools is not None:
             calls = ToolForm(tools, self.capabilities.form, self._tokenizer, preface, answer)
         return Turn(prompt, preface, calls, self._tokenizer)
+
+    def follow(self, thinking: Thinking) -> tuple[Thinking, list[RequestError]]:
+        """Return what the template can follow of a request, and the errors about the rest."""
+        return followed(thinking, self._template.variables, self._marks)
 
     def render(
         self,

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import field
+from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, nearest
 from twostroke.core.frozen import Frozen
@@ -91,6 +92,26 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Preface
     return inside if text.endswith(marks.begin) else Preface(marks.begin, marks.end)
 
 
+def followed(
+    thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
+) -> tuple[Thinking, list[RequestError]]:
+    """Return what a template can follow of a request, and the errors about the rest."""
+    if thinking is AS_IT_IS:
+        return thinking, []
+    errors = {
+        name: _unknown_variable(thinking, name, known)
+        for name, value in thinking.variables.items()
+        if name not in known and name not in _OWN and not _is_met(name, value, marks)
+    }
+    given = {name: value for name, value in thinking.variables.items() if name not in errors}
+    kept = replace(thinking, variables=given)
+    try:
+        _switched(thinking, known, marks)
+    except RequestError as error:
+        return replace(kept, is_on=None, effort=None), [*errors.values(), error]
+    return kept, [*errors.values()]
+
+
 def variables_of(
     thinking: Thinking, known: Collection[str], marks: ReasoningMarks | None
 ) -> dict[str, object]:
@@ -107,13 +128,9 @@ def variables_of(
         where = f"{thinking.variables_param}.{own[0]}"
         raise RequestError("is a name that the chat template itself uses.", field=where)
     for name in [name for name in given if name not in known]:
-        if name in _SWITCHES and given[name] is False and not _reasons(marks):
-            del given[name]  # the model never reasons
-            continue
-        where = f"{thinking.variables_param}.{name[:_MAX_SHOWN]}"
-        hint = nearest(name[:_MAX_SHOWN], sorted(known))
-        reason = "is not a variable of this model's chat template.{hint}"
-        raise RequestError(reason, field=where, hint=hint)
+        if not _is_met(name, given[name], marks):
+            raise _unknown_variable(thinking, name, known)
+        del given[name]
     return _switched(thinking, known, marks) | given
 
 
@@ -149,6 +166,18 @@ def _switched(
     what = "always reasons" if _reasons(marks) else "does not support reasoning"
     reason = f"cannot be followed: this model's chat template {what}. Leave it out."
     raise RequestError(reason, field=thinking.param)
+
+
+def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
+    """Whether a model without such a variable does what it asks for: it never reasons."""
+    return name in _SWITCHES and value is False and not _reasons(marks)
+
+
+def _unknown_variable(thinking: Thinking, name: str, known: Collection[str]) -> RequestError:
+    word = name[:_MAX_SHOWN]
+    reason = "is not a variable of this model's chat template.{hint}"
+    hint = nearest(word, sorted(known))
+    return RequestError(reason, field=f"{thinking.variables_param}.{word}", hint=hint)
 
 
 def _reasons(marks: ReasoningMarks | None) -> bool:

@@ -57,7 +57,8 @@ class TwostrokeError(Exception):
                 for name, fact in self.facts.items()
             }
             reason = reason.format(**facts, field=field)
-        return reason if is_whole else f"{field} {reason}"
+        text = reason if is_whole else f"{field} {reason}"
+        return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 
 
 class UsageError(TwostrokeError):

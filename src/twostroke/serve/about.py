@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from twostroke.engine.loop import Health
+
+if TYPE_CHECKING:
+    from twostroke.engine.client import ModelCard
 
 _STATES = ["ok", "draining", *(one.value for one in Health if one is not Health.READY)]
 
@@ -78,3 +81,19 @@ class ModelList(msgspec.Struct, frozen=True):
 
     data: list[ModelBody]
     object: Literal["list"] = "list"
+
+
+def model_body(card: ModelCard, name: str) -> ModelBody:
+    """Describe a model under one of its names."""
+    abilities = Capabilities(
+        completion_chat=card.chat_template is not None,
+        completion_fim=card.tokenizer.infill is not None,
+    )
+    meta = ModelMeta(
+        n_vocab=card.tokenizer.vocab_size,
+        n_ctx_train=card.context_length,
+        n_embd=card.embedding_width,
+        n_params=card.num_parameters,
+        size=card.file_bytes,
+    )
+    return ModelBody(name, card.created_s, card.context_length, abilities, meta)

@@ -16,15 +16,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import EngineStoppedError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve.about import (
-    VERSION,
-    AboutBody,
-    Capabilities,
-    HealthBody,
-    ModelBody,
-    ModelList,
-    ModelMeta,
-)
+from twostroke.serve.about import VERSION, AboutBody, HealthBody, ModelList, model_body
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
@@ -169,11 +161,10 @@ class Api:
         last = card.cost.program.vocab_size - 1
         values: dict[str, Any] = {
             Fact.LAST_ID: last,
-            Fact.ID_PATTERN: f"^(0|[1-9][0-9]{{0,{len(str(last)) - 1}}})$",
             Fact.MODEL_NAMES: self.names[:1],
             Fact.GUESSERS: ("auto", "off", *self.client.loop.speculator.methods, None),
             Fact.EMBEDDING_WIDTH: card.embedding_width,
-            Fact.MAX_CHOICES: limits.max_choices,
+            Fact.MAX_CHOICES: self._max_choices,
             Fact.MAX_INPUTS: limits.max_inputs,
         }
         has_keys, is_strict = self.options.api_keys is not None, self.options.is_strict
@@ -207,11 +198,17 @@ class Api:
 
     async def models(self, _request: Request) -> Response:
         """List the model under each of its names."""
-        return to_json(ModelList([self._model(name) for name in self.names]))
+        return to_json(ModelList([model_body(self.client.card, name) for name in self.names]))
 
     async def model(self, request: Request) -> Response:
         """Describe the model by one of its names."""
-        return to_json(self._model(self._names.find(request.path_params["model"])))
+        return to_json(model_body(self.client.card, self._names.find(request.path_params["model"])))
+
+    @property
+    def _max_choices(self) -> int:
+        """The most answers of one request: as many as the queue takes, within the limits."""
+        queue = self.client.loop.config.max_waiting_requests
+        return min(self.options.limits.max_choices, queue)
 
     @property
     def _health(self) -> str:
@@ -236,11 +233,13 @@ class Api:
             except errors.MissingFieldError as error:
                 raise meant(error, ignored) from None
             self._ignored.note(job.ignored, served)
-            check_choices(job, limits.max_choices)
-            caller = replace(job.caller, cuts_limit=not self.options.strict_limits)
-            job = replace(job, caller=caller)
+            check_choices(job, self._max_choices)
+            cuts_limit = not self.options.strict_limits
+            job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
             split = self.options.splits_reasoning
-            return job, job.encode(self.client.card, splits_reasoning=split), name
+            encoded = job.encode(self.client.card, splits_reasoning=split)
+            self._ignored.note(encoded.ignored, served)
+            return job, encoded, name
 
         async def generate(request: Request) -> Any:
             found = await self._read(request, prepare, is_long=dialect.recalls)
@@ -338,21 +337,6 @@ class Api:
         """Return the sender of a request, which the key check has noted."""
         return Tenant(served_of(request.scope).tenant, self._store)
 
-    def _model(self, name: str) -> ModelBody:
-        card = self.client.card
-        abilities = Capabilities(
-            completion_chat=card.chat_template is not None,
-            completion_fim=card.tokenizer.infill is not None,
-        )
-        meta = ModelMeta(
-            n_vocab=card.tokenizer.vocab_size,
-            n_ctx_train=card.context_length,
-            n_embd=card.embedding_width,
-            n_params=card.num_parameters,
-            size=card.file_bytes,
-        )
-        return ModelBody(name, card.created_s, card.context_length, abilities, meta)
-
 
 def create_app(
     client: Client, options: ServeOptions | None = None, limits: Limits | None = None
@@ -364,7 +348,7 @@ def create_app(
 def build_app(api: Api) -> ASGIApp:
     """Return the ASGI application of `api`."""
     routes = api.routes()
-    paths = [route.path for route in routes]
+    paths = [route.path_format for route in routes]
 
     async def respond(request: Request, error: Exception) -> Response:
         """Return the error in the protocol's form; the outermost layer logs unexpected ones."""

@@ -43,6 +43,11 @@ class Ignored(Frozen):
     refusal: Callable[[], RequestError] | None = None
     is_known: bool = False
 
+    @classmethod
+    def of(cls, error: RequestError, *, is_known: bool = True) -> Ignored:
+        """Return the field of an error that only a strict server raises."""
+        return cls(error.field or "", lambda: error, is_known)
+
     @property
     def name(self) -> str:
         """The path without places in lists, as one word of ASCII for logs and headers."""

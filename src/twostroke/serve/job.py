@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from twostroke.chat.reader import PLAIN, Reading
 from twostroke.chat.reasoning import AS_IT_IS
@@ -21,6 +22,7 @@ from twostroke.engine.prompts import (
     ending_gaps,
     to_hints,
 )
+from twostroke.serve.ignored import Ignored
 from twostroke.tokenize import TooManyTokensError
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from twostroke.engine.client import ModelCard
     from twostroke.engine.embedding import Embedding
     from twostroke.sample.grammar import GrammarMatcher
-    from twostroke.serve.ignored import Ignored
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
@@ -114,8 +115,14 @@ class Conversation(Frozen):
             self.tools,
             add_generation_prompt=self.has_turn,
             continue_final_message=self.continues,
-            thinking=self.thinking,
+            thinking=chat_of(card).follow(self.thinking)[0],
         )
+
+    def unfollowed(self, card: ModelCard) -> list[Ignored]:
+        """Return the fields of its reasoning that the model's template cannot follow."""
+        _, errors = chat_of(card).follow(self.thinking)
+        param = self.thinking.param
+        return [Ignored.of(error, is_known=error.field == param) for error in errors]
 
     def turn(self, card: ModelCard, tools: Tools | None, form: Constraint | None = None) -> Turn:
         """Return its prompt, and how answers are held and read.
@@ -151,6 +158,7 @@ class Encoded:
         params: the job's, completed by the model's own.
         hints: for speculation.
         reading: how to find reasoning and calls in the answers.
+        ignored: the fields that this model cannot follow.
         calls: the form of calls that constrains the answers, if tools may be called.
         grammar: the compiled constraint of `params`.
     """
@@ -159,6 +167,7 @@ class Encoded:
     params: SamplingParams
     hints: Hints
     reading: Reading = PLAIN
+    ignored: tuple[Ignored, ...] = ()
     calls: ToolForm | None = None
     grammar: GrammarMatcher | None = None
 
@@ -215,15 +224,19 @@ class Job(Frozen):
             ContextLengthError: a prompt has more tokens than the context.
         """
         hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
+        params, ignored = _with_known_ids(self.params, card)
         if isinstance(first, Conversation):
             turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)
+            ignored += first.unfollowed(card)
             reading = turn.reading(splits_reasoning=splits_reasoning)
             if self.context:
                 tokens = [*self.context, *_without_begin(tokens, card)]
-            return Encoded([tokens], turn.constrained(self.params), hints, reading, turn.calls)
-        params = ending_gaps(card, self.params) if self.suffix else self.params
-        return Encoded([self._encode(prompt, card) for prompt in self.prompts], params, hints)
+            params = turn.constrained(params)
+            return Encoded([tokens], params, hints, reading, tuple(ignored), turn.calls)
+        params = ending_gaps(card, params) if self.suffix else params
+        prompts = [self._encode(prompt, card) for prompt in self.prompts]
+        return Encoded(prompts, params, hints, ignored=tuple(ignored))
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
         assert not isinstance(prompt, Conversation)
@@ -254,6 +267,20 @@ class EmbeddingJob(Frozen):
             ContextLengthError: a text has more tokens than the context.
         """
         return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
+
+
+def _with_known_ids(
+    params: SamplingParams, card: ModelCard
+) -> tuple[SamplingParams, list[Ignored]]:
+    """Return parameters without the bias of tokens that the model does not have."""
+    size = card.cost.program.vocab_size
+    wrong = next((token for token in params.logit_bias if token >= size), None)
+    if wrong is None:
+        return params, []
+    reason = f"has token ids outside 0 to {size - 1}: the first is {wrong}."
+    error = RequestError(reason, field="logit_bias")
+    kept = {token: bias for token, bias in params.logit_bias.items() if token < size}
+    return replace(params, logit_bias=kept), [Ignored.of(error)]
 
 
 def _without_begin(tokens: list[int], card: ModelCard) -> list[int]:

@@ -176,7 +176,7 @@ REFUSED: list[tuple[Fields, str]] = [
     *[({"max_tokens": value}, "max_tokens") for value in (0, -1, HUGE, True, 1.5, "9", None)],
     *[({"temperature": value}, "temperature must be") for value in (-0.1, 1.01, True, "1")],
     *[({"top_p": value}, "top_p") for value in (-1, 1.5, "x")],
-    *[({"top_k": value}, "top_k") for value in (-1, HUGE, True)],
+    *[({"top_k": value}, "top_k") for value in (-2, HUGE, True)],
     *[({"stop_sequences": value}, "stop_sequences") for value in (["a"] * 17, [""], ["x" * 1001])],
     ({"stop_sequences": "a"}, "stop_sequences must be a list, got a string."),
     ({"stream": 1}, "stream must be a boolean"),

@@ -159,9 +159,9 @@ def test_what_cannot_be_is_refused(server: LiveServer, fields: Fields, said: str
 
 def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
     with talker(tmp_path, talkers.HERMES) as server:
-        thinking = {"type": "enabled", "budget_tokens": 100}
-        said = ask(server, thinking=thinking).json()["error"]["message"]
-        assert said.startswith("thinking cannot be followed: this model")
         say(server, "x")
-        for thinking in ({"type": "disabled"}, {"type": "adaptive"}):
-            assert ask(server, thinking=thinking).json()["content"][0]["text"] == "x"
+        on = {"type": "enabled", "budget_tokens": 100}
+        for thinking in (on, {"type": "disabled"}, {"type": "adaptive"}):
+            response = ask(server, thinking=thinking)
+            assert response.json()["content"][0]["text"] == "x"
+            assert ("twostroke-ignored" in response.headers) == (thinking is on)

@@ -205,10 +205,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
         *[("seed", value) for value in (2**64, -(2**63) - 1)],
         *[("stop", value) for value in ("", [""], ["a"] * 17, "x" * 1001)],
         *[("stop_token_ids", value) for value in ([-1], [10**6], [0] * 257)],
-        *[
-            ("logit_bias", value)
-            for value in ({"x": 1}, {"1": 101}, {str(i): 1 for i in range(1025)})
-        ],
+        *[("logit_bias", value) for value in ({"1": 101}, {str(i): 1 for i in range(1025)})],
         *[("priority", value) for value in (1001, -1001)],
         *[("speculate", value) for value in ("magic", 5)],
         *[("bad_words", value) for value in (["x"], 1)],

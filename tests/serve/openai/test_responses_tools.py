@@ -142,7 +142,6 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
         ({"tools": [{"type": "web_search"}]}, "got 'web_search'", "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "must be unique", "tools[1].name"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name must be", "tools[0].name"),
-        ({"tools": [WEATHER | {"async": True}]}, "not supported yet", "tools[0].async"),
         (
             {"tools": [CLOCK | {"parameters": {"not": {}}}]},
             "cannot be followed. The JSON schema",

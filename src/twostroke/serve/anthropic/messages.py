@@ -120,7 +120,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None, field.sampling("temperature", maximum=1.0)
     ] = None
-    top_k: Annotated[int | None, field.sampling("top_k")] = None
+    top_k: Annotated[int | None, field.TOP_K] = None
     top_p: Annotated[float | None, field.sampling("top_p")] = None
     return_timings: field.Timings = None
 
@@ -147,7 +147,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
     values = {
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
-        "top_k": asked.top_k,
+        "top_k": 0 if asked.top_k == -1 else asked.top_k,
         "top_p": asked.top_p,
         "stop": tuple(asked.stop_sequences or ()),
         "constraint": _constraint(asked.output_config),

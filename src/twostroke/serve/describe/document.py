@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
+from msgspec import inspect
 
 from twostroke.core.frozen import Frozen
 from twostroke.serve.describe.field import NEUTRAL, WRONG_IS_IGNORED, Fact, reference
@@ -13,6 +14,7 @@ from twostroke.serve.describe.operation import ANYWHERE, parameter
 from twostroke.serve.describe.operations import OPERATIONS
 from twostroke.serve.error_forms import FORMS, error_form
 from twostroke.serve.http.errors import OPENAI, RETRY_AFTER_S, RETRY_STATUSES
+from twostroke.serve.http.explain import parts
 from twostroke.serve.http.keys import OPEN_PATH, KeyMissingError
 from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.ignored import HEADER
@@ -131,6 +133,9 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
     _, of_sent = msgspec.json.schema_components(sent, ref_template=_REFERENCE)
     _, found = msgspec.json.schema_components([*asked, *sent], ref_template=_REFERENCE)
     found = _with_facts(found, facts)
+    for kind in _alone(asked):
+        if kind.__name__ not in of_sent and kind.__struct_config__.tag_field is not None:
+            found[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)
     for name, schema in found.items():
         schema["description"] = " ".join(schema.get("description", "").split())
         _finish_defaults(schema, is_sent=name in of_sent)
@@ -139,6 +144,24 @@ def components(bodies: Bodies, facts: Facts) -> dict[str, Parts]:
         found[kind.__name__]["required"].remove("type")
         found[kind.__name__]["properties"]["type"]["enum"].append(None)
     return dict(sorted(found.items()))
+
+
+def _alone(kinds: Iterable[Any]) -> set[type[msgspec.Struct]]:
+    """Return the structs that no other one may replace, so that they need no tag."""
+    found: set[type[msgspec.Struct]] = set()
+    several = set(get_args(Item))
+    types = [inspect.type_info(kind) for kind in kinds]
+    while types:
+        alternatives = list(parts([types.pop()]))
+        structs = [part for part in alternatives if isinstance(part, inspect.StructType)]
+        if len(structs) > 1:
+            several.update(part.cls for part in structs)
+        for part in structs:
+            if part.cls not in found:
+                found.add(part.cls)
+                types += [field.type for field in part.fields]
+        types += [part.item_type for part in alternatives if isinstance(part, inspect.ListType)]
+    return found - several
 
 
 def schema_of(kind: Any) -> Parts:

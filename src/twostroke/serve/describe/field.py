@@ -45,7 +45,6 @@ class Fact(StrEnum):
     """A place in a JSON Schema for a value of the running model or of the server's options."""
 
     LAST_ID = "{last token}"
-    ID_PATTERN = "{pattern of token ids}"
     MODEL_NAMES = "{model names}"
     GUESSERS = "{methods of speculation}"
     EMBEDDING_WIDTH = "{embedding width}"
@@ -64,6 +63,11 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
     low = "exclusiveMinimum" if bounds.above else "minimum"
     limits = {low: bounds.low, "maximum": bounds.high}
     return doc(description or bounds.description, **limits | keywords)
+
+
+def limit(description: str) -> Meta:
+    """Describe a limit of tokens, where -1 is none."""
+    return sampling("max_tokens", description, minimum=-1, **{"not": {"const": 0}})
 
 
 def unsupported(*neutral: object) -> Meta:
@@ -121,6 +125,7 @@ IgnoredOff = Annotated[Any, ignored(False)]  # noqa: FBT003
 IgnoredOn = Annotated[Any, ignored(True)]  # noqa: FBT003
 
 # Fields of several protocols.
+TOP_K: Final = sampling("top_k", "Draw from the k likeliest tokens; 0 or -1: from all.", minimum=-1)
 TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": Fact.LAST_ID})]
 ModelName = Annotated[
     str | None,

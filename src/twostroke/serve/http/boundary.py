@@ -94,11 +94,15 @@ class Boundary:
 
 
 def _begin(scope: Scope) -> ServedRequest:
-    """Return the facts of a request; an alias in its path becomes the path that is served."""
+    """Return the facts of a request; the path becomes the one that is served.
+
+    A slash at its end does not count.
+    """
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
     request_id = headers.get(_ID_HEADER, "")
     if not _SAFE_ID.fullmatch(request_id):
         request_id = f"req-{secrets.token_hex(16)}"
     path, traceparent = scope["path"], headers.get(b"traceparent", "")
-    scope["path"] = ALIASES.get(path, path)
+    bare = path[:-1] if len(path) > 1 and path.endswith("/") else path
+    scope["path"] = ALIASES.get(bare, bare)
     return ServedRequest(request_id, error_form(scope), scope["method"], path, traceparent)

@@ -45,7 +45,10 @@ def explain(text: str, kind: Any, body: Any, where: str = "") -> RequestError:
     if what.endswith("got `null`") and path and not path.endswith("]"):
         return MissingFieldError("is missing.", field=path)
     if found := _EXPECTED.fullmatch(what):
-        reason = f"must be {_in_words(found[1])}, got {_in_words(found[2])}."
+        got = f", got {_in_words(found[2])}"
+        if found[2] == "float":
+            got = _got(body, inner) or got
+        reason = f"must be {_in_words(found[1])}{got}."
     elif found := _WORD.fullmatch(what):
         reason = "must be {known}, got '{value}'.{hint}"
         facts = _about_word(found[1][:MAX_NAME_LENGTH], kinds)

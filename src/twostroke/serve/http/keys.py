@@ -25,7 +25,7 @@ _FORM: Final = f"1 to {MAX_LENGTH} printable ASCII characters without spaces"
 _BEARER: Final = b"bearer "
 OPEN_PATH: Final = "/health"  # for load balancers
 _FILES: Final = "/page/"
-_MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY'."
+_MISSING: Final = "is missing: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 
 
 class KeyMissingError(TwostrokeError):

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import inspect
+from msgspec.structs import replace
 
 from twostroke.serve.http.explain import explain, extra_of, join, parts, type_of, unknown_field
 from twostroke.serve.ignored import MAX_IGNORED, Ignored
+from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +61,9 @@ def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
 
     Fields that may be dropped go if their value is wrong, and whole numbers that are written with a
     fraction (15.0) become integers. Takes time in proportion to the body.
+
+    Raises:
+        UnknownFieldError: a field that would change the meaning of the answer.
     """
     fitting = _Fitting()
     if (shape := _shape_of(kind)) is not None:
@@ -89,8 +94,9 @@ class _Fitting:
     def _fit_object(self, value: dict[str, Any], fields: _Fields, where: str) -> None:
         if fields.is_closed and (unknown := value.keys() - fields.names):
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
-                del value[name]
                 refusal = partial(unknown_field, where, name, fields.names)
+                if has_meaning(name, value.pop(name), where):
+                    raise refusal()
                 self._note(fields, name, where, refusal, is_known=False)
         for name, shape in fields.inner.items():
             if name in value:
@@ -109,7 +115,9 @@ class _Fitting:
     ) -> None:
         key = (id(fields), name)
         if key not in self.found and len(self.found) < MAX_IGNORED:
-            self.found[key] = Ignored(join(where, name) or "''", refusal, is_known)
+            found = Ignored(join(where, name) or "''", refusal, is_known)
+            is_hint = not is_known and found.name in KNOWN_HINTS
+            self.found[key] = replace(found, is_known=True) if is_hint else found
 
 
 _FITTED = (dict, list, float)

@@ -11,7 +11,7 @@ from twostroke.chat.messages import ROLES
 from twostroke.chat.reasoning import AS_IT_IS, EFFORTS, Thinking
 from twostroke.core.errors import RequestError
 from twostroke.serve.describe import field
-from twostroke.serve.http.errors import MissingFieldError
+from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
     CommonFields,
@@ -115,9 +115,9 @@ class ChatRequest(CommonFields, kw_only=True):
     """The body of a request."""
 
     messages: Messages
-    max_completion_tokens: Annotated[
-        int | None, field.sampling("max_tokens", "The newer name of `max_tokens`.")
-    ] = None
+    max_completion_tokens: Annotated[int | None, field.limit("The newer name of `max_tokens`.")] = (
+        None
+    )
     logprobs: Annotated[bool | None, field.doc("Report how likely each token was.")] = None
     top_logprobs: TopLogprobs = None
     add_generation_prompt: OpensTurn = None
@@ -131,12 +131,14 @@ class ChatRequest(CommonFields, kw_only=True):
     parallel_tool_calls: ParallelCalls = None
 
     add_special_tokens: field.AlwaysOff = None
-    audio: field.Unsupported = None
+    audio: field.Hint = None  # asks for nothing without its modality
     chat_template: field.Unsupported = None
     documents: Annotated[Any, field.unsupported([])] = None
     echo: field.AlwaysOff = None
     function_call: Annotated[Any, field.unsupported("none", "auto")] = None
-    functions: Annotated[Any, field.unsupported([])] = None
+    functions: Annotated[
+        Any, field.doc("Older than `tools`; accepted if `function_call` is `none`.")
+    ] = None
     modalities: Annotated[Any, field.unsupported(["text"])] = None
     verbosity: Annotated[Any, field.hint("medium")] = None
     web_search_options: field.Unsupported = None
@@ -149,6 +151,8 @@ def read(asked: ChatRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_combinations(asked)
+    if asked.functions and asked.function_call != "none":
+        raise UnsupportedFieldError("is not supported yet: send tools.", field="functions")
     choice = asked.tool_choice
     tools = to_tools(
         [tool.offered() for tool in asked.tools or ()],

@@ -30,8 +30,8 @@ class CompletionRequest(CommonFields, kw_only=True):
         int | None,
         field.sampling(
             "max_tokens",
-            description="The most tokens to generate; 0 needs `echo`.",
-            minimum=0,
+            description="The most tokens to generate; 0 needs `echo`, -1: as many as fit.",
+            minimum=-1,
         ),
     ] = DEFAULT_MAX_TOKENS
     echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
@@ -54,6 +54,8 @@ def read(asked: CompletionRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     check_combinations(asked)
+    if asked.max_tokens == 0 and not asked.echo:
+        raise RequestError("may only be 0 where echo is true.", field="max_tokens")
     if asked.suffix and asked.echo and (asked.logprobs is not None or asked.max_tokens == 0):
         reason = "cannot be combined with the prompt's logprobs: leave out echo or logprobs."
         raise UnsupportedFieldError(reason, field="suffix")

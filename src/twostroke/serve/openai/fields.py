@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from msgspec import Meta
@@ -22,6 +23,7 @@ from twostroke.core.service import DEFAULT_SERVICE, SERVICES
 from twostroke.engine.client import Caller
 from twostroke.serve.describe import field
 from twostroke.serve.http.errors import UnsupportedFieldError
+from twostroke.serve.ignored import Ignored
 from twostroke.serve.job import Job
 from twostroke.serve.openai.structure import (
     ChoiceForm,
@@ -47,6 +49,8 @@ TIERS: Final = {
     "scale": DEFAULT_SERVICE,
     "priority": "priority",
 }
+
+_ID: Final = re.compile(r"[0-9]{1,9}")
 
 StopText = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
@@ -104,7 +108,9 @@ class CommonFields(ServiceFields):
 
     stream: field.Stream = None
     stream_options: Annotated[StreamOptions | None, field.doc("Needs `stream`.")] = None
-    max_tokens: Annotated[int | None, field.sampling("max_tokens")] = None
+    max_tokens: Annotated[
+        int | None, field.limit("The most tokens to generate; left out, or -1: as many as fit.")
+    ] = None
     temperature: Annotated[float | None, field.sampling("temperature")] = None
     top_p: Annotated[float | None, field.sampling("top_p")] = None
     n: Annotated[int | None, field.sampling("n")] = None
@@ -115,17 +121,16 @@ class CommonFields(ServiceFields):
     presence_penalty: Annotated[float | None, field.sampling("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, field.sampling("frequency_penalty")] = None
     logit_bias: Annotated[
-        dict[int, float] | None,
+        dict[str, float] | None,
         field.doc(
-            "Numbers to add to the logits of tokens, by token id.",
-            propertyNames={"pattern": field.Fact.ID_PATTERN},
+            "Numbers to add to the logits of tokens, by token id; other keys are ignored.",
             maxProperties=MAX_LOGIT_BIAS,
             additionalProperties={"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         ),
     ] = None
     seed: Annotated[int | None, field.sampling("seed")] = None
 
-    top_k: Annotated[int | None, field.sampling("top_k")] = None
+    top_k: Annotated[int | None, field.TOP_K] = None
     min_p: Annotated[float | None, field.sampling("min_p")] = None
     repetition_penalty: Annotated[float | None, field.sampling("repetition_penalty")] = None
     min_tokens: Annotated[int | None, field.sampling("min_tokens")] = None
@@ -212,10 +217,20 @@ def check_combinations(asked: CommonFields) -> None:
     Raises:
         RequestError: naming the field.
     """
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+    if asked.best_of and asked.best_of != (asked.n or 1):
         raise UnsupportedFieldError("is not supported yet, unless it equals n.", field="best_of")
+
+
+def ignored_in(asked: CommonFields) -> tuple[Ignored, ...]:
+    """Return the fields that have no effect because of their values."""
+    found: list[Ignored] = []
     if asked.stream_options is not None and not asked.stream:
-        raise RequestError("may only be set when stream is true.", field="stream_options")
+        error = RequestError("may only be set when stream is true.", field="stream_options")
+        found.append(Ignored.of(error))
+    if any(not _ID.fullmatch(key) for key in asked.logit_bias or ()):
+        error = RequestError("A key of {field} must be a token id.", field="logit_bias")
+        found.append(Ignored.of(error))
+    return tuple(found)
 
 
 def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
@@ -229,8 +244,12 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     values["constraint"] = to_constraint(asked)
     values |= own
     values |= {own: getattr(asked, name) for own, name in other_names(asked).items()}
-    if asked.n_predict == -1:
+    bias = asked.logit_bias or {}
+    values["logit_bias"] = {int(key): bias[key] for key in bias if _ID.fullmatch(key)}
+    if values["max_tokens"] == -1:
         values["max_tokens"] = None
+    if values["top_k"] == -1:
+        values["top_k"] = 0
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -257,6 +276,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         timings=bool(asked.return_timings),
         llama_timings=bool(asked.timings_per_token),
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
+        ignored=ignored_in(asked),
         **own,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
@@ -9,11 +10,18 @@ from twostroke.core.errors import RequestError
 from twostroke.serve.dialect import encode_json
 from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
+from twostroke.serve.ignored import Ignored
 from twostroke.serve.job import Conversation, Job, check_messages
-from twostroke.serve.openai.fields import to_caller, to_params, to_prediction
+from twostroke.serve.openai.fields import ignored_in, to_caller, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
 from twostroke.serve.openai.responses.recall import items_of
-from twostroke.serve.openai.responses.request import LOGPROBS, ResponsesRequest, TextSchema, check
+from twostroke.serve.openai.responses.request import (
+    LOGPROBS,
+    ResponsesRequest,
+    TextSchema,
+    check,
+    unknown_parts,
+)
 from twostroke.serve.openai.responses.tools import read_tools
 from twostroke.serve.openai.structure import JsonObject, to_constraint, to_schema
 from twostroke.serve.store import Kept
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
-    from twostroke.serve.ignored import Ignored
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
@@ -62,6 +69,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
     check(asked)
     tools = read_tools(asked.tools, asked.tool_choice, parallel=asked.parallel_tool_calls)
     exchange, ignored = _exchange(asked, tools, tenant)
+    included = [Ignored.of(error) for error in islice(unknown_parts(asked.include or ()), 1)]
     return Job(
         model=asked.model,
         prompts=(exchange,),
@@ -72,7 +80,7 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         stream=bool(asked.stream),
         timings=bool(asked.return_timings),
         tools=tools,
-        ignored=tuple(ignored),
+        ignored=(*ignored_in(asked), *included, *ignored),
     )
 
 
@@ -93,6 +101,8 @@ def _exchange(
     taken = {id_ for step in steps for id_ in step.item_ids}
     own, ignored = read_input(asked.input, tenant, taken)
     if not own and previous is None:
+        if asked.input is not None:
+            raise RequestError("is an empty list: give at least one item.", field="input")
         raise MissingFieldError("is missing.", field="input")
     earlier: list[RawItem] = []
     if asked.instructions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
@@ -24,6 +24,9 @@ from twostroke.serve.openai.responses.items import Item
 from twostroke.serve.openai.responses.tools import Choice, ResponsesTool
 from twostroke.serve.openai.structure import JsonObject, NamedSchema
 from twostroke.serve.tools import TOOL_CHOICE, ParallelCalls, Text, ToolsAs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -92,7 +95,7 @@ class ResponsesRequest(CommonFields):
     previous_response_id: Annotated[str | None, field.doc("The stored answer to continue.")] = None
     max_output_tokens: Annotated[
         int | None,
-        field.sampling("max_tokens", "The most tokens to generate, with reasoning."),
+        field.limit("The most tokens to generate, with reasoning."),
     ] = None
     stream_options: Annotated[ResponseStreamOptions | None, field.doc("Needs `stream`.")] = None
     text: Annotated[TextConfig | None, field.doc("The form of the answer's text.")] = None
@@ -132,7 +135,7 @@ class ResponsesRequest(CommonFields):
     background_options: field.Hint = None
     context_management: Annotated[Any, field.hint([])] = None
     conversation: field.Unsupported = None
-    image: field.Unsupported = None
+    image: field.Hint = None
     moderation: field.Unsupported = None
     n: Annotated[Any, field.unsupported(1)] = None
     prompt: field.Unsupported = None
@@ -153,20 +156,15 @@ def check(asked: ResponsesRequest) -> None:
         RequestError: naming the field.
     """
     check_combinations(asked)
-    check_include(asked.include or ())
     if asked.top_logprobs and LOGPROBS not in (asked.include or ()):
         reason = f"may only be set when include has '{LOGPROBS}'."
         raise RequestError(reason, field="top_logprobs")
 
 
-def check_include(include: list[str] | tuple[str, ...]) -> None:
-    """Refuse an unknown name of a part.
-
-    Raises:
-        UnsupportedFieldError: naming its place.
-    """
+def unknown_parts(include: Iterable[str]) -> Iterator[UnsupportedFieldError]:
+    """Yield an error for each unknown name of a part, with its place."""
     for place, name in enumerate(include):
         if name not in INCLUDABLE:
             word = name[:MAX_NAME_LENGTH]
             reason = f"does not support '{{value}}'.{nearest(word, INCLUDABLE)}"
-            raise UnsupportedFieldError(reason, field=f"include[{place}]", value=word)
+            yield UnsupportedFieldError(reason, field=f"include[{place}]", value=word)

@@ -14,7 +14,7 @@ from twostroke.serve.dialect import to_json
 from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.recall import items_of
-from twostroke.serve.openai.responses.request import check_include
+from twostroke.serve.openai.responses.request import unknown_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,8 @@ def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name in {"include", "include[]"}:
-            check_include((value,))
+            for error in unknown_parts((value,)):
+                raise error
         elif name in known:
             found[name] = value
         else:

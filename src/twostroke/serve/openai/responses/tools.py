@@ -45,7 +45,7 @@ class FunctionTool(FunctionBody, tag_field="type", tag="function"):
 
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
     defer_loading: field.HintOff = None
-    is_async: field.AlwaysOff = msgspec.field(default=None, name="async")
+    is_async: field.HintOff = msgspec.field(default=None, name="async")
     output_schema: field.Hint = None
 
     def offered(self) -> FunctionBody:
