@@ -10,6 +10,7 @@ from twostroke.serve.describe.document import Facts, components
 from twostroke.serve.describe.field import Fact
 from twostroke.serve.openai.fields import CommonFields
 from twostroke.serve.protocols import DIALECTS, EMBEDDINGS, INQUIRIES
+from twostroke.serve.well_known import HINTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 BEGIN, END = "<!-- tables of fields: make tables -->\n", "<!-- end of tables -->\n"
@@ -38,13 +39,20 @@ def tables() -> str:
     facts = Facts("", has_keys=False, is_strict=False, values=dict.fromkeys(Fact))
     found = components({SHARED: CommonFields, **bodies}, facts)
     shared = found["CommonFields"]["properties"]
-    parts = [_table(SHARED, shared)]
+    parts = [_hints(), _table(SHARED, shared)]
     for path, kind in bodies.items():
         properties = found[kind.__name__]["properties"]
         if issubclass(kind, CommonFields):
             properties = {k: v for k, v in properties.items() if shared.get(k) != v}
         parts.append(_table(path, properties))
     return "\n" + "\n".join(parts) + "\n"
+
+
+def _hints() -> str:
+    """Return the table of hints that other servers' clients send."""
+    head = ["### Hints for other servers", "", "| sent by | fields that are ignored |", "|---|---|"]
+    rows = [f"| {who} | `{'`, `'.join(names)}` |" for who, names in HINTS.items()]
+    return "\n".join([*head, *rows, ""])
 
 
 def _table(title: str, fields: dict[str, Schema]) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import replace
 
+from twostroke.serve.http.errors import UnknownFieldError
 from twostroke.serve.http.explain import explain, extra_of, join, parts, type_of, unknown_field
 from twostroke.serve.ignored import MAX_IGNORED, Ignored
 from twostroke.serve.well_known import KNOWN_HINTS, has_meaning
@@ -96,7 +97,9 @@ class _Fitting:
             for name in sorted(unknown) if len(unknown) <= MAX_IGNORED else unknown:
                 refusal = partial(unknown_field, where, name, fields.names)
                 if has_meaning(name, value.pop(name), where):
-                    raise refusal()
+                    error = refusal()
+                    reason = "is not a known field, and the answer depends on it: leave it out."
+                    raise UnknownFieldError(f"{reason}{{hint}}", field=error.field, **error.facts)
                 self._note(fields, name, where, refusal, is_known=False)
         for name, shape in fields.inner.items():
             if name in value:

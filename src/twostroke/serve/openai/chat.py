@@ -100,6 +100,7 @@ class ChatMessage(field.RequestObject):
 ReasoningEffort = Annotated[
     str | None,
     field.doc("Whether to reason, and how much if the template can.", enum=[*EFFORTS, None]),
+    field.DROPPABLE,
 ]
 Messages = Annotated[
     list[ChatMessage],

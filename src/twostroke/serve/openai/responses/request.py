@@ -104,6 +104,7 @@ class ResponsesRequest(CommonFields):
     include: Annotated[
         list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None,
         field.doc("Further parts of the answer: log-probabilities; others have no effect."),
+        field.DROPPABLE,
     ] = None
     top_logprobs: TopLogprobs = None
     truncation: Annotated[
