@@ -27,14 +27,16 @@ class FinishReason(Enum):
 
 
 class Hints(Frozen):
-    """Advice that may make a request faster and never changes its tokens.
+    """Advice about a request that never changes its tokens.
 
     `speculate` is the method of guessing, a name in `core.config.SPECULATE`. `prediction` is the
-    output that the caller expects, as tokens.
+    output that the caller expects, as tokens. With `shows_progress` each step that reads a part of
+    the prompt has an output.
     """
 
     speculate: str = "auto"
     prediction: tuple[int, ...] = ()
+    shows_progress: bool = False
 
 
 NO_HINTS = Hints()

@@ -48,7 +48,7 @@ class Choice(Listener):
         """
         tokens, reason, counter = delta.tokens, self.request.finish_reason, self.counter
         if not tokens and reason is None:
-            return Output(self.index, "", (), prompt_logprobs=delta.scores)
+            return self._progress(Output(self.index, "", (), prompt_logprobs=delta.scores))
         is_first = not self.first_token_s
         if is_first:
             self.first_token_s = now_s
@@ -75,10 +75,20 @@ class Choice(Listener):
         self.num_output += len(tokens)
         counter.num_tokens += len(tokens)
         output = Output(self.index, text, tokens, delta.logprobs[: len(tokens)], delta.scores)
+        if is_first and self.request.hints.shows_progress:
+            output.num_read = self.request.num_prompt
         if reason is not None:
             return self._ended(output, reason, stop)
         if is_first:
             output.usage = self._usage()
+        return output
+
+    def _progress(self, output: Output) -> Output:
+        """Complete an output without tokens; after the first token no progress is shown."""
+        request = self.request
+        if request.hints.shows_progress and not self.first_token_s:
+            output.usage = self._usage()
+            output.num_read = min(request.num_computed, request.num_prompt)
         return output
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:

@@ -69,10 +69,12 @@ class Output:
 
     `text` has whole characters only, and no beginning of a stop string; token ids and
     log-probabilities may be ahead of it. `prompt_logprobs` come before the first token, or with it,
-    if the request asked for them: one for each prompt token except the first. The output with a
-    choice's first token has its `usage` so far. The last output has `finish_reason`, `usage` and
-    `timings`; `stop` is the stop string or token id that ended the choice, `error` the failure that
-    did. `embedding` is the vector of a text to embed, which has only this output.
+    if the request asked for them: one for each prompt token except the first. If it asked to see
+    progress, outputs up to the first token have `num_read`, the prompt tokens read so far. These,
+    and the output with a choice's first token, have its `usage` so far. The last output has
+    `finish_reason`, `usage` and `timings`; `stop` is the stop string or token id that ended the
+    choice, `error` the failure that did. `embedding` is the vector of a text to embed, which has
+    only this output.
     """
 
     index: int
@@ -82,6 +84,7 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+    num_read: int = 0
     usage: Usage | None = None
     timings: Timings | None = None
     error: TwostrokeError | None = None

@@ -243,7 +243,10 @@ class Scheduler:
         states: Iterator[NDArray[np.float32]],
     ) -> Delta | None:
         """Take in what a slice computed, drew and reports; return a delta if it did either."""
-        request, delta, reports = piece.request, None, None
+        request, delta = piece.request, None
+        shows_progress = request.hints.shows_progress and piece.start < request.num_prompt
+        reports: tuple[tuple[TokenLogprobs | None, ...], NDArray[np.float32] | None] | None
+        reports = ((), None) if shows_progress else None
         computed = piece.start + piece.count
         if piece.drafts:
             tokens = tuple(islice(drawn, piece.num_drawn))

@@ -16,14 +16,14 @@ from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, ReasoningPiece
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.request import FinishReason
 from twostroke.core.step import TokenLogprobs
-from twostroke.engine.output import Timings, Usage
+from twostroke.engine.output import Output, Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from twostroke.chat.call_reader import Piece
     from twostroke.chat.reader import AnswerReader, Reading
-    from twostroke.engine.output import Completion, Output
+    from twostroke.engine.output import Completion
     from twostroke.tokenize import Tokenizer
 
 
@@ -74,6 +74,14 @@ class Began(msgspec.Struct, frozen=True):
     choice: int
     usage: Usage | None
     tokens: list[int]
+
+
+class Read(msgspec.Struct, frozen=True):
+    """So many tokens of a choice's prompt are read, if the job asks for progress."""
+
+    choice: int
+    num_read: int
+    usage: Usage
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -136,7 +144,7 @@ class Failed(msgspec.Struct, frozen=True):
     request_id: str
 
 
-Event = Began | Opened | Added | Closed | PromptScored | Ended | Finished | Failed
+Event = Began | Read | Opened | Added | Closed | PromptScored | Ended | Finished | Failed
 
 
 class EventReader:
@@ -188,6 +196,9 @@ class _Answer:
     def read(self, output: Output | Completion) -> list[Event]:
         events: list[Event] = []
         self.tokens += output.token_ids
+        if isinstance(output, Output) and output.num_read:
+            assert output.usage is not None
+            events.append(Read(self._choice, output.num_read, output.usage))
         if self._has_logprobs:
             self._score(output, events)
         if self._reader is None:

@@ -183,6 +183,7 @@ class Job(Frozen):
         caller: the sender, and the urgency.
         speculate, prediction: become the engine's `Hints`.
         stream: whether to send the answers while they come.
+        shows_progress: whether to report how much of the prompts is read.
         include_usage: whether a stream ends with the usage.
         echo: whether to repeat each prompt before its answer.
         suffix: the text after the answer, for a model that can fill in the middle.
@@ -200,6 +201,7 @@ class Job(Frozen):
     speculate: str = "auto"
     prediction: str = ""
     stream: bool = False
+    shows_progress: bool = False
     include_usage: bool = False
     echo: bool = False
     suffix: str = ""
@@ -225,6 +227,7 @@ class Job(Frozen):
         """
         hints, first = to_hints(card, self.speculate, self.prediction), self.prompts[0]
         params, ignored = _with_known_ids(self.params, card)
+        hints = replace(hints, shows_progress=True) if self.shows_progress else hints
         if isinstance(first, Conversation):
             turn = first.turn(card, self.tools, self.params.constraint)
             tokens = encode_rendered(card, turn.prompt, self.caller.prompt_field)

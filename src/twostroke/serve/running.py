@@ -165,7 +165,7 @@ class Answers:
             self._num_cached[output.index] = usage.cached_tokens
         reason = output.finish_reason
         if reason is None:
-            if self._ttft_s is None:
+            if self._ttft_s is None and output.token_ids:
                 self._ttft_s = time.monotonic() - self._began_s
             return
         if reason is FinishReason.CANCEL:  # by the server: the client still reads

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 if TYPE_CHECKING:
     from twostroke.engine.output import Timings, Usage
+    from twostroke.serve.events import Read
 
 
 class LlamaTimings(msgspec.Struct, frozen=True):
@@ -28,6 +29,23 @@ class LlamaTimings(msgspec.Struct, frozen=True):
     predicted_per_second: float
     draft_n: int | UnsetType = UNSET
     draft_n_accepted: int | UnsetType = UNSET
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How many tokens of a prompt are read; `cache` of them were in the cache already."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+def to_progress(event: Read, elapsed_s: float) -> PromptProgress:
+    """Return the report of a prompt that is being read."""
+    usage = event.usage
+    return PromptProgress(
+        usage.prompt_tokens, usage.cached_tokens, event.num_read, elapsed_s * 1000
+    )
 
 
 def llama_timings(usage: Usage, prompt_s: float, answer_s: float) -> LlamaTimings:

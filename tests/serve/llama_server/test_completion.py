@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import chat_body, events
+from support.servers import chat_body, events, live_server
 from support.tiny import EOS_ID
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import httpx
 
     from support.servers import LiveServer
@@ -313,6 +315,28 @@ def test_a_json_object_may_have_a_schema(server: LiveServer) -> None:
     assert json.loads(answer["message"]["content"]) == {"a": 1}
     error = server.chat(response_format={"type": "json_schema"}).json()["error"]
     assert error["message"] == "response_format.json_schema is missing."
+
+
+def test_progress_of_a_long_prompt_is_shown_step_by_step(tmp_path: Path) -> None:
+    with live_server(tmp_path, token_budget=16, max_running=4) as server:
+        text, other = "hello of the " * 30, "to be " * 60  # each is cached after its first use
+        fields: Fields = {"stream": True, "return_progress": True, "max_tokens": 1}
+        bodies = {"/completion": {"prompt": text}, "/v1/completions": {"prompt": other}}
+        bodies["/v1/chat/completions"] = {"messages": [{"role": "user", "content": text}]}
+        for path, body in bodies.items():
+            response = server.http.post(path, json=body | fields)
+            lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+            found = [json.loads(line.removeprefix("data: ")) for line in lines]
+            shown = [one["prompt_progress"] for one in found if "prompt_progress" in one]
+            counts = [one["processed"] for one in shown]
+            assert len(counts) > 2, path
+            assert counts == sorted(set(counts))
+            assert counts[-1] == shown[-1]["total"]
+        again = server.http.post("/completion", json=bodies["/completion"] | fields)
+        first, *_ = pieces(again)
+        assert first["prompt_progress"]["cache"] > 0
+        plain = post(server, prompt=text, n_predict=2, temperature=0, return_progress=True)
+        assert plain["tokens_predicted"] == 2
 
 
 def test_paths_may_lack_the_version(server: LiveServer) -> None:

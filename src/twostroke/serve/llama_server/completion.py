@@ -90,6 +90,7 @@ def to_job(
         params=to_params(asked),
         caller=Caller(tenant=tenant.name),
         stream=bool(asked.stream),
+        shows_progress=bool(asked.stream and asked.return_progress),
         asked=asked,
     )
 

@@ -16,12 +16,17 @@ from twostroke.serve.llama_server.completion import LlamaJob
 from twostroke.serve.llama_server.errors import LLAMA_SERVER
 from twostroke.serve.llama_server.fields import num_predict
 from twostroke.serve.llama_server.settings import GenerationSettings, settings_of
-from twostroke.serve.timings import LlamaTimings, final_timings, llama_timings
+from twostroke.serve.timings import (
+    LlamaTimings,
+    PromptProgress,
+    final_timings,
+    llama_timings,
+    to_progress,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from twostroke.engine.output import Usage
     from twostroke.tokenize import Tokenizer
 
 NO_SLOT = -1
@@ -44,15 +49,6 @@ class ScoredToken(msgspec.Struct, frozen=True):
     bytes: list[int]
     logprob: float
     top_logprobs: list[LikelyToken]
-
-
-class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt was read: `cache` of its tokens were in the cache already."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
 
 
 class LlamaPiece(msgspec.Struct, kw_only=True, frozen=True):
@@ -107,6 +103,10 @@ class _Progress:
         self.scored: list[ScoredToken] = []
         self.num_sent = 0
 
+    def read(self, event: events.Read, elapsed_s: float) -> None:
+        """Note how much of the prompt is read."""
+        self.usage, self.prompt_s, self.began_s = event.usage, elapsed_s, time.monotonic()
+
     def take_tokens(self) -> list[int]:
         """Return the tokens since the last call."""
         found = self.tokens[self.num_sent :]
@@ -133,8 +133,10 @@ class LlamaEncoder:
         match event:
             case events.Began():
                 self._answers[event.choice] = _Progress(event, self._began_s)
-                if self._asked.return_progress and event.usage is not None:
-                    return self._write(event.choice, "", [], progress=event.usage)
+            case events.Read():
+                elapsed_s = time.monotonic() - self._began_s
+                self._answers[event.choice].read(event, elapsed_s)
+                return self._write(event.choice, "", [], progress=to_progress(event, elapsed_s))
             case events.Added():
                 scored = self._add(event)
                 if self._is_unheard:
@@ -180,7 +182,7 @@ class LlamaEncoder:
         tokens: list[int],
         scored: Sequence[ScoredToken] = (),
         *,
-        progress: Usage | None = None,
+        progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
         answer, num_prompt = self._answers[choice], self._num_prompt(choice)
         piece = LlamaPiece(
@@ -191,7 +193,7 @@ class LlamaEncoder:
             tokens_predicted=answer.num_sent,
             tokens_evaluated=num_prompt,
             timings=self._timings(answer) if self._asked.timings_per_token else UNSET,
-            prompt_progress=UNSET if progress is None else _progress(progress, answer),
+            prompt_progress=progress,
             completion_probabilities=[*scored] or UNSET,
         )
         return sse(encode_json(piece))
@@ -251,11 +253,6 @@ class LlamaEncoder:
 
 # The structs of an answer whose fields may be asked for one by one.
 _OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
-
-
-def _progress(usage: Usage, answer: _Progress) -> PromptProgress:
-    num, ms = usage.prompt_tokens, answer.prompt_s * 1000
-    return PromptProgress(num, usage.cached_tokens, num, ms)
 
 
 def _scored(tokenizer: Tokenizer, scored: Iterable[tuple[int, Any]]) -> Iterator[ScoredToken]:

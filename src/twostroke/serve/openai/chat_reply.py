@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -23,7 +24,7 @@ from twostroke.serve.openai.usage import (
     timings_body,
     usage_body,
 )
-from twostroke.serve.timings import LlamaTimings
+from twostroke.serve.timings import LlamaTimings, PromptProgress, to_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -120,6 +121,7 @@ class Chunk(msgspec.Struct):
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str = FINGERPRINT
     timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class ChatEncoder:
@@ -138,6 +140,7 @@ class ChatEncoder:
             None if reply.job.include_usage else UNSET,
             reply.job.tier or UNSET,
         )
+        self._began_s = time.monotonic()
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice
 
@@ -150,8 +153,8 @@ class ChatEncoder:
                 elif event.block.kind is events.BlockKind.TEXT:
                     return self._write_text(event.block.choice, event.text)
                 return self._write(event.block.choice, _delta(event.block, event.text))
-            case events.Began():
-                return self._write(event.choice, Delta("assistant", ""))
+            case events.Began() | events.Read():
+                return self._begin(event)
             case events.Opened(block=events.ContentBlock(kind=events.BlockKind.CALL)):
                 return self._write(event.block.choice, Delta(tool_calls=[_call(event.block)]))
             case events.Ended():
@@ -198,6 +201,13 @@ class ChatEncoder:
             timings=self._timings,
         )
 
+    def _begin(self, event: events.Began | events.Read) -> bytes:
+        """Write the role, or how much of the prompt is read."""
+        if isinstance(event, events.Began):
+            return self._write(event.choice, Delta("assistant", ""))
+        self._chunk.prompt_progress = to_progress(event, time.monotonic() - self._began_s)
+        return self._write(event.choice, Delta())
+
     def _write_text(self, index: int, text: str) -> bytes:
         """Write a chunk that only has text; the rest of it is encoded once for each choice."""
         around = self._around_text.get(index)
@@ -212,7 +222,7 @@ class ChatEncoder:
         choice.index, choice.delta = index, delta
         data = sse(encode_json(self._chunk))
         choice.logprobs, choice.finish_reason, choice.timings = None, None, UNSET
-        self._chunk.timings = UNSET
+        self._chunk.timings = self._chunk.prompt_progress = UNSET
         return data
 
     def _logprobs(self, event: events.Added) -> ChatLogprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from twostroke.serve.openai.usage import (
     timings_body,
     usage_body,
 )
-from twostroke.serve.timings import LlamaTimings
+from twostroke.serve.timings import LlamaTimings, PromptProgress, to_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,6 +52,7 @@ class CompletionBody(msgspec.Struct):
     service_tier: str | UnsetType = UNSET
     system_fingerprint: str = FINGERPRINT
     timings: LlamaTimings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class CompletionEncoder:
@@ -69,6 +71,7 @@ class CompletionEncoder:
             None if reply.job.include_usage else UNSET,
             reply.job.tier or UNSET,
         )
+        self._began_s = time.monotonic()
         self._timings: LlamaTimings | UnsetType = UNSET  # of the answer that ended last
         self._scorers: dict[int, CompletionScorer] = {}  # by choice, where they are asked for
 
@@ -82,6 +85,12 @@ class CompletionEncoder:
             case events.Began():
                 text = self._begin(event.choice)
                 return self._write(event.choice, text) if text else b""
+            case events.Read():
+                elapsed_s = time.monotonic() - self._began_s
+                self._body.prompt_progress = to_progress(event, elapsed_s)
+                data = self._write(event.choice, "")
+                self._body.prompt_progress = UNSET
+                return data
             case events.PromptScored():
                 self._score(event)
             case events.Ended():

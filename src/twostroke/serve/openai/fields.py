@@ -173,7 +173,9 @@ class CommonFields(ServiceFields):
     timings_per_token: Annotated[
         bool | None, field.doc("Report `timings` in llama-server's form.")
     ] = None
-    return_progress: field.Ignored = None
+    return_progress: Annotated[
+        bool | None, field.doc("Report in a stream how much of the prompt is read.")
+    ] = None
     id_slot: field.Ignored = None
     cache_prompt: field.IgnoredOn = None
 
@@ -274,6 +276,7 @@ def to_job(asked: CommonFields, prompts: tuple[Prompt, ...], **own: Any) -> Job:
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         timings=bool(asked.return_timings),
+        shows_progress=bool(asked.stream and asked.return_progress),
         llama_timings=bool(asked.timings_per_token),
         tier=None if asked.service_tier is None else TIERS[asked.service_tier],
         ignored=ignored_in(asked),

@@ -140,6 +140,7 @@ class ResponsesRequest(CommonFields):
     moderation: field.Unsupported = None
     n: Annotated[Any, field.unsupported(1)] = None
     prompt: field.Unsupported = None
+    return_progress: field.IgnoredOff = None
     timings_per_token: field.AlwaysOff = None
 
     max_completion_tokens: Annotated[Any, field.renamed("max_output_tokens")] = None
