@@ -43,6 +43,7 @@ CLIENTS = {
     "anthropic": Client("anthropic_python.py", ("anthropic>=0.70",)),
     "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
     "langchain": Client("langchain_python.py", ("langchain-openai>=1",)),
+    "ollama": Client("ollama_python.py", ("ollama>=0.6",)),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
     "llama-server": Client(
         "llama_server_python.py", ("langchain-llama-cpp>=0.1", "llamastat", "swaag")

@@ -101,6 +101,11 @@ class Chat:
     def _marks(self) -> ReasoningMarks | None:
         return find_marks(self._template, self._tokenizer)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the template writes reasoning."""
+        return self._marks is not None and self._marks.is_of_template
+
     def turn(
         self,
         prompt: Prompt,

@@ -30,7 +30,7 @@ from twostroke.models import build_program
 from twostroke.models.heads import last_hidden
 from twostroke.schedule import Scheduler, SchedulerConfig, make_policy
 from twostroke.spec import Lookahead, NgramProposer, Speculator, StepTime, budgets
-from twostroke.weights import LoadedModel, release_tensors
+from twostroke.weights import GgufTokenizer, LoadedModel, release_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,4 +228,5 @@ def _card(loaded: LoadedModel, program: Program, size: CacheSize) -> ModelCard:
         chat_template=Chat(tokenizer) if has_chat else None,
         cost=cost_model(program, loaded.tensors, size.kv_format),
         pooling=loaded.pooling,
+        container="gguf" if isinstance(loaded.tokenizer_source, GgufTokenizer) else "safetensors",
     )

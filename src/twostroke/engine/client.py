@@ -35,7 +35,8 @@ _MAX_SHOWN: Final = 40  # characters of a wrong word that an error repeats
 class ModelCard(Frozen):
     """Facts about an engine's model. Sizes are in bytes.
 
-    `pooling` is how its files say that embeddings are made, None if they do not say.
+    `pooling` is how its files say that embeddings are made, None if they do not say. `container` is
+    the kind of its files, "gguf" or "safetensors".
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelCard(Frozen):
     chat_template: Chat | None
     cost: CostModel
     pooling: str | None = None
+    container: str = "gguf"
 
     @property
     def num_parameters(self) -> int:

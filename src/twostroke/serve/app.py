@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import EngineStoppedError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
-from twostroke.serve.about import VERSION, AboutBody, HealthBody, ModelList, model_body
+from twostroke.serve.about import VERSION, AboutBody, HealthBody
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
@@ -32,12 +32,14 @@ from twostroke.serve.http.stream import EventStream, while_connected
 from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.job import check_choices, check_texts
 from twostroke.serve.llama_server.info import info_routes
+from twostroke.serve.models import model_routes
 from twostroke.serve.names import ModelNames
 from twostroke.serve.observe.logs import AccessLog
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.served import served_of
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.traces import Traces, exporter
+from twostroke.serve.ollama.models import ollama_routes
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
@@ -101,8 +103,6 @@ class Api:
             "/health": self.health,
             "/metrics": self.scrape,
             "/openapi.json": self.openapi,
-            "/v1/models": self.models,
-            "/v1/models/{model:path}": self.model,
             STATE_PATH: self.state,
         }
         posts = {
@@ -116,6 +116,8 @@ class Api:
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
             *info_routes(self.client, self.options, self.names[0]),
+            *model_routes(self._names, self.client.card),
+            *ollama_routes(self.names, self.client.card),
         ]
 
     @property
@@ -196,14 +198,6 @@ class Api:
         body = self._state.body(self._health, has_past="past" in request.query_params)
         return Response(body, headers=headers)
 
-    async def models(self, _request: Request) -> Response:
-        """List the model under each of its names."""
-        return to_json(ModelList([model_body(self.client.card, name) for name in self.names]))
-
-    async def model(self, request: Request) -> Response:
-        """Describe the model by one of its names."""
-        return to_json(model_body(self.client.card, self._names.find(request.path_params["model"])))
-
     @property
     def _max_choices(self) -> int:
         """The most answers of one request: as many as the queue takes, within the limits."""
@@ -276,16 +270,23 @@ class Api:
         limits = self.options.limits
         decoder = BodyDecoder(dialect.request, limits.max_json_depth)
 
-        def prepare(body: bytes, request: Request) -> tuple[EmbeddingJob, list[list[int]], str]:
+        def prepare(
+            body: bytes, request: Request
+        ) -> tuple[EmbeddingJob, list[list[int]], str] | Response:
             asked, ignored = decoder.decode(body)
             self._ignored.note(ignored, served_of(request.scope))
+            name = self._names.find(asked.model)
+            if (empty := dialect.empty(asked, name)) is not None:
+                return to_json(empty)
             job = dialect.read(asked, self._tenant(request))
-            name = self._names.find(job.model)
             check_texts(job, limits.max_inputs)
             return job, job.encode(self.client.card), name
 
         async def embed(request: Request) -> Response:
-            job, texts, name = await self._read(request, prepare)
+            found = await self._read(request, prepare)
+            if isinstance(found, Response):
+                return found
+            job, texts, name = found
             vectors = Vectors(self.client, job, texts, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model = vectors, name

@@ -87,7 +87,7 @@ class Dialect(Frozen, Generic[T]):
 
 
 class EmbeddingDialect(Frozen, Generic[T]):
-    """A protocol for embeddings; `request` and `read` as in `Dialect`.
+    """A protocol for embeddings; `request`, `read` and `empty` as in `Dialect`.
 
     `whole` makes the response, from the model's name, a part for each text, the number of tokens
     in all texts, and the seconds since the request came.
@@ -96,6 +96,7 @@ class EmbeddingDialect(Frozen, Generic[T]):
     request: type[T]
     read: Callable[[T, Tenant], EmbeddingJob]
     whole: Callable[[str, list[msgspec.Raw], int, float], Any]
+    empty: Callable[[T, str], msgspec.Struct | None] = lambda _asked, _name: None
 
 
 class Inquiry(Frozen, Generic[T]):

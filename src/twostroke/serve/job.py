@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Prompt as Rendered
 
 MAX_MESSAGES: Final = 10_000
+_MAX_TOKEN_LENGTH: Final = 64  # characters; texts are cut at so many for each token that fits
 _ANSWER_SHARE: Final = 4  # 1/4 of the context is left for an answer without a limit
 
 
@@ -254,7 +255,7 @@ class EmbeddingJob(Frozen):
     """Texts, or lists of token ids, to embed.
 
     `model` is the name that the client used, None for the default; `write` encodes an embedding
-    for the response.
+    for the response. `truncates` cuts texts that are longer than the context.
     """
 
     model: str | None
@@ -262,6 +263,7 @@ class EmbeddingJob(Frozen):
     params: EmbeddingParams
     caller: Caller
     write: Callable[[Embedding], msgspec.Raw]
+    truncates: bool = False
 
     def encode(self, card: ModelCard) -> list[list[int]]:
         """Return the token ids of each text.
@@ -269,7 +271,14 @@ class EmbeddingJob(Frozen):
         Raises:
             ContextLengthError: a text has more tokens than the context.
         """
-        return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
+        if not self.truncates:
+            return [encode_text(card, text, field=self.caller.prompt_field) for text in self.texts]
+        most, encode = card.context_length, card.tokenizer.encode
+        beginnings = [text[: most * _MAX_TOKEN_LENGTH] for text in self.texts]
+        return [
+            (encode(text, add_special=True) if isinstance(text, str) else text)[:most]
+            for text in beginnings
+        ]
 
 
 def _with_known_ids(

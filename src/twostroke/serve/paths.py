@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# llama-server's paths without /v1, and its older names.
+# Most are llama-server's: paths without /v1, and older names.
 ALIASES: Final = {
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/completion",
@@ -12,4 +12,5 @@ ALIASES: Final = {
     "/models": "/v1/models",
     "/responses": "/v1/responses",
     "/v1/health": "/health",
+    "/v1/models/": "/v1/models",
 }

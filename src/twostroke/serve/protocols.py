@@ -13,6 +13,7 @@ from twostroke.serve.llama_server import completion, infill
 from twostroke.serve.llama_server import embeddings as llama_embeddings
 from twostroke.serve.llama_server.fields import NAMES
 from twostroke.serve.llama_server.reply import LlamaEncoder
+from twostroke.serve.ollama import embed, models
 from twostroke.serve.ollama import reply as ollama_reply
 from twostroke.serve.ollama import request as ollama
 from twostroke.serve.openai import chat, completions, embeddings, tokens
@@ -74,6 +75,8 @@ INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
     "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
     "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
+    "/api/show": Inquiry(models.ShowRequest, models.show),
+    "/api/pull": Inquiry(models.PullRequest, models.pull),
     "/apply-template": Inquiry(
         tokens.TemplateRequest, tokens.apply_template, lambda _asked: chat.TOOL_NAMES
     ),
@@ -84,5 +87,9 @@ EMBEDDINGS: Final[dict[str, EmbeddingDialect[Any]]] = {
     ),
     "/embeddings": EmbeddingDialect(
         llama_embeddings.LlamaEmbeddingRequest, llama_embeddings.read, llama_embeddings.whole
+    ),
+    "/api/embed": EmbeddingDialect(embed.EmbedRequest, embed.read, embed.whole, embed.empty),
+    "/api/embeddings": EmbeddingDialect(
+        embed.OldEmbedRequest, embed.read_old, embed.whole_old, embed.empty_old
     ),
 }

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from twostroke.serve.describe.operation import CITY, GENERATION, HELLO, WEATHER, Operation
-from twostroke.serve.ollama import reply
+from twostroke.serve.describe.operation import (
+    BODY,
+    CITY,
+    GENERATION,
+    HELLO,
+    WEATHER,
+    Operation,
+)
+from twostroke.serve.ollama import embed, models, reply
 
 _STREAMED: Final = "Streams lines of JSON unless `stream` is false."
 
@@ -54,5 +61,48 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
                 "options": {"num_predict": 8, "temperature": 0},
             },
         },
+    ),
+    ("POST", "/api/embed"): Operation(
+        "Turn texts into vectors",
+        "Ollama",
+        "Vectors have length 1.",
+        answer=embed.EmbedBody,
+        errors=GENERATION,
+        examples={
+            "text": {"input": "The sky is blue."},
+            "several": {"input": ["The sky is blue.", "Grass is green."], "dimensions": 16},
+        },
+    ),
+    ("POST", "/api/embeddings"): Operation(
+        "Turn a text into a vector",
+        "Ollama",
+        "The older form of `/api/embed`.",
+        answer=embed.OldEmbedBody,
+        errors=GENERATION,
+        examples={"text": {"prompt": "The sky is blue."}},
+    ),
+    ("GET", "/api/tags"): Operation(
+        "The model, by each of its names", "Ollama", answer=models.TaggedModels
+    ),
+    ("GET", "/api/ps"): Operation(
+        "The model, which stays in memory", "Ollama", answer=models.LoadedModels
+    ),
+    ("GET", "/api/version"): Operation(
+        "The version of Ollama whose API this is", "Ollama", answer=models.VersionBody
+    ),
+    ("POST", "/api/show"): Operation(
+        "Describe the model",
+        "Ollama",
+        answer=models.ShownModel,
+        errors=BODY,
+        examples={"served": {}},
+    ),
+    ("POST", "/api/pull"): Operation(
+        "Say that the model is there",
+        "Ollama",
+        "Only for the model that is served; nothing is fetched.",
+        answer=models.PullStatus,
+        errors=BODY,
+        examples={"served": {}},
     ),
 }

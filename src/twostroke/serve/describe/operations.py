@@ -82,6 +82,23 @@ _CHOSEN: Final = {
 _ANTHROPIC_VERSION: Final = parameter(
     "header", "anthropic-version", "Any text: there is one version.", **TEXT
 )
+_ANTHROPIC_PAGE: Final = (
+    _ANTHROPIC_VERSION,
+    *(
+        parameter("query", name, "In Anthropic's form: where the page is, and its size.", **TEXT)
+        for name in ("after_id", "before_id", "limit")
+    ),
+)
+_ANTHROPIC_MODEL: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "model"}},
+    "required": ["type", "id", "display_name", "created_at"],
+}
+_ANTHROPIC_MODELS: Final = {
+    "type": "object",
+    "properties": {"data": {"type": "array", "items": _ANTHROPIC_MODEL}},
+    "required": ["data", "has_more", "first_id", "last_id"],
+}
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = ollama.OPERATIONS | {
     ("GET", "/"): Operation(
@@ -123,13 +140,22 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = ollama.OPERATIONS | {
             "application/json": {"type": "object", "required": ["openapi", "info", "paths"]},
         },
     ),
-    ("GET", "/v1/models"): Operation("The model, by each of its names", "OpenAI", answer=ModelList),
+    ("GET", "/v1/models"): Operation(
+        "The model, by each of its names",
+        "OpenAI",
+        "Requests with the header `anthropic-version` get Anthropic's form, page by page.",
+        answer=ModelList,
+        media={"application/json": _ANTHROPIC_MODELS},
+        errors=(RequestError,),
+        parameters=_ANTHROPIC_PAGE,
+    ),
     ("GET", "/v1/models/{model}"): Operation(
         "The model, by one of its names",
         "OpenAI",
         answer=ModelBody,
+        media={"application/json": _ANTHROPIC_MODEL},
         errors=(ModelNotFoundError,),
-        parameters=(_MODEL,),
+        parameters=(_MODEL, _ANTHROPIC_VERSION),
     ),
     ("POST", "/v1/chat/completions"): Operation(
         "Answer a conversation",

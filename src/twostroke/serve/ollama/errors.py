@@ -23,9 +23,8 @@ def _body(error: TwostrokeError, _request_id: str, naming: Naming) -> bytes:
     message = to_message(error, naming)
     if isinstance(error, ModelNotFoundError) and "name" in error.facts:
         # Clients search for these words.
-        message = one_line(
-            "model '{name}' not found: this server has {served}".format(**error.facts)
-        )
+        reason = "model '{name}' not found: this server has {served} (others: `twostroke pull`)"
+        message = one_line(reason.format(**error.facts))
     return msgspec.json.encode(OllamaErrorBody(message))
 
 
