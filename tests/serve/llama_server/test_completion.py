@@ -203,6 +203,17 @@ def test_nothing_to_predict_only_reads_the_prompt(server: LiveServer, stream: bo
     assert again["timings"]["cache_n"] > 0
 
 
+def test_ids_that_are_none_are_refused(server: LiveServer) -> None:
+    for wrong in (10**6, -1, 2**70):
+        assert refused(server, prompt=[wrong])["message"].startswith("prompt has token ids outside")
+    assert refused(server, n_probs=21)["message"].startswith("n_probs must be from 0 to 20")
+    assert refused(server, n_cmpl=0)["message"].startswith("n_cmpl must be")
+    cut = post(
+        server, prompt="hello", n_predict=10**6, ignore_eos=True, response_fields=["truncated"]
+    )
+    assert cut == {"truncated": True}
+
+
 def test_limits_have_three_names(server: LiveServer) -> None:
     for name in ("n_predict", "max_tokens", "max_completion_tokens"):
         found = post(server, prompt="hello", ignore_eos=True, **{name: 2})

@@ -9,6 +9,7 @@ import numpy as np
 
 from support.servers import live_server, post_bytes, read_all, wait_for
 from twostroke.serve.about import FINGERPRINT
+from twostroke.serve.http.keys import ApiKeys
 from twostroke.serve.llama_server.info import _Places
 from twostroke.serve.options import ServeOptions
 
@@ -68,6 +69,17 @@ def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:
         error = server.http.get("/slots").json()["error"]
         assert (error["code"], error["type"]) == (404, "not_found_error")
         assert server.http.get("/props").json()["endpoint_slots"] is False
+
+
+def test_keys_are_asked_for_except_by_health(tmp_path: Path) -> None:
+    options = ServeOptions(api_keys=ApiKeys({"sk": ""}))
+    with live_server(tmp_path, options) as server:
+        for path in ("/props", "/slots", "/lora-adapters"):
+            error = server.http.get(path).json()["error"]
+            assert (error["code"], error["type"]) == (401, "authentication_error")
+            assert server.http.get(path, headers={"x-api-key": "sk"}).status_code == 200
+        assert server.http.get("/models").status_code == 401
+        assert server.http.get("/v1/health").status_code == 200
 
 
 def test_no_adapters_are_listed(server: LiveServer) -> None:

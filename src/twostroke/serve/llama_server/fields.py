@@ -128,7 +128,7 @@ class TextFields(field.RequestObject, kw_only=True):
     ] = None
     response_fields: Annotated[
         list[str] | None,
-        field.doc("Return these fields only; `a/b` is field b of field a.", maxItems=64),
+        field.doc("Return these fields only; `a/b` is field b of field a."),
     ] = None
     id_slot: Annotated[int | None, field.doc("Returned with the answer; there are no slots.")] = (
         None
