@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.chat.call_forms import FORMS, HERMES, CallForm
+from twostroke.chat.call_forms import FORMS, HERMES, CallForm, Unmarked
 from twostroke.chat.call_reader import ArgumentsPiece, CallBegin, CallReader, TextPiece
 
 ARGUMENTS = '{"city": "Par\\"is}", "deep": [{"x": ["}", "\\\\"]}], "n": 1.5}'
@@ -167,17 +167,21 @@ def test_a_pure_answer_is_calls_or_text_that_may_contain_calls(name: str) -> Non
     call = form.write([("f", ARGUMENTS)])
     marked = form.mark + call if form.is_bare else call
     bare = form.is_bare
-    for text, takes_bare, said, num_calls in (
-        (marked, False, "", 1),
-        (call, False, call if bare else "", 0 if bare else 1),
-        (BARE, True, "", 1),
-        (BARE, False, BARE, 0),
-        (f'["{marked}"] ', True, f'["{marked}"] ', 0),
-        (form.mark[:-1], True, form.mark[:-1], 0),
-        (f"{form.mark} no {marked}", True, f"{form.mark} no {marked}", 0),
+    fenced = f"```json\n{BARE}\n```"
+    for text, unmarked, said, num_calls in (
+        (marked, Unmarked.NONE, "", 1),
+        (call, Unmarked.NONE, call if bare else "", 0 if bare else 1),
+        (BARE, Unmarked.ALL, "", 1),
+        (BARE, Unmarked.FENCED, BARE, 0),
+        (fenced, Unmarked.FENCED, "", 1),
+        (fenced, Unmarked.NONE, fenced, 0),
+        (marked + form.mark[:-1], Unmarked.ALL, "", 1),
+        (f'["{marked}"] ', Unmarked.ALL, f'["{marked}"] ', 0),
+        (form.mark[:-1], Unmarked.ALL, form.mark[:-1], 0),
+        (f"{form.mark} no {marked}", Unmarked.ALL, f"{form.mark} no {marked}", 0),
     ):
         for cuts in ([len(text)], range(1, len(text) + 1)):
-            reader = CallReader(("f",), form, is_pure=True, takes_bare=takes_bare)
+            reader = CallReader(("f",), form, is_pure=True, unmarked=unmarked)
             pieces = [
                 piece
                 for start, end in zip([0, *cuts], [*cuts], strict=False)

@@ -153,18 +153,22 @@ def checker(asked: ToolForm) -> Callable[[str], bool]:
 
 
 @pytest.mark.parametrize("schema", [FORM, {"type": "object"}, {"enum": [{"name": "weather"}]}])
-def test_json_that_begins_like_a_call_without_marks_is_one(schema: Fields) -> None:
+def test_beside_json_a_call_may_lack_its_marks(schema: Fields) -> None:
     answer = Constraint("json_schema", json.dumps(schema))
+    is_any = schema == {"type": "object"}
     for name in ("hermes", "llama", "mistral list"):
         is_whole = checker(form_of(name, "auto", parallel=True, kind=CONTROL, answer=answer))
         for key in ("arguments", "parameters"):
             good = f'{{"name": "weather", "{key}": {{"city": "Oslo"}}}}'
-            assert is_whole(good)
-            assert is_whole(f"{{{good}}}")
-            assert not is_whole(good.replace("Oslo", "Bonn"))
-    if schema == {"type": "object"}:
+            bad = good.replace("Oslo", "Bonn")
+            for before, after in (("```json\n", "\n```"), ("```", "```\n"), ("```{", "}```")):
+                assert is_whole(before + good + after)
+                assert not is_whole(before + bad + after)
+            assert is_whole(good) is (FORMS[name].is_bare or is_any)
+            assert is_whole(bad) is (is_any and not FORMS[name].is_bare)
+            assert not is_whole(f"{good}\n{good}")
         for text in ('{"name": "weather", "x": 1}', '{"name": "a", "arguments": 1}', '{"na": 1}'):
-            assert is_whole(text)
+            assert is_whole(text) is is_any
 
 
 def test_a_call_without_marks_is_held_in_every_form() -> None:

@@ -27,6 +27,7 @@ FORM: Fields = {"type": "json_schema", "schema": CITY}
 ANSWER = '{"city": "Rome"}'
 ARGUMENTS = '{"city": "Oslo"}'
 CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+FENCED = f"```json\n{CALL}\n```"
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 TALK = [{"role": "user", "content": "hello"}]
 SHOWN = {"name": "weather", "parameters": CITY}
@@ -124,7 +125,7 @@ def streamed(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, str
 
 
 @pytest.mark.parametrize("protocol", REQUESTS)
-@pytest.mark.parametrize("written", [MARKED, CALL, f"{{{CALL}}}"])
+@pytest.mark.parametrize("written", [MARKED, FENCED, f"```{{{CALL}}}```"])
 def test_the_answer_may_be_a_call(server: LiveServer, protocol: str, written: str) -> None:
     say(server, written)
     assert whole(server, protocol) == ("", [("weather", ARGUMENTS)])
@@ -168,8 +169,8 @@ def test_a_form_that_cannot_be_followed_is_named(server: LiveServer) -> None:
 def test_text_in_a_form_may_look_like_a_call(server: LiveServer) -> None:
     path, body = REQUESTS["chat"]
     form = {"guided_json": {"type": "object"}, "response_format": None}
-    text = json.dumps({"text": MARKED})
-    say(server, text)
-    answer = server.http.post(path, json=body | form | {"temperature": 0}).json()["choices"][0]
-    assert answer["message"]["content"] == text
-    assert answer["finish_reason"] == "stop"
+    for text in (json.dumps({"text": MARKED}), CALL):
+        say(server, text)
+        answer = server.http.post(path, json=body | form | {"temperature": 0}).json()["choices"][0]
+        assert answer["message"]["content"] == text
+        assert answer["finish_reason"] == "stop"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from twostroke.tokenize import Tokenizer
+
+
+class Unmarked(Enum):
+    """Which calls without their marks are calls, at the beginning of an answer."""
+
+    ALL = "all"
+    FENCED = "fenced"  # with a fence of Markdown in place of the marks
+    NONE = "none"
 
 
 class CallForm(Frozen, kw_only=True):

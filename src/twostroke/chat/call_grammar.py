@@ -7,6 +7,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from twostroke.chat.call_forms import Unmarked
 from twostroke.sample.lark import beginning, special_marks, spelled, text_but, up_to
 from twostroke.schema.prepare import JSON_FORM
 
@@ -44,30 +45,30 @@ class CallGrammar:
         yield from self._bodies()
         yield f"start: {self._spell(self._form.opening)} body {self._more} {self._end}"
 
-    def calls_beside_form(self, *, is_json: bool) -> Iterator[str]:
-        """Yield the rules of answers that only call, where other grammars allow other answers.
+    def calls_beside_form(self, unmarked: Unmarked) -> Iterator[str]:
+        """Yield the rules of answers that only call, where another grammar allows other answers.
 
-        Beside JSON, calls need no marks: their signs are cut as those of JSON are, so that either
-        can go on after each, up to the key of the arguments. From there on it is a call: the
-        longest terminal is taken, and this one is longer than a key of JSON.
+        `unmarked` calls may lack their marks. Those without a fence are beside JSON: their signs
+        are cut as those of JSON are, so that either can go on after each, up to the key of the
+        arguments. From there on it is a call: the longest terminal is taken, and this one is longer
+        than a key of JSON. An unmarked call is the only one: a model that would rather write text
+        repeats it otherwise.
         """
         form, names = self._form, self._tools.names
         yield from self._bodies()
         mark = form.mark if form.is_bare else ""
         start = f"{self._spell(mark + form.opening)} body {self._more} {self._end}"
-        if not is_json:
-            yield f"start: {start}"
-            return
-        keys = " | ".join(json.dumps(f'"{key}": ') for key in _EITHER_KEY)
-        yield f"key: {keys}"
-        for place, name in enumerate(names):
-            quoted = json.dumps(json.dumps(name))
-            yield rf'bare{place}: "{{" "\"name\"" ": " {quoted} ", " key args{place} "}}"'
-            heads = (json.dumps(f'{{{{"name": "{name}", "{key}": ') for key in _EITHER_KEY)
-            yield f'doubled{place}: ({" | ".join(heads)}) args{place} "}}}}"'
-        yield f"bare: {_any('bare', names)} | {_any('doubled', names)}"
-        between = json.dumps("; " if form.is_bare else "\n")
-        yield f"start: {start} | bare" + (f" ({between} bare)*" if self._tools.is_parallel else "")
+        if unmarked is not Unmarked.NONE:
+            yield from self._unmarked(r"```(json)?")
+            start += " | unmarked"
+        if unmarked is Unmarked.ALL:
+            keys = " | ".join(json.dumps(f'"{key}": ') for key in _EITHER_KEY)
+            yield f"key: {keys}"
+            for place, name in enumerate(names):
+                quoted = json.dumps(json.dumps(name))
+                yield rf'bare{place}: "{{" "\"name\"" ": " {quoted} ", " key args{place} "}}"'
+            start += f" | {_any('bare', names)}"
+        yield f"start: {start}"
 
     def calls_in_text(self) -> Iterator[str]:
         """Yield the rules of answers with calls, or with text before and in place of them.
@@ -81,20 +82,26 @@ class CallGrammar:
         yield f"call: head {after_mark} body {self._more if form.is_list else ''} {self._end}"
         yield up_to("head", form.mark, self._specials)
         yield "last: TEXT"
-        for place, name in enumerate(tools.names):
-            yield f"BARE{place}: /{_bare_pattern(name)}/"
-            yield f"bare{place}: BARE{place} args{place} CLOSE AFTER?"
-        yield rf"CLOSE: /{_BLANK}{{0,{_NUM_BLANKS}}}\}}\}}?/"
-        yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
-        yield f"bare: {_any('bare', tools.names)}"
-        yield "start: " + ("bare+ | call* last" if tools.is_parallel else "bare | call | last")
-        others = [f"BARE{place}" for place in range(len(tools.names))]
+        yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
+        several = "unmarked+ | call* last" if tools.is_parallel else "unmarked | call | last"
+        yield f"start: {several}"
+        others = [f"UNMARKED{place}" for place in range(len(tools.names))]
         if self._preface is not None and self._preface.begin:
             marks = special_marks((self._preface.begin,), self._tokenizer)
             if not marks:  # a special token cannot be in text
                 yield f"PREFACE: {beginning(self._preface, marks)}"
                 others.append("PREFACE")
         yield text_but(*others)
+
+    def _unmarked(self, before: str) -> Iterator[str]:
+        """Yield the rules of a call without marks, as `CallReader` reads it, after a pattern."""
+        names = self._tools.names
+        for place, name in enumerate(names):
+            yield f"UNMARKED{place}: /{before}{_named_pattern(name)}/"
+            yield f"unmarked{place}: UNMARKED{place} args{place} CLOSE AFTER?"
+        yield f"unmarked: {_any('unmarked', names)}"
+        yield rf"CLOSE: /{_BLANK}{{0,{_NUM_BLANKS}}}\}}\}}?/"
+        yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
 
     def _bodies(self) -> Iterator[str]:
         """Yield the rules of arguments, and of a call from its name to its tail."""
@@ -120,8 +127,7 @@ def _any(rule: str, of: tuple[object, ...]) -> str:
     return " | ".join(f"{rule}{place}" for place in range(len(of)))
 
 
-def _bare_pattern(name: str) -> str:
-    """Return what comes before the arguments of a call without marks, as `CallReader` reads it."""
+def _named_pattern(name: str) -> str:
+    """Return what comes before the arguments of a call without marks; braces may be doubled."""
     parts = [r"\{\{?", '"name"', ":", f'"{re.escape(name)}"', ",", '"(arguments|parameters)"', ":"]
-    fence = f"([;,]{_BLANK}*)?(```(json)?{_BLANK}*)?"
-    return f"{_BLANK}*{fence}" + "".join(f"{part}{_BLANK}*" for part in parts)
+    return f"{_BLANK}*" + "".join(f"{part}{_BLANK}*" for part in parts)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import regex
 
-from twostroke.chat.call_forms import HERMES
+from twostroke.chat.call_forms import HERMES, Unmarked
 from twostroke.core.frozen import Frozen
 from twostroke.tokenize.preface import overlap
 
@@ -81,17 +81,17 @@ class CallReader:
         *,
         is_forced: bool = False,
         is_pure: bool = False,
-        takes_bare: bool = True,
+        unmarked: Unmarked = Unmarked.ALL,
     ) -> None:
         """Read calls in one form; `names` are those of the functions.
 
         Where calls are forced there is no other text; a call that ends before its name is dropped.
-        A pure answer is either calls or text, which may contain what looks like calls. Without
-        `takes_bare` each call has its marks.
+        A pure answer is either calls or text, which may contain what looks like calls. `unmarked`
+        says which calls may lack their marks.
         """
         self._is_forced = is_forced
         self._is_pure = is_pure
-        self._takes_bare = takes_bare
+        self._unmarked = unmarked
         self.num_calls = 0
         self._names = frozenset(names)
         self._form = form
@@ -124,7 +124,8 @@ class CallReader:
         """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         in_call = self._state in (self._arguments, self._after, self._next)
-        if in_call or self._is_forced:
+        only_calls = self._is_forced or (self._is_pure and self.num_calls > 0)
+        if in_call or only_calls:
             return []  # the rest of a call, or of marks
         rest = self._trim.feed(self._text_of_call + held) + self._trim.finish()
         if self.num_calls and not rest.strip():
@@ -144,9 +145,13 @@ class CallReader:
 
     def _start(self, pieces: list[Piece]) -> bool:
         """Look for a call without marks; in a pure answer, for a mark too."""
-        found, is_open = self._match(_BARE) if self._takes_bare else (None, False)
+        found, is_open = None, False
+        if self._unmarked is not Unmarked.NONE:
+            found, is_open = self._match(_BARE)
         if is_open:
             return False
+        if found and self._unmarked is Unmarked.FENCED and not found["fence"]:
+            found = None
         if found and found["name"] in self._names:
             self._is_bare = True
             self._tails = [*_BRACES, _FENCE_END] if found["fence"] else [*_BRACES]

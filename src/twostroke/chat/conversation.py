@@ -75,7 +75,7 @@ class Turn(Frozen):
             form=calls.form,
             is_forced=calls.tools.is_forced,
             is_pure=calls.answer is not None,
-            takes_bare=calls.takes_bare,
+            unmarked=calls.unmarked,
             customs=frozenset(one.name for one in calls.tools.functions if one.is_custom),
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from msgspec.structs import replace
 
-from twostroke.chat.call_forms import HERMES
+from twostroke.chat.call_forms import HERMES, Unmarked
 from twostroke.chat.call_reader import (
     ArgumentsPiece,
     CallBegin,
@@ -45,7 +45,7 @@ class Reading(Frozen):
     """How to read the answers of a job.
 
     `functions` are the names of those that may be called, written in `form`; one must be called if
-    `is_forced`. A pure answer has either calls or text. `takes_bare` says whether calls may lack
+    `is_forced`. A pure answer has either calls or text. `unmarked` says which calls may lack
     their marks. Arguments of functions among `customs` are read as text, which is their only one.
     `preface` is the reasoning that may come first, if it is separated from the answer.
     """
@@ -54,7 +54,7 @@ class Reading(Frozen):
     form: CallForm = HERMES
     is_forced: bool = False
     is_pure: bool = False
-    takes_bare: bool = True
+    unmarked: Unmarked = Unmarked.ALL
     customs: frozenset[str] = frozenset()
     preface: Preface | None = None
 
@@ -83,7 +83,7 @@ class AnswerReader:
                 reading.form,
                 is_forced=reading.is_forced,
                 is_pure=reading.is_pure,
-                takes_bare=reading.takes_bare,
+                unmarked=reading.unmarked,
             )
         self._customs = reading.customs
         self._free_text: FreeTextReader | None = None  # of the newest call

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from twostroke.chat.call_forms import Unmarked
 from twostroke.chat.call_grammar import CallGrammar
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
@@ -33,9 +34,13 @@ class ToolForm(Frozen):
     answer: Constraint | None = None
 
     @property
-    def takes_bare(self) -> bool:
-        """Whether an answer that begins like a call without marks is one."""
-        return self.answer is None or self.answer.notation == "json_schema"
+    def unmarked(self) -> Unmarked:
+        """Which calls without marks are calls; JSON cannot begin with a fence."""
+        if self.answer is None:
+            return Unmarked.ALL
+        if self.answer.notation != "json_schema":
+            return Unmarked.NONE
+        return Unmarked.ALL if self.form.is_bare else Unmarked.FENCED
 
     def constraint(self) -> Constraint:
         """Return the grammar of answers."""
@@ -43,7 +48,7 @@ class ToolForm(Frozen):
         if self.tools.is_forced:
             rules = grammar.calls()
         elif self.answer is not None:
-            rules = grammar.calls_beside_form(is_json=self.takes_bare)
+            rules = grammar.calls_beside_form(self.unmarked)
         else:
             rules = grammar.calls_in_text()
         answer = None if self.tools.is_forced else self.answer
