@@ -181,10 +181,6 @@ def read_chat(asked: OllamaChatRequest, tenant: Tenant) -> Job:
         RequestError: a value is out of bounds or not supported; `field` names it.
     """
     tools = to_tools([tool.function for tool in asked.tools or ()], None, parallel=None)
-    constraint = _constraint(asked)
-    if tools is not None and constraint is not None:
-        reason = "cannot be combined with a form of the answer: leave one of them out."
-        raise RequestError(reason, field="tools")
     messages = [_message(message) for message in asked.messages or ()]
     last = messages[-1]
     conversation = to_conversation(

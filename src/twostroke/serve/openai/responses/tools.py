@@ -65,7 +65,7 @@ class CustomTool(field.TaggedObject, tag="custom"):
     format: Text | TextGrammar | None = None
     allowed_callers: Annotated[Any, field.unsupported(["direct"])] = None
     defer_loading: field.HintOff = None
-    is_async: field.AlwaysOff = msgspec.field(default=None, name="async")
+    is_async: field.HintOff = msgspec.field(default=None, name="async")
 
     def offered(self) -> FreeText:
         """Return the tool in the form of all protocols."""

@@ -126,7 +126,6 @@ export function toolFields(settings, isFirst) {
   const fields = { tools: readTools(settings.tools) };
   if (settings.tool_choice === "none" || (settings.tool_choice && isFirst)) fields.tool_choice = settings.tool_choice;
   if (!settings.parallel_tool_calls) fields.parallel_tool_calls = false;
-  if (settings.form) throw new Error("Tools cannot be combined with a form of the answer: choose “any text”, or clear the tools.");
   return fields;
 }
 
