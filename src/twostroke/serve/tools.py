@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.schema.prepare import ANY_OBJECT
+from twostroke.schema.prepare import ANY_OBJECT, prepare
 from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
@@ -199,6 +199,9 @@ def to_tools(
             raise RequestError(reason, field=f"{where}.name")
         param = f"{where}.{tool.param if isinstance(tool, FreeText) else 'parameters'}"
         known[function.name] = replace(_callable(function, param), is_custom=is_custom)
+        if is_custom and not _is_held(known[function.name]):
+            reason = "cannot be followed: it must have no look-around and no back-references."
+            raise RequestError(reason, field=param)
     if choice == "none":
         return None
     is_named = isinstance(choice, NamedFunction)
@@ -213,6 +216,14 @@ def to_tools(
         is_forced=is_named or choice == "required",
         is_parallel=parallel is not False and not is_named,
     )
+
+
+def _is_held(function: Function) -> bool:
+    """Whether the grammar holds the arguments wholly; a wrong schema shows when it is compiled."""
+    try:
+        return not prepare(json.dumps(function.schema)).gaps
+    except ValueError:
+        return True
 
 
 def _callable(function: FunctionBody, param: str) -> Function:
