@@ -168,7 +168,7 @@ def test_a_full_conversation_goes_on_without_its_oldest_turns(engine: Engine) ->
     assert messages[0]["content"] == f"message {num_dropped + 1}"
     dropped = "turn" if num_dropped == 1 else f"{num_dropped} turns"
     assert talk.asked == [f"Drop the oldest {dropped} and keep {len(messages) // 2 - 1}?"]
-    assert len(encode_chat(engine.card, messages[:-1])) <= 512 - 512 // 3
+    assert len(encode_chat(engine.card, messages[:-1])) <= 512 - 2 * 512 // 8
     talk.say("/again")
     assert talk.conversation.messages == messages
 

@@ -40,7 +40,8 @@ def run(*checks: Callable[[], Any]) -> None:
         except Exception:  # noqa: BLE001 - the other calls are made all the same
             failed += 1
             print(f"  FAILED {check.__name__}")
-            traceback.print_exc()
+            traceback.print_exc(limit=-3, chain=False)
         else:
             print(f"  ok {check.__name__}", flush=True)
+    print(f"  {len(checks) - failed} of {len(checks)}")
     sys.exit(bool(failed))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,19 +31,47 @@ _START_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: its script, and the packages that it needs, of PyPI or of npm."""
+    """A client: its script, the packages that it needs, and the options of its server."""
 
     script: str
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()  # of PyPI or of npm
+    serve: tuple[str, ...] = ()
 
 
+_ANY_MODEL = ("--any-model", "--context-length", "400")  # so that each answer ends soon
+_NPM_AI = ("ai@7", "@ai-sdk/openai@4", "@ai-sdk/openai-compatible@3", "@ai-sdk/anthropic@4")
 CLIENTS = {
     "openai": Client("openai_python.py", ("openai>=2",)),
     "openai-js": Client("openai_javascript.mjs", ("openai@6",)),
+    "openai-suite": Client(
+        "sdk_suite.py",
+        ("openai[aiohttp]>=3,<4", "pytest>=9", "pytest-asyncio>=1.4", "inline-snapshot", "rich"),
+        serve=_ANY_MODEL,
+    ),
     "anthropic": Client("anthropic_python.py", ("anthropic>=0.70",)),
+    "anthropic-suite": Client(
+        "sdk_suite.py",
+        (
+            *("anthropic[aiohttp]>=2,<3", "pytest>=9", "pytest-asyncio>=1.4", "inline-snapshot"),
+            *("rich", "http-snapshot[httpx]==0.1.9", "respx", "dirty-equals", "time-machine"),
+        ),
+        serve=_ANY_MODEL,
+    ),
     "litellm": Client("litellm_python.py", ("litellm>=1.70", "mcp")),  # which its tools need
-    "langchain": Client("langchain_python.py", ("langchain-openai>=1",)),
     "ollama": Client("ollama_python.py", ("ollama>=0.6",)),
+    "langchain": Client(
+        "langchain_python.py",
+        ("langchain>=1,<2", "langchain-openai>=1,<2", "langchain-anthropic>=1,<2"),
+    ),
+    "vercel": Client("vercel_ai.mjs", (*_NPM_AI, "zod@4")),
+    "vercel-zod": Client("vercel_zod.mjs", (*_NPM_AI, "zod@4")),
+    "instructor": Client("instructor_python.py", ("instructor>=1,<2", "pydantic[email]>=2")),
+    "pydantic-ai": Client(
+        "pydantic_ai_python.py", ("pydantic-ai-slim[openai,anthropic]>=2,<3", "pydantic[email]>=2")
+    ),
+    "openai-agents": Client(
+        "openai_agents.py", ("openai-agents>=0.24,<0.25", "pydantic[email]>=2")
+    ),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
     "llama-server": Client(
         "llama_server_python.py", ("langchain-llama-cpp>=0.1", "llamastat", "swaag")
@@ -63,30 +91,38 @@ def main() -> int:
     if unknown := set(given.clients) - set(CLIENTS):
         parser.error(f"there is no client {', '.join(sorted(unknown))}: {', '.join(CLIENTS)}")
     failed = []
-    with _server(given.model) as url:
-        environment = os.environ | {"BASE_URL": f"{url}/v1", "ROOT_URL": url}
-        environment |= {"MODEL": given.model, "MODEL_FILE": str(resolve(given.model))}
+    environment = os.environ | {"MODEL": given.model, "MODEL_FILE": str(resolve(given.model))}
+    with ExitStack() as stack:
+        servers: dict[tuple[str, ...], str] = {}
         for name in given.clients or CLIENTS:
             client = CLIENTS[name]
-            folder = ENVIRONMENTS / name
+            if client.serve not in servers:
+                server = _server([given.model, *client.serve])
+                servers[client.serve] = stack.enter_context(server)
+            url = servers[client.serve]
             print(f"== {name}: {', '.join(client.packages)}", flush=True)
-            command = _node(client, folder) if client.script.endswith(".mjs") else None
-            command = command or _python(client, folder)
-            mine = environment | {"PATH": f"{folder / 'bin'}:{environment['PATH']}"}
-            if subprocess.run(command, env=mine, cwd=folder, check=False).returncode:
+            if not _run(client, ENVIRONMENTS / name, environment, url):
                 failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all clients made their calls")
     return int(bool(failed))
 
 
+def _run(client: Client, folder: Path, environment: dict[str, str], url: str) -> bool:
+    make = _node if client.script.endswith(".mjs") else _python
+    command = make(client, folder)
+    mine = {"BASE_URL": f"{url}/v1", "ROOT_URL": url}
+    mine["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
+    return not subprocess.run(command, env=environment | mine, cwd=folder, check=False).returncode
+
+
 @contextmanager
-def _server(model: str) -> Iterator[str]:
+def _server(arguments: list[str]) -> Iterator[str]:
     """Serve a model, and yield the address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "twostroke", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "twostroke", "serve", *arguments, "--port", str(port)]
     command.append("--no-access-log")  # the clients say what they did
     with subprocess.Popen(command) as process:
         try:

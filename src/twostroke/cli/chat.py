@@ -188,8 +188,8 @@ class Conversation:
 
         if not num_turns or room_after(0) >= little or room_after(num_turns) < 1:
             return
-        # So much room that the question does not come again soon.
-        num_dropped = bisect_left(range(num_turns), limit // 3, key=room_after)
+        # Twice that room, so that the next turns have some, too.
+        num_dropped = bisect_left(range(num_turns), 2 * little, key=room_after)
         turns = "turn" if num_dropped == 1 else f"{num_dropped} turns"
         left = num_turns - num_dropped
         self._say(f"The conversation fills the context of {limit} tokens.", "yellow")
