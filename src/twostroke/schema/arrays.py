@@ -6,6 +6,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.schema.branch import key
+from twostroke.schema.overlap import are_apart
 from twostroke.schema.scalars import can_be_written, written
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _are_apart(branch: Branch, expander: Expander, length: int) -> bool:
     """Return whether no two of the first items can be equal."""
     states = [expander.state(branch.item(place)) for place in range(length)]
     return all(
-        one is None or other is None or expander.are_apart(one, other)
+        one is None or other is None or are_apart(one, other, expander)
         for place, one in enumerate(states)
         for other in states[:place]
     )

@@ -130,6 +130,8 @@ class Branch:
         self.multiple: Fraction | None = None
         self.lengths = Range()
         self.patterns: dict[Pattern, None] = {}
+        self.known: dict[str, None] = {}  # the names of members, as they were met
+        self.plain: dict[str, tuple[State | None, ...]] = {}  # of parts that say no more
         self.objects: list[ObjectPart] = []
         self.required: dict[str, None] = {}
         self.members = Range()
@@ -186,9 +188,17 @@ class Branch:
             new = Fraction(numerator, math.gcd(new.denominator, old.denominator))
         self.multiple = new
 
-    @property
+    def add_part(self, part: ObjectPart) -> None:
+        """Add what a schema says of members."""
+        self.known |= dict.fromkeys(part.names)
+        if part.patterns or not part.is_open or part.scope:
+            self.objects.append(part)
+            return
+        for name, state in part.names.items():
+            self.plain[name] = (*self.plain.get(name, ()), state)
+
     def object_parts(self) -> list[ObjectPart]:
-        """All that is said of members, what nothing evaluates included."""
+        """Return what is said of members beside `plain`, what nothing evaluates included."""
         return [*self.objects, *map(self._unevaluated_members, self._of(is_of_objects=True))]
 
     def unevaluated_items(self) -> list[ArrayPart]:
@@ -222,9 +232,11 @@ class Branch:
     def _of(self, *, is_of_objects: bool) -> list[Unevaluated]:
         return [one for one in self.unevaluated if one.is_of_objects == is_of_objects]
 
-    def member(self, name: str) -> list[State | None]:
-        """Return the states that the member with a name must fit."""
-        return [state for part in self.object_parts for state in part.of(name)]
+    def member(self, name: str, parts: Sequence[ObjectPart] | None = None) -> list[State | None]:
+        """Return the states that the member with a name must fit; `parts` are `object_parts`."""
+        parts = self.object_parts() if parts is None else parts
+        more = [state for part in parts for state in part.of(name)]
+        return [*self.plain.get(name, ()), *more]
 
     def item(self, place: int) -> list[State | None]:
         """Return the states that an item must fit."""
@@ -248,7 +260,7 @@ class Branch:
             kinds -= {"string"}
         if self.items.is_empty:
             kinds -= {"array"}
-        if self.members.is_empty or any(None in self.member(name) for name in self.required):
+        if self.members.is_empty:
             kinds -= {"object"}
         self.kinds = frozenset(kinds)
         if self.values is not None:

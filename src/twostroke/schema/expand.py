@@ -16,7 +16,7 @@ from twostroke.schema.branch import (
 from twostroke.schema.document import NAMED_SCHEMAS, SCHEMAS
 from twostroke.schema.limits import LIMITS, PLACED_LIMITS
 from twostroke.schema.negate import NOT_ENUM, NOT_TYPE, denials
-from twostroke.schema.overlap import are_apart
+from twostroke.schema.overlap import exclusive
 from twostroke.schema.patterns import Pattern, translated
 
 if TYPE_CHECKING:
@@ -28,24 +28,14 @@ if TYPE_CHECKING:
     AnySchema = dict[str, Any] | bool
 
 MOST_BRANCHES: Final = 64  # of one state; a choice that would make more is left out, with a gap
-_MOST_WORK: Final = 400_000  # keywords that are looked at, in all
-_MOST_ALTERNATIVES: Final = 200  # whose overlaps are looked for
+_MOST_CHOICES: Final = 100
+_MOST_MEMBERS: Final = 4000  # of the branches of a state, together
+_MOST_WORK: Final = 200_000  # keywords and members that are looked at, in all
 _OBJECT: Final = frozenset(("properties", "patternProperties", "additionalProperties"))
 _ARRAY: Final = frozenset(("prefixItems", "items", "additionalItems"))
 _IN_PLACE: Final = frozenset(("$dynamicRef", "$recursiveRef", "$ref", "allOf", "not"))
 _CHOICES: Final = frozenset(
     ("anyOf", "dependencies", "dependentRequired", "dependentSchemas", "if", "oneOf")
-)
-# A oneOf whose alternatives overlap is exact if these are all they say: their opposite is simple.
-_PLAIN: Final = (
-    frozenset(
-        ("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "not")
-    )
-    | {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
-    | {
-        "required",
-        "type",
-    }
 )
 # All that says something about values; the rest are annotations, or unknown.
 _SAYS: Final = (
@@ -65,6 +55,8 @@ class Expander:
         self.document = document
         self.work = 0
         self._known: dict[State, list[Branch]] = {}
+        self._started: dict[State, Branch] = {}
+        self._open: set[State] = set()
         self._applications = 0
 
     def state(self, states: Iterable[State | None]) -> State | None:
@@ -112,7 +104,7 @@ class Expander:
     def _item(self, schema: AnySchema, near: Node, *, holds: bool = True) -> Item | None:
         """Return the item of a schema in another one; None if no value fits."""
         if isinstance(schema, bool):
-            return None if schema is not holds else Item(self.document.made({}, near))
+            return None if schema is not holds else Item(self.document.made({}, near, "any"))
         return Item(self.document.node(schema, near), holds)
 
     def one(self, schema: AnySchema, near: Node) -> State | None:
@@ -123,31 +115,42 @@ class Expander:
     def branches(self, state: State) -> list[Branch]:
         """Return branches: a value fits the state if it fits one of them."""
         if state not in self._known:
+            self._open.add(state)
             self._known[state] = []  # for a state whose overlaps depend on itself
             self._known[state] = self._expanded(state)
+            self._open.discard(state)
         return self._known[state]
 
     def alternatives(self, state: State) -> Choice | None:
         """Return the one choice that a state consists of, if it does."""
-        branch = Branch()
-        self._apply(branch, [(item, ()) for item in state])
+        branch = self._first(state)
         if branch.is_touched or len(branch.choices) != 1 or branch.unevaluated or branch.gaps:
             return None
         return branch.choices[0]
 
+    def _first(self, state: State) -> Branch:
+        """Return what a state says before any choice is made."""
+        if state not in self._started:
+            self._started[state] = Branch()
+            self._apply(self._started[state], [(item, ()) for item in state])
+        return self._started[state]
+
     def _expanded(self, state: State) -> list[Branch]:
-        first = Branch()
-        self._apply(first, [(item, ()) for item in state])
+        first = self._first(state).copy()
+        for choice in first.choices[_MOST_CHOICES:]:
+            first.gap(choice.place)
+        del first.choices[_MOST_CHOICES:]
         waiting, done = [first], []
         while waiting:
             branch = waiting.pop()
-            if not branch.is_possible():
+            if not self._is_possible(branch):
                 continue
             if not branch.choices:
                 done.append(branch)
                 continue
             choice = branch.choices.pop(0)
-            if len(done) + len(waiting) + len(choice.alternatives) > MOST_BRANCHES:
+            most = max(2, min(MOST_BRANCHES, _MOST_MEMBERS // (len(branch.known) + 1)))
+            if len(done) + len(waiting) + len(choice.alternatives) > most:
                 branch.gap(choice.place)
                 waiting.append(branch)
                 continue
@@ -155,9 +158,29 @@ class Expander:
                 branch.gap(choice.place)
             for items, scope in reversed(choice.alternatives):
                 other = branch.copy()
+                self._spend(len(other.known) + len(other.choices) + len(other.objects))
                 self._apply(other, [(item, scope) for item in items])
                 waiting.append(other)
         return done
+
+    def _is_possible(self, branch: Branch) -> bool:
+        """Return whether a value may fit a branch, as far as its required members show."""
+        if not branch.is_possible():
+            return False
+        if "object" not in branch.kinds:
+            return True
+        parts = branch.object_parts()
+        for name in branch.required:
+            self._spend(1 + len(parts))
+            state = self.state(branch.member(name, parts))
+            if state is None or (len(state) > 1 and self._is_empty(state)):
+                branch.kinds -= {"object"}
+                break
+        return bool(branch.kinds)
+
+    def _is_empty(self, state: State) -> bool:
+        """Return whether a state has no branch; one that is being looked at has."""
+        return state not in self._open and not self.branches(state)
 
     def _apply(self, branch: Branch, items: Sequence[tuple[Item, Scope]]) -> None:
         """Add schemas, and those that they refer to, to a branch."""
@@ -224,7 +247,7 @@ class Expander:
             if keyword in group and keyword != next(one for one in node.schema if one in group):
                 return
         if keyword in _OBJECT:
-            branch.objects.append(self._object_part(branch, node, scope))
+            branch.add_part(self._object_part(branch, node, scope))
         elif keyword in _ARRAY:
             branch.arrays += self._array_part(node, scope)
         elif keyword == "propertyNames":
@@ -264,7 +287,9 @@ class Expander:
                 yield Choice(tuple(((one,), scope) for one in items if one is not None), place)
             case "oneOf":
                 items = [self._item(one, node) for one in value]
-                yield self._one_of([one for one in items if one is not None], place, scope)
+                known = [one for one in items if one is not None]
+                alternatives, is_exact = exclusive(known, self)
+                yield Choice(tuple((one, scope) for one in alternatives), place, is_exact)
             case "if":
                 yield from self._condition(node, scope)
             case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -284,36 +309,6 @@ class Expander:
 
     def _made(self, schema: dict[str, Any], node: Node, own: object) -> Item:
         return Item(self.document.made(schema, node, own))
-
-    def _one_of(self, items: Sequence[Item], place: str, scope: Scope) -> Choice:
-        """Return a choice of which one holds, and no other where they could hold together."""
-        is_exact = len(items) <= _MOST_ALTERNATIVES
-        alternatives = []
-        for one in items:
-            near = [
-                self._excluding(other, one)
-                for other in (items if is_exact else ())
-                if other is not one and not self.are_apart((one,), (other,))
-            ]
-            is_exact = is_exact and None not in near
-            also = [item for item in near if item is not None] if is_exact else []
-            alternatives.append(((one, *also), scope))
-        return Choice(tuple(alternatives), place, is_exact)
-
-    def _excluding(self, other: Item, one: Item) -> Item | None:
-        """Return a schema of values that do not fit `other`, but may fit `one`; None if unknown."""
-        if _is_plain(other):
-            return other.flipped
-        needed, given = (
-            [branch.required for branch in self.branches(self.state([(item,)]) or ())]
-            for item in (other, one)
-        )
-        names = [name for name in needed[0] if all(name in rest for rest in needed)]
-        if not given or any(all(name in rest for name in names) for rest in given):
-            return None
-        # Those that lack a member which the other one needs.
-        made = {"required": [*names]}
-        return Item(self.document.made(made, other.node, ("needs", *names)), holds=False)
 
     def _spelled(self, node: Node, keyword: str, values: Sequence[Any]) -> Choice:
         """Return the choice of one of several values, with objects and arrays as schemas."""
@@ -384,18 +379,7 @@ class Expander:
             Choice(tuple(((one.item,), ()) for one in found), node.place("not"), exact)
         )
 
-    def are_apart(self, one: State, other: State) -> bool:
-        """Return whether no value fits both states; false if that is hard to see."""
-        a, b = self.state([one]), self.state([other])
-        return a is None or b is None or are_apart(a, b, self.branches, self.state)
-
     def _spend(self, count: int = 1) -> None:
         self.work += count
         if self.work > _MOST_WORK:
             raise ValueError("it is too large, or has too many alternatives")
-
-
-def _is_plain(item: Item) -> bool:
-    """Return whether the opposite of a schema is simple."""
-    says = [keyword for keyword in item.node.schema if keyword in _SAYS]
-    return item.holds and set(says) <= _PLAIN

@@ -26,9 +26,9 @@ _MOST_MATCHES: Final = 20_000  # of names with patterns
 
 def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]:
     """Yield schemas of a branch's objects, and note in it what they do not hold."""
-    parts = branch.object_parts
+    parts = branch.object_parts()
     allowed = _Names(branch, expander)
-    known = dict.fromkeys(name for part in parts for name in part.names) | branch.required
+    known = branch.known | branch.required
     num_patterns = sum(len(part.patterns) for part in parts)
     if len(known) * max(1, num_patterns) > _MOST_MATCHES:
         raise ValueError("an object has too many names and patterns")
@@ -36,12 +36,12 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     members: dict[str, AnySchema] = {}
     for name in names:
         is_usable = can_be_written(name) and allowed.has(name)
-        members[name] = child(branch.member(name)) if is_usable else False
+        members[name] = child(branch.member(name, parts)) if is_usable else False
     if any(members[name] is False for name in branch.required):
         return
     more = _others(parts, allowed, child)
     possible = [name for name, inner in members.items() if inner is not False]
-    is_named = any(name in part.names for part in parts for name in possible)
+    is_named = any(name in branch.known for name in possible)
     if is_named and not _is_asked(branch, parts) and branch.members.low <= len(possible):
         more = {}
     yield from _counted(branch, members, more)
@@ -51,7 +51,7 @@ def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Ite
     """Yield schemas with the right number of members: `more` are those without a name."""
     low, high = branch.members
     required = [name for name in members if name in branch.required]
-    optional = [n for n, inner in members.items() if inner is not False and n not in required]
+    optional = [n for n, one in members.items() if one is not False and n not in branch.required]
     most = len(required) + len(optional)
     if (high is not None and len(required) > high) or (not more and low > most):
         return

@@ -41,6 +41,7 @@ class Pattern(Frozen):
     text: str
 
 
+@lru_cache(_MOST_KNOWN)
 def translated(source: str) -> Pattern | None:
     """Return a pattern for llguidance, or None if it cannot be one.
 

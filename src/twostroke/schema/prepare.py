@@ -39,7 +39,7 @@ JSON_FORM: Final[Mapping[str, Any]] = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 
-_MOST_STATES: Final = 4000
+_MOST_STATES: Final = 10_000
 _MOST_TEXT: Final = 4_000_000  # characters
 _DEEPEST: Final = 24  # schemas in one another, before they get names
 _SMALL: Final = 200  # characters of a schema that is repeated rather than named
