@@ -196,8 +196,8 @@ GAPS: list[tuple[dict[str, Any], str]] = [
     ({**S, "pattern": "^(?!a)b"}, "pattern (/)"),
     ({**S, "format": "regex"}, "format (/)"),
     ({**S, "not": {"pattern": "a"}}, "not (/not)"),
-    ({"oneOf": [{"properties": {"a": P}}, {"properties": {"b": P}}]}, "oneOf (/)"),
-    ({**OBJECT, "minProperties": 2}, "minProperties (of names that repeat)"),
+    ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (/)"),
+    ({**OBJECT, "minProperties": 2}, "additionalProperties (names that repeat)"),
     ({"const": 2**60}, "enum (of numbers beyond 2^53)"),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -248,17 +248,14 @@ def test_gaps_name_what_the_grammar_does_not_hold(grammars: Grammars) -> None:
     for schema, gap in GAPS:
         for whole in (schema, {"$defs": {"p": schema}, "anyOf": [{"$ref": "#/$defs/p"}]}):
             matcher = grammars.matcher(Constraint("json_schema", json.dumps(whole)))
-            name, _, place = gap.partition(" ")
+            name = gap.partition(" ")[0]
             assert [one for one in matcher.gaps if one.startswith(name)], (whole, matcher.gaps)
-        assert prepare(json.dumps(schema)).gaps == (gap,), place
+        assert gap in prepare(json.dumps(schema)).gaps
     lark = 'start: "x" form\nform: %json {"type": "array", "uniqueItems": true}'
-    assert grammars.matcher(Constraint("lark", lark)).gaps == ("uniqueItems (/)",)
+    assert "uniqueItems (/)" in grammars.matcher(Constraint("lark", lark)).gaps
     for _, schema, *_ in KEPT:
-        text = json.dumps(schema)
-        assert (
-            prepare(text).gaps == ("minProperties (of names that repeat)",)
-            or not prepare(text).gaps
-        )
+        assert set(prepare(json.dumps(schema)).gaps) <= {"additionalProperties (names that repeat)"}
+    assert not prepare(json.dumps({**AB, "required": ["a"]})).gaps
 
 
 def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:

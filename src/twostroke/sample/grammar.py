@@ -388,8 +388,8 @@ def _error(constraint: Constraint, why: str) -> RequestError:
 
 def _first_line(text: str) -> str:
     """Return the first line of an error's text: the rest is about llguidance's internals."""
-    if "coerce_one_of" in text:
-        text = "the alternatives of a oneOf overlap, which is not supported; anyOf is"
+    if "Unsatisfiable schema" in text:
+        text = "no value fits it"
     lines = text.strip().splitlines() or [""]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (errors or lines)[0][:_MAX_ERROR]

@@ -78,7 +78,8 @@ def _made(
     rest = child([*(part.others for part in parts), *others])
     if any(one is False for one in first[:low]) or (low > length and rest is False):
         return
-    schema: Schema = {"type": "array", "items": rest}
+    is_full = high is not None and high <= length
+    schema: Schema = {"type": "array", "items": False if is_full else rest}
     if first:
         schema["prefixItems"] = first
     if low:

@@ -280,11 +280,12 @@ class Branch:
         return bool(low < high or (low == high and not is_low_open and not is_high_open))
 
     def is_allowed(self, value: Any) -> bool:
-        """Return whether what is said of scalar values allows one; patterns are left out."""
+        """Return whether what is said of scalar values allows one."""
         if kind(value) not in self.kinds or key(value) in self.excluded:
             return False
         if isinstance(value, str):
-            return self.lengths.has(len(value))
+            fits = self.lengths.has(len(value))
+            return fits and all(matches(pattern, value) for pattern in self.patterns)
         if kind(value) in _NUMBERS:
             return self.has_number(value)
         return True

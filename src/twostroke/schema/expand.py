@@ -324,7 +324,7 @@ class Expander:
                 others = {"required": list(one), "additionalProperties": False}
                 schemas.append({"type": "object", "properties": members, **others})
         made = [
-            self.document.made(schema, node, (id(node), keyword, number))
+            self.document.made(schema, node, ("spelled", id(node), number))
             for number, schema in enumerate(schemas)
         ]
         return Choice(tuple(((Item(one),), ()) for one in made), node.place(keyword))

@@ -1,7 +1,7 @@
 """Formats of strings that are regular languages: patterns that only valid strings match.
 
 A few are narrower than the standards, where those name more than programs write: a leap second is
-in UTC, a host name has at most four labels.
+in UTC, a host name has at most four labels, and times have capital letters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _DATE: Final = (
 )
 _TIME: Final = (
     "(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?"
-    "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-    "|23:59:60(?:\\.[0-9]+)?(?:[zZ]|[+-]00:00))"
+    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    "|23:59:60(?:\\.[0-9]+)?(?:Z|[+-]00:00))"
 )
 _CLOCK: Final = (
     "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?"
-    "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _HOURS: Final = "(?:[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S)"
 _DAYS: Final = "(?:[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D)"
@@ -74,7 +74,7 @@ FORMATS: Final[dict[str, str]] = {
     for name, pattern in {
         "date": _DATE,
         "time": _TIME,
-        "date-time": f"{_DATE}[tT]{_CLOCK}",
+        "date-time": f"{_DATE}T{_CLOCK}",
         "duration": _DURATION,
         "email": _EMAIL,
         "idn-email": _EMAIL,

@@ -41,7 +41,7 @@ def denials(document: Document, node: Node) -> Iterator[Denial]:
                 continue
             ways, is_exact = [{"type": _WEAK[keyword]} if keyword in _WEAK else {}], False
         for number, made in enumerate(ways):
-            item = Item(document.made(made, node, (id(node), keyword, number)))
+            item = Item(document.made(made, node, ("denied", id(node), keyword, number)))
             yield Denial(item, keyword, is_exact)
 
 

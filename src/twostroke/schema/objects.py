@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.schema.patterns import are_apart, matches
+from twostroke.schema.patterns import are_apart
 from twostroke.schema.scalars import can_be_written
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def _counted(branch: Branch, members: dict[str, AnySchema], more: Schema) -> Ite
     if low <= len(required) and (high is None or (not more and high >= most)):
         yield shape
         return
-    if more and low > most + 1:
-        branch.gap("minProperties (of names that repeat)")
     if not optional or (not more and high is None and low == len(required) + 1):
         yield shape | _counts(low, high)
         return
@@ -186,8 +184,6 @@ class _Names:
         if self._branches is None:
             return True
         return any(
-            one.is_allowed(name)
-            and (one.allowed() is None or name in (one.allowed() or ()))
-            and all(matches(pattern, name) for pattern in one.patterns)
+            one.is_allowed(name) and (one.allowed() is None or name in (one.allowed() or ()))
             for one in self._branches
         )

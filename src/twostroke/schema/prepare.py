@@ -8,6 +8,7 @@ say is noted as a gap.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
@@ -44,6 +45,7 @@ _MOST_TEXT: Final = 4_000_000  # characters
 _DEEPEST: Final = 24  # schemas in one another, before they get names
 _SMALL: Final = 200  # characters of a schema that is repeated rather than named
 _MOST_GAPS: Final = 20
+_REPEATED: Final = "additionalProperties (names that repeat)"
 
 
 class Prepared(Frozen):
@@ -101,7 +103,11 @@ class _Rewriter:
         self._drop_empty()
         if self._schemas and self._schemas[0] is False:
             raise ValueError("no value fits it")
-        return _Layout(self._schemas).whole()
+        layout = _Layout(self._schemas)
+        found = layout.whole()
+        if layout.has_free_names:
+            self.gaps[_REPEATED] = None
+        return found
 
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
         """Return a schema that stands for values that fit all states."""
@@ -192,6 +198,7 @@ class _Layout:
             for one in inner:
                 self._uses[one] += 1
             self._is_small[number] = not inner and len(json.dumps(schema)) < _SMALL
+        self.has_free_names = False  # two of which could be the same
         self._open: set[int] = set()
         self._named: dict[int, None] = {}
 
@@ -211,6 +218,7 @@ class _Layout:
             return schema
         if "$ref" in schema:
             return self._inner(schema["$ref"], depth)
+        self.has_free_names = self.has_free_names or _has_free_names(schema)
         found: Schema = {}
         for keyword, value in schema.items():
             if keyword in {"anyOf", "prefixItems"}:
@@ -233,6 +241,14 @@ class _Layout:
             return found
         self._named.setdefault(number)
         return {"$ref": f"#/$defs/s{number}"}
+
+
+def _has_free_names(schema: Schema) -> bool:
+    """Return whether a schema allows two members that it does not name, or any value."""
+    if schema.get("type") != "object":
+        return not schema
+    is_free = schema["additionalProperties"] is not False or "patternProperties" in schema
+    return is_free and schema.get("maxProperties", math.inf) > len(schema["required"]) + 1
 
 
 def _references(schema: AnySchema) -> Iterator[int]:

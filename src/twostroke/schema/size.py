@@ -10,7 +10,8 @@ from typing import Any, Final
 MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
 _DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _MINIMA: Final = ("minItems", "minProperties", "minLength")
-_COUNT: Final = re.compile(r"\{\s*(\d+)")  # in a pattern
+# Of a pattern: an escape, a set of characters, the least count of repetitions, or a character.
+_PART: Final = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\{\s*\d+|.", re.DOTALL)
 
 
 def forces_little(schema: object) -> bool:
@@ -34,8 +35,11 @@ def forces_little(schema: object) -> bool:
                 left -= (4 + len(name)) * times
                 if name == "$ref":
                     waiting.append((_referred(schema, value), times))
-                elif name in {"pattern", "patternProperties"}:
-                    left -= pattern_size(json.dumps(value)) * times
+                elif name == "pattern":
+                    left -= pattern_size(str(value)) * times
+                elif name == "patternProperties" and isinstance(value, dict):
+                    left -= sum(map(pattern_size, value)) * times
+                    waiting += [(inner, times) for inner in value.values()]
                 else:
                     waiting.append((value, times))
         elif isinstance(part, list):
@@ -48,8 +52,20 @@ def forces_little(schema: object) -> bool:
 
 def pattern_size(pattern: str) -> float:
     """Return a bound on the bytes that a regular expression forces: its size by its counts."""
-    counts = (float(count[:9]) for count in _COUNT.findall(pattern))
-    return len(pattern.encode()) * math.prod(max(1.0, count) for count in counts)
+    sizes, last = [0.0], 0.0  # of the groups that are open, and of what a count would repeat
+    for part in _PART.findall(pattern):
+        if part == "(":
+            sizes.append(1.0)
+            last = 0.0
+        elif part == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif part[0] == "{" and len(part) > 1:
+            sizes[-1] += last * (min(float(part[1:]), MOST_FORCED) - 1)
+        else:
+            last = float(len(part.encode()))
+            sizes[-1] += last
+    return sum(sizes)
 
 
 def _referred(root: object, pointer: object) -> object:
