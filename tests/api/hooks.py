@@ -22,6 +22,8 @@ _UNBOUNDED = {  # the limit of an answer that need not be there
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/completion": "n_predict",
+    "/infill": "n_predict",
 }
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
 _FORMS += ("guided_grammar", "output_config")
@@ -38,10 +40,12 @@ REASONS = {
         r"prompt is too long",
         r"exceed context",
     ),
-    "empty prompts": (r"(prompt|input)\S* is empty",),
+    "empty prompts": (r"(prompt|input|content)\S* is empty",),
     "one of two fields": (
-        r"Give either prompt or messages",
-        r" may only be set with (prompt|messages)",
+        r"Give one of prompt, messages and content",
+        r" may only be set with (prompt|messages|content)",
+        r"content is missing",
+        r"response_format.json_schema is missing",
     ),
     "ids of no token": (r" is not a token of this model", r"has token ids outside"),
     "unknown tools": (r"must be (the name of )?one of the tools",),
@@ -59,7 +63,8 @@ REASONS = {
         r"cannot be part of a message of the role",
     ),
     "messages to continue": (r"must (not )?end with a", r"continue_final_message"),
-    "models that cannot fill in the middle": (r"suffix",),
+    "models that cannot fill in the middle": (r"suffix", r"Infill is not supported"),
+    "prompts of several kinds": (r"mixes token ids",),
     "scores of prompts": (r"max_tokens must be from 1",),
     "options of a chat template": (r"chat template",),
     "prompts times n": (r"asks for too many answers",),
@@ -152,7 +157,8 @@ def _shorten(body: dict[str, Any], path: str) -> None:
     """Bound what an answer costs; wrong values stay as they are."""
     if _is_int(body.get("n")):
         body["n"] = min(body["n"], _MOST_CHOICES)
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
+    limits = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n_predict")
+    for name in limits:
         if _is_int(body.get(name)):
             body[name] = min(body[name], _MOST_TOKENS)
     name = _UNBOUNDED.get(path)
@@ -216,7 +222,7 @@ def _reconcile_prompt(body: dict[str, Any]) -> None:
     else:
         body["prompt"] = body.get("prompt") or "hello"
         gone = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-    for name in gone:
+    for name in (*gone, "content", "add_special", "parse_special", "with_pieces"):
         body.pop(name, None)
 
 

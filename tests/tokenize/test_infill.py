@@ -75,6 +75,10 @@ def test_heads_of_other_files_and_the_marks_themselves_end_a_middle() -> None:
     assert tokenizer.infill is not None
     assert {tokenizer.token_text(id_) for id_ in tokenizer.infill.end_ids} == {*QWEN, *more}
     assert not tokenizer.infill.end_ids & tokenizer.eos_ids
+    assert tokenizer.infill.repository == tokenizer.find(more[1])
+    assert tokenizer.infill.file == tokenizer.find(more[3])
+    assert first.infill is not None
+    assert first.infill.file == first.find(more[0])
 
 
 @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])

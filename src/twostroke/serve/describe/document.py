@@ -37,9 +37,10 @@ LINES: Final = NDJSON.content_type
 _REFERENCE: Final = "#/components/schemas/{name}"
 
 _ABOUT: Final = (
-    "A large language model, in the protocols of OpenAI, Anthropic and Ollama, with vLLM's further "
-    "fields. {unknown} Null is the same as leaving a field out. Errors have the form of the path's "
-    "protocol; requests with the header `anthropic-version` get Anthropic's form everywhere."
+    "A large language model, in the protocols of OpenAI, Anthropic, Ollama and llama-server, with "
+    "vLLM's further fields. {unknown} Null is the same as leaving a field out. Errors have the "
+    "form of the path's protocol; requests with the header `anthropic-version` get Anthropic's "
+    "form everywhere. Some paths also answer without `/v1`: `/chat/completions`, `/models`."
 )
 _UNKNOWN: Final = {
     False: "Unknown fields are ignored; the response's header `twostroke-ignored` names them.",

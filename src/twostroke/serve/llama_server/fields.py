@@ -54,11 +54,17 @@ SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "top_p": ("p", {"top_p": 1.0}),
 }
 
+_BIAS: Final = {"anyOf": [{"type": "number"}, {"const": False}]}
+_BIASED: Final = {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": MAX_STOP_LENGTH}]}
+_PAIR: Final = {"type": "array", "prefixItems": [_BIASED, _BIAS], "minItems": 2, "maxItems": 2}
 _BIAS_WAYS: Final = [
-    {"type": "object", "maxProperties": MAX_LOGIT_BIAS},
-    {"type": "array", "maxItems": MAX_LOGIT_BIAS, "items": {"type": "array"}},
+    {"type": "object", "maxProperties": MAX_LOGIT_BIAS, "additionalProperties": _BIAS},
+    {"type": "array", "maxItems": MAX_LOGIT_BIAS, "items": _PAIR},
     {"type": "null"},
 ]
+
+
+SameAsPredict = Annotated[int | None, field.doc("The same as `n_predict`.", minimum=-1)]
 
 
 class TextFields(field.RequestObject, kw_only=True):
@@ -68,10 +74,12 @@ class TextFields(field.RequestObject, kw_only=True):
     stream: field.Stream = None
     n_predict: Annotated[
         int | None,
-        field.doc("The most tokens to generate; -1: as many as fit; 0: only read the prompt."),
+        field.doc(
+            "The most tokens to generate; -1: as many as fit; 0: only read the prompt.", minimum=-1
+        ),
     ] = None
-    max_tokens: Annotated[int | None, field.doc("The same as `n_predict`.")] = None
-    max_completion_tokens: Annotated[int | None, field.doc("The same as `n_predict`.")] = None
+    max_tokens: SameAsPredict = None
+    max_completion_tokens: SameAsPredict = None
     n_cmpl: Annotated[int | None, field.sampling("n")] = None
     n: Annotated[int | None, field.sampling("n", "The same as `n_cmpl`.")] = None
     temperature: Annotated[
