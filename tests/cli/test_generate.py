@@ -289,3 +289,15 @@ def test_the_real_model_knows_a_capital(
         "--json",
     )
     assert "Paris" in json.loads(ran.out)["text"]
+
+
+def test_finished_answer_that_misses_its_schema_brings_a_warning(
+    cli: Cli, tiny: str, tmp_path: Path
+) -> None:
+    asked = ("generate", tiny, "-p", "hello", "--max-tokens", "60", "--quiet", "--json-schema")
+    for pattern, count in ((r"^(long text)\\1$", 1), (r"^.*(?!x)$", 0)):  # no grammar holds either
+        path = tmp_path / "schema.json"
+        path.write_text(f'{{"type": "string", "maxLength": 2, "pattern": "{pattern}"}}')
+        ran = cli(*asked, str(path))
+        assert ran.code == 0
+        assert ran.err.count("does not keep to the schema: pattern (/pattern)") == count

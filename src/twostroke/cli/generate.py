@@ -80,6 +80,8 @@ def command(**given: Any) -> None:
         hints = to_hints(engine.card, "auto", prediction)
         completion = _run(engine, tokens, params, hints, show=not as_json)
         strokes = engine.client.loop.snapshot().strokes
+        if (warning := _missed(engine, params, completion)) is not None:
+            click.secho(warning, fg="yellow", err=True)
     if quiet and not as_json:
         return
     hardware = engine.limits.above(strokes, may_measure=True)
@@ -162,6 +164,32 @@ def _run(
             sys.stdout.write("\n")
             sys.stdout.flush()
     return join(outputs)
+
+
+def _missed(engine: Engine, params: SamplingParams, completion: Completion) -> str | None:
+    """Return a warning if the answer is complete and does not keep to its schema."""
+    from twostroke.core.request import FinishReason
+    from twostroke.schema.verify import UncheckedError
+    from twostroke.tokenize.preface import Part, PrefaceCutter
+
+    form, text = params.constraint, completion.text
+    is_cut = completion.finish_reason is not FinishReason.STOP or isinstance(completion.stop, str)
+    if form is None or form.notation != "json_schema" or is_cut:
+        return None
+    if form.preface is not None:
+        cutter = PrefaceCutter(form.preface)
+        parts = [*cutter.feed(text), *cutter.finish()]
+        text = "".join(stretch for part, stretch in parts if part is Part.AFTER)
+    grammars = engine.client.grammars
+    if not grammars.compile(form).gaps:
+        return None
+    try:
+        fault = grammars.verifier.fault(form.text, text)
+    except UncheckedError as error:
+        return f"The answer could not be checked against the schema: {error}."
+    if fault is None:
+        return None
+    return f"The answer does not keep to the schema: {fault.keyword} ({fault.place or '/'})."
 
 
 def _too_long(engine: Engine, num_prompt: int, max_tokens: int | None) -> ContextLengthError:

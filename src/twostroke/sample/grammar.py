@@ -7,10 +7,8 @@ to steps with drafts.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -19,12 +17,14 @@ import numpy as np
 
 from twostroke.core.errors import RequestError
 from twostroke.core.tree import ROOT
+from twostroke.sample.large_stack import on_large_stack
 from twostroke.sample.lark import NO_FORCING, after_preface, either, with_prepared_schemas
 from twostroke.schema.prepare import JSON_FORM, prepare
 from twostroke.schema.size import MOST_FORCED, forces_little, pattern_size
+from twostroke.schema.verify import UncheckedError, Verifier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llguidance import GrammarFormat, LLMatcher, LLTokenizer
     from numpy.typing import NDArray
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _MAX_KNOWN: Final = 64  # compiled grammars that are kept, or why they could not be compiled
 _MAX_ERROR: Final = 300  # characters
 MAX_CHOICES: Final = 1024
-_NICENESS: Final = 10  # of the thread that compiles
 _NAMES: Final = {
     "json_schema": "The JSON schema",
     "regex": "The regular expression",
@@ -57,11 +56,6 @@ _LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 
-# llguidance follows rules that refer to one another by recursion, one frame each. The stack must
-# hold as many as fit into the longest text; only the used part takes memory.
-_STACK_BYTES: Final = 512 << 20
-_stack_lock = threading.Lock()  # the size of new stacks is the process's
-
 
 class Grammars:
     """Compiles constraints for one model's vocabulary, and remembers those that were used last.
@@ -78,6 +72,7 @@ class Grammars:
         self._known: OrderedDict[Constraint, GrammarMatcher | str] = OrderedDict()
         self._lock = threading.Lock()  # of what is known
         self._compiling = threading.Lock()
+        self.verifier = Verifier()  # of finished answers
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher for a new request; raises as `compile`."""
@@ -138,7 +133,7 @@ class Grammars:
         """Compile a constraint, or find out why it cannot be; remember either."""
         found: GrammarMatcher | str
         try:
-            found = _on_large_stack(self._compile, constraint)
+            found = on_large_stack(self._compile, constraint)
         except RequestError as error:
             found = str(error.facts["why"])
         with self._lock:
@@ -150,9 +145,9 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        (text, gaps), limits = _limited(constraint), LLParserLimits(**_LIMITS)
+        (text, gaps), limits = self._read(constraint), LLParserLimits(**_LIMITS)
         if constraint.alternative is not None:
-            other, more = _limited(constraint.alternative)
+            other, more = self._read(constraint.alternative)
             text, gaps = either(text, other), gaps + more
         if constraint.preface is not None:
             text = after_preface(constraint.preface, text, self._tokenizer)
@@ -161,6 +156,16 @@ class Grammars:
         # The first mask is the most work, and is not done again.
         matcher.masks((), (), (), np.zeros((1, matcher.num_words), np.uint32))
         return matcher
+
+    def _read(self, constraint: Constraint) -> tuple[str, tuple[str, ...]]:
+        """Do as `_limited`; refuse a schema that can be neither held nor checked."""
+        text, gaps = _limited(constraint)
+        if gaps and constraint.notation == "json_schema":
+            try:
+                self.verifier.check_schema(constraint.text)
+            except UncheckedError as error:
+                raise _refusal(constraint, str(error)) from None
+        return text, gaps
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -290,25 +295,6 @@ class GrammarMatcher:
 
 def _mask(matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
     matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-
-
-def _on_large_stack(
-    compile_: Callable[[Constraint], GrammarMatcher], constraint: Constraint
-) -> GrammarMatcher:
-    """Return what `compile_` returns, called in a separate thread with a large stack."""
-    with ThreadPoolExecutor(1, "twostroke-grammar", _lower_priority) as thread, _stack_lock:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            work = thread.submit(compile_, constraint)
-        finally:
-            threading.stack_size(before)
-    return work.result()
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority, where the system has priorities of threads."""
-    if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _limited(constraint: Constraint) -> tuple[str, tuple[str, ...]]:

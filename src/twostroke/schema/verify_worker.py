@@ -61,7 +61,11 @@ def _check(schema: str, answer: str | None) -> None:
         is_valid = validator.is_valid(value)
     except _RepeatedError:
         _write({"is_valid": False})
-        _write({"keyword": "repeated member", "place": ""})
+        _write({"keyword": "repeated member"})
+        return
+    except json.JSONDecodeError:
+        _write({"is_valid": False})
+        _write({"keyword": "JSON"})
         return
     except (ValueError, RecursionError) as error:
         _write({"error": str(error).partition("\n")[0][:_MOST_SHOWN]})

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from twostroke.core.errors import EngineStoppedError, TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.about import VERSION, AboutBody, HealthBody
+from twostroke.serve.checking import AnswerChecks
 from twostroke.serve.compiler import Compiler
 from twostroke.serve.describe.document import Facts, document
 from twostroke.serve.describe.field import Fact
@@ -91,6 +92,7 @@ class Api:
         self.is_draining = False
         self._open: set[Running] = set()
         self._description: bytes | None = None
+        self._checks = AnswerChecks(client.grammars.verifier, self.metrics)
         self._compiler = Compiler(client.grammars, options.limits.compile_timeout_s)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "twostroke-bodies")
         self._store = Store(options.max_stored, options.max_stored_bytes)
@@ -133,6 +135,7 @@ class Api:
     def close(self) -> None:
         """Free threads and exporters, after the last request."""
         self._compiler.close()
+        self._checks.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
         for observer in self.observers:
             observer.close()
@@ -255,7 +258,7 @@ class Api:
             answers = Answers(self.client, job, encoded, self.metrics, self._open)
             served = served_of(request.scope)
             served.running, served.model, served.response_id = answers, name, reply.id
-            encoder, reader = dialect.encoder(reply), reply.reader()
+            encoder, reader = dialect.encoder(reply), self._checks.reader(reply, encoded, served)
             if job.stream:
                 return EventStream(answers, reader, encoder, self.options, dialect.framing)
             try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from twostroke.engine.client import ModelCard
+    from twostroke.serve.checking import Watch
     from twostroke.serve.events import Event
     from twostroke.serve.job import EmbeddingJob, Job
     from twostroke.serve.store import Tenant
@@ -41,9 +42,10 @@ class Reply(Frozen):
     tokenizer: Tokenizer
     reading: Reading = PLAIN
 
-    def reader(self) -> EventReader:
-        """Return a reader of the job's outputs."""
-        return EventReader(self.reading, self.tokenizer, has_logprobs=self.has_logprobs)
+    def reader(self, watch: Watch | None = None) -> EventReader:
+        """Return a reader of the job's outputs, whose events `watch` takes, too."""
+        scores = self.has_logprobs
+        return EventReader(self.reading, self.tokenizer, has_logprobs=scores, watch=watch)
 
     @property
     def has_logprobs(self) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from twostroke.chat.call_reader import Piece
     from twostroke.chat.reader import AnswerReader, Reading
     from twostroke.engine.output import Completion
+    from twostroke.serve.checking import Watch
     from twostroke.tokenize import Tokenizer
 
 
@@ -150,8 +151,19 @@ Event = Began | Read | Opened | Added | Closed | PromptScored | Ended | Finished
 class EventReader:
     """Turns the outputs of a job into events."""
 
-    def __init__(self, reading: Reading, tokenizer: Tokenizer, *, has_logprobs: bool) -> None:
-        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens."""
+    def __init__(
+        self,
+        reading: Reading,
+        tokenizer: Tokenizer,
+        *,
+        has_logprobs: bool,
+        watch: Watch | None = None,
+    ) -> None:
+        """Read answers as `reading` says; `has_logprobs` adds the scores of tokens.
+
+        `watch` takes the events of outputs, too.
+        """
+        self._watch = watch
         self._reading = reading
         self._tokenizer = tokenizer
         self._has_logprobs = has_logprobs
@@ -159,6 +171,12 @@ class EventReader:
 
     def read(self, output: Output | Completion) -> list[Event]:
         """Return the events of an output, or of a whole answer."""
+        events = self._read(output)
+        if self._watch is not None:
+            self._watch.take(events)
+        return events
+
+    def _read(self, output: Output | Completion) -> list[Event]:
         answer = self._answers.get(output.index)
         if answer is not None:
             return answer.read(output)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_PATH_LENGTH: Final = 200
 _POLLED: Final = ("/health", "/metrics", "/api/state")  # every second, by programs
-_FIGURES: Final = "figures"  # the attribute of a record that has them
+FIGURES: Final = "figures"  # the attribute of a record that has them
 _access = logging.getLogger("twostroke.access")
 
 
@@ -37,7 +37,7 @@ class AccessLog:
         for name, value in figures.items():
             if isinstance(value, float):
                 figures[name] = round(value, 6)
-        _access.log(level, "request", extra={_FIGURES: figures})
+        _access.log(level, "request", extra={FIGURES: figures})
 
     def close(self) -> None:
         """Do nothing: every line is written."""
@@ -60,7 +60,7 @@ class LogFormatter(logging.Formatter):
             "logger": record.name,
             "message": one_line(record.getMessage()),
         }
-        figures: dict[str, Any] = getattr(record, _FIGURES, {})
+        figures: dict[str, Any] = getattr(record, FIGURES, {})
         trace = self.formatException(record.exc_info) if record.exc_info else None
         if self._is_json:
             return json.dumps(found | figures | ({"trace": trace} if trace else {}))

@@ -112,6 +112,18 @@ class Metrics(Collector):
             "Requests that the engine began and could not finish.",
             registry=self.registry,
         )
+        self.checks = Counter(
+            "twostroke_constraint_checks",
+            "Finished answers, or calls in them, whose grammar does not hold all of their schema.",
+            ("result",),
+            registry=self.registry,
+        )
+        self.misses = Counter(
+            "twostroke_constraint_misses",
+            "Answers and calls that do not keep to their schema, by the keyword that they miss.",
+            ("keyword",),
+            registry=self.registry,
+        )
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 

@@ -1,0 +1,124 @@
+"""Answers whose grammar is weaker than their schema are checked when they are finished."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support import talkers
+from support.servers import wait_for
+from support.talkers import say, talker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+    Fields = dict[str, Any]
+
+# Names may repeat in a grammar's text, so that two members need not be two.
+TWO: Fields = {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}
+RIGHT, WRONG = '{"a": 1, "b": 2}', '{"a": 1, "a": 2}'
+TALK = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "count", "parameters": TWO}}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": TWO}}}
+CHAT = "/v1/chat/completions"
+PROTOCOLS: dict[str, Fields] = {
+    CHAT: {"messages": TALK, **FORM},
+    "/v1/completions": {"prompt": "hello", "guided_json": TWO, "max_tokens": 100},
+    "/v1/responses": {
+        "input": "hello",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": TWO}},
+    },
+    "/v1/messages": {
+        "messages": TALK,
+        "output_config": {"format": {"type": "json_schema", "schema": TWO}},
+        "max_tokens": 100,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model that says what it is told to, as far as the grammar allows."""
+    with talker(tmp_path_factory.mktemp("checks"), talkers.HERMES) as live:
+        yield live
+
+
+def counts(server: LiveServer) -> dict[str, float]:
+    lines = server.http.get("/metrics").text.splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line.startswith("twostroke_constraint")]
+    return {name: float(value) for name, value in found if "_created" not in name}
+
+
+def counted(server: LiveServer, path: str, answer: str, body: Fields) -> dict[str, float]:
+    """Return what the check of one answer added to the metrics."""
+    before = counts(server)
+    say(server, answer)
+    response = server.http.post(path, json=body | {"temperature": 0})
+    assert response.status_code == 200, response.text
+    wait_for(lambda: counts(server) != before)
+    after = counts(server)
+    return {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)}
+
+
+MISSED = {
+    'twostroke_constraint_checks_total{result="invalid"}': 1,
+    'twostroke_constraint_misses_total{keyword="repeated member"}': 1,
+}
+KEPT = {'twostroke_constraint_checks_total{result="valid"}': 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PROTOCOLS)
+def test_wrong_answer_is_counted_and_a_right_one_is_not(
+    server: LiveServer, path: str, stream: bool
+):
+    body = PROTOCOLS[path] | {"stream": stream}
+    assert counted(server, path, WRONG, body) == MISSED
+    assert counted(server, path, RIGHT, body) == KEPT
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_arguments_of_calls_are_checked(server: LiveServer, stream: bool):
+    body = {"messages": TALK, "tools": [TOOL], "stream": stream}
+    for text, expected in ((WRONG, MISSED), (RIGHT, KEPT)):
+        call = f'<tool_call>\n{{"name": "count", "arguments": {text}}}\n</tool_call>'
+        assert counted(server, CHAT, call, body) == expected
+
+
+def test_log_names_keyword_and_request_but_no_content(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING, "twostroke.serve"):
+        counted(server, CHAT, WRONG, PROTOCOLS[CHAT])
+        wait_for(lambda: caplog.records)
+    [record] = caplog.records
+    figures = record.figures  # type: ignore[attr-defined]
+    assert figures["keyword"] == "repeated member"
+    assert figures["request_id"]
+    assert '"a"' not in json.dumps(figures)
+
+
+def test_answer_that_was_cut_or_that_the_grammar_holds_is_not_checked(server: LiveServer):
+    before = counts(server)
+    held = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for answer, body in (
+        (WRONG, {"guided_json": TWO, "max_tokens": 3}),
+        (WRONG, {"guided_json": TWO, "stop": ', "a'}),
+        ('{"a": 1}', {"guided_json": held}),
+    ):
+        say(server, answer)
+        assert server.chat(temperature=0, **body).status_code == 200
+    assert counted(server, CHAT, RIGHT, PROTOCOLS[CHAT]) == KEPT
+    assert sum(counts(server).values()) == sum(before.values()) + 1
+
+
+def test_schema_that_can_be_neither_held_nor_checked_is_refused(server: LiveServer):
+    schema = {"type": "string", "pattern": r"^(?<letter>a)\k<letter>$"}
+    response = server.chat(guided_json=schema)
+    assert response.status_code == 400
+    assert "guided_json" in response.text
