@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.servers import live_server
 from twostroke.core.service import SERVICES
 from twostroke.engine.limits import Limits
+from twostroke.serve.ignored import IgnoredFields
 from twostroke.serve.observe.metrics import Metrics
 from twostroke.serve.observe.objectives import Objective
 from twostroke.serve.options import ServeOptions
@@ -195,6 +196,10 @@ def _families(server: LiveServer) -> list[Any]:
     stats.accepted["ngram"], stats.proposed["ngram"], stats.accepted_at[0] = 1, 2, 1
     metrics = Metrics(server.client, Limits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
+    ignored = IgnoredFields(metrics.registry, is_strict=False)
+    ignored._counter.labels("store").inc()
+    metrics.checks.labels("valid").inc()
+    metrics.misses.labels("uniqueItems").inc()
     return list(text_string_to_metric_families(metrics.expose("")[0].decode()))
 
 
