@@ -121,7 +121,8 @@ def refusals_have_a_reason(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code != 400:
         counts["answered"] += response.status_code == 200
         return
-    message = json.loads(response.text)["error"]["message"]
+    error = json.loads(response.text)["error"]
+    message = error if isinstance(error, str) else error["message"]
     found = [why for why, forms in REASONS.items() if any(re.search(f, message) for f in forms)]
     assert found, f"A right request was refused: {message}"
     counts[f"refused for {found[0]}"] += 1

@@ -36,7 +36,9 @@ class LlamaRequest(TextFields, kw_only=True):
 
     prompt: Annotated[
         str | list[int | str | list[int | str] | PromptObject] | PromptObject,
-        field.doc("A text, a list of token ids and texts that follow each other, or several."),
+        field.doc(
+            "A text, a list of token ids and texts that follow each other, or several.", minItems=1
+        ),
     ]
 
 
