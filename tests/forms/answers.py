@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 from form import Form
-from judge import fault
+from judge import REPEATED, fault
 from schemas import Schemas
 
 from twostroke import LLM, SamplingParams
@@ -159,4 +159,4 @@ def _is_valid(constraint: Constraint, text: str) -> bool:
         return text in json.loads(constraint.text)
     if constraint.notation == "grammar":
         return regex.fullmatch(_SUM, text) is not None
-    return fault(json.loads(constraint.text), text) is None
+    return fault(json.loads(constraint.text), text) in {None, REPEATED}

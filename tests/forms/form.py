@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jsonschema_rs
 import numpy as np
 
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.engine.loading import build_tokenizer, load
 from twostroke.sample.grammar import Grammars
+from twostroke.schema.verify import UncheckedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from twostroke.sample.grammar import GrammarMatcher
     from twostroke.tokenize import Tokenizer
 
@@ -48,7 +45,7 @@ class Form:
         self._constraint = Constraint("json_schema", schema)
         self._grammars, self._tokenizer = grammars, tokenizer
         matcher = grammars.compile(self._constraint)
-        self.gaps: Sequence[object] = getattr(matcher, "gaps", ())
+        self.gaps = matcher.gaps
         self.num_words = matcher.num_words
 
     def matcher(self) -> GrammarMatcher:
@@ -69,13 +66,11 @@ class Form:
 
     def passes(self, text: str) -> bool:
         """Return whether the check of a finished answer, if it has one, finds nothing."""
-        return not self.gaps or self._validator.is_valid(json.loads(text))
-
-    @cached_property
-    def _validator(self) -> Any:
-        return jsonschema_rs.validator_for(
-            self._constraint.text, validate_formats=True, offline=True
-        )
+        verifier = self._grammars.verifier
+        try:
+            return not self.gaps or verifier.fault(self._constraint.text, text) is None
+        except UncheckedError:
+            return True
 
 
 def reason(error: RequestError) -> str:

@@ -34,29 +34,45 @@ _EMAIL = re.compile(
 )
 
 
+REPEATED = "members repeat"
+
+
 def fault(schema: Any, text: str) -> str | None:
-    """Return why a text is not a valid value of a schema, or None."""
+    """Return why a text is not a valid value of a schema, or None.
+
+    A text in which members repeat must be valid whether the first or the last of them is read; then
+    the fault is no more than `REPEATED`.
+    """
     with decimal.localcontext(decimal.Context(prec=2000)):
-        try:
-            value = json.loads(
-                text,
-                object_pairs_hook=_object,
-                parse_float=_number,
-                parse_int=_number,
-                parse_constant=_constant,
-            )
-        except ValueError as error:
-            return str(error)
         given = json.loads(json.dumps(_rewritten(schema)), parse_float=_number)
         validator = validator_for(given)(given, format_checker=_checker())
-        first = next(validator.iter_errors(value), None)
-        return None if first is None else f"{first.validator}: {first.message[:200]}"
+        try:
+            last, first = _read(text, dict), _read(text, lambda pairs: dict(reversed(pairs)))
+        except ValueError as error:
+            return str(error)
+        for value in (last, first):
+            for error in validator.iter_errors(value):
+                return f"{error.validator}: {error.message[:200]}"
+        try:
+            _read(text, _unique)
+        except ValueError:
+            return REPEATED
+        return None
 
 
-def _object(pairs: Pairs) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"members repeat: {names}")
+def _read(text: str, make_object: Callable[[Pairs], Any]) -> Any:
+    return json.loads(
+        text,
+        object_pairs_hook=make_object,
+        parse_float=_number,
+        parse_int=_number,
+        parse_constant=_constant,
+    )
+
+
+def _unique(pairs: Pairs) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError(REPEATED)
     return dict(pairs)
 
 

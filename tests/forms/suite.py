@@ -87,8 +87,8 @@ def _try(form: Form, schema: Any, test: Any, found: _Found) -> None:
     """Try an instance, and note what became of it."""
     kind, verdict = "valid" if test["valid"] else "invalid", _verdict(form, schema, test["data"])
     annotation = test["description"].endswith("is only an annotation by default")
-    if verdict == "rejected" and kind == "valid" and annotation:
-        verdict = "rejected: formats are kept to"
+    if verdict in {"rejected", "reported"} and kind == "valid" and annotation:
+        verdict = "not accepted: formats are kept to"
     found.count[f"{kind} instances, {verdict}"] += 1
     place = f"{found.where} | {test['description']} | {json.dumps(test['data'])[:80]}"
     if (kind, verdict) in {("invalid", "accepted"), ("valid", "reported")}:

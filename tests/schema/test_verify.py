@@ -124,6 +124,10 @@ def test_hostile_schemas_end(verifier: Verifier):
         verifier.fault('{"not": ' * 20_000 + "{}" + "}" * 20_000, "1")
     with pytest.raises(UncheckedError):
         verifier.fault("{}", deep(100_000))
+    with pytest.raises(UncheckedError, match="InvalidOperation"):
+        verifier.fault("{}", f"1e{'9' * 30}")
+    with pytest.raises(UncheckedError, match="surrogates"):
+        verifier.fault('{"maxLength": 1}', '"\\ud83d"')
     with pytest.raises(UncheckedError, match="characters"):
         verifier.fault("{}", f'"{"a" * MAX_ANSWER}"')
     assert verifier.fault('{"type": "null"}', "1") == Fault("type", "/type")

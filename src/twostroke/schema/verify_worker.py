@@ -67,8 +67,8 @@ def _check(schema: str, answer: str | None) -> None:
         _write({"is_valid": False})
         _write({"keyword": "JSON"})
         return
-    except (ValueError, RecursionError) as error:
-        _write({"error": str(error).partition("\n")[0][:_MOST_SHOWN]})
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        _write({"error": str(error).partition("\n")[0][:_MOST_SHOWN] or type(error).__name__})
         return
     _write({"is_valid": is_valid})
     if not is_valid:
