@@ -184,6 +184,14 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("$ref", {"$schema": OLD, "$defs": {"p": P}, "$ref": "#/$defs/p", "minimum": 5}, [4], ["a"]),
     ("$id", {"$id": "http://x/y", "$ref": "#/$defs/p", "$defs": {"p": P}}, [1], ["a"]),
     ("exclusiveMaximum", {**P, "maximum": 5, "exclusiveMaximum": True}, [4], [5]),
+    ("enum", {"$schema": OLD, "enum": [[1], [True]]}, [[1], [True]], [[2], []]),
+    ("minContains", {"$schema": OLD, **ARRAY, "contains": S, "minContains": 0}, [["a"]], [[1]]),
+    (
+        "unevaluatedItems",
+        {"allOf": [{"prefixItems": [S], "unevaluatedItems": False}, {"contains": P}]},
+        [1],
+        [["a", 1]],
+    ),
     *(
         (word, {**S, word: {"type": "integer"}}, ["a"], [1, None])
         for word in ("nullable", "discriminator", "contentEncoding", "contentMediaType")

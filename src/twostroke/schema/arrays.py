@@ -34,7 +34,7 @@ def arrays(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema]
         return
     asked = [one for one in branch.contains if one.least or one.most is not None]
     if not asked:
-        yield from _made(branch, child, {}, [])
+        yield from _made(branch, child)
         return
     for one in asked[1:]:
         branch.gap(one.place)
@@ -47,32 +47,34 @@ def _containing(branch: Branch, asked: Contains, child: Child) -> Iterator[Schem
     most = low if asked.most is None else min(asked.most, low + _MOST_IN_ROW)
     if asked.most is not None and asked.most < low:
         return
-    others: list[State | None] = [] if asked.most is None else [(asked.item.flipped,)]
     if low > _LONGEST:
         branch.gap(asked.place)
-        yield from _made(branch, child, {}, [])
+        yield from _made(branch, child)
         return
     for count in range(low, most + 1):
         for first in range(_MOST_PLACES if count else 1):
             if high is not None and first + count > high:
                 break
-            fixed: dict[int, State] = {first + i: (asked.item,) for i in range(count)}
-            yield from _made(branch, child, fixed, others)
+            yield from _made(branch, child, range(first, first + count), asked)
 
 
 def _made(
-    branch: Branch, child: Child, fixed: dict[int, State], others: list[State | None]
+    branch: Branch, child: Child, fixed: range = range(0), asked: Contains | None = None
 ) -> Iterator[Schema]:
-    """Yield the schema of arrays of which some items are `fixed`; the rest fit `others`, too."""
+    """Yield the schema of arrays of which the items at `fixed` places are those `asked` for."""
     parts = [*branch.arrays, *branch.unevaluated_items()]
-    length = max([len(part.first) for part in parts] + [place + 1 for place in fixed], default=0)
-    low, high = max(branch.items.low, *(place + 1 for place in fixed), 0), branch.items.high
+    length = max([fixed.stop, *(len(part.first) for part in parts)])
+    low, high = max(branch.items.low, fixed.stop), branch.items.high
+    others: list[State | None] = []
+    if asked is not None and asked.most is not None:
+        others.append((asked.item.flipped,))
     if high is not None:
         length = min(length, high)
     first = []
     for place in range(length):
-        if place in fixed:
-            first.append(child([*(part.of(place) for part in branch.arrays), fixed[place]]))
+        if asked is not None and place in fixed:
+            around = [*branch.arrays, *branch.unevaluated_items(but=asked.scope)]
+            first.append(child([*(part.of(place) for part in around), (asked.item,)]))
         else:
             first.append(child([*branch.item(place), *others]))
     rest = child([*(part.others for part in parts), *others])

@@ -74,6 +74,7 @@ class Contains(NamedTuple):
     least: int
     most: int | None
     place: str
+    scope: Scope = ()
 
 
 class Unevaluated(NamedTuple):
@@ -201,10 +202,12 @@ class Branch:
         """Return what is said of members beside `plain`, what nothing evaluates included."""
         return [*self.objects, *map(self._unevaluated_members, self._of(is_of_objects=True))]
 
-    def unevaluated_items(self) -> list[ArrayPart]:
-        """Return what is said of items that nothing evaluates."""
+    def unevaluated_items(self, but: Scope = ()) -> list[ArrayPart]:
+        """Return what applications of schemas say of items that nothing evaluates."""
         parts = []
         for one in self._of(is_of_objects=False):
+            if one.application in but:
+                continue
             inside = [part for part in self.arrays if one.application in part.scope]
             if any(not part.is_open for part in inside) or self._is_inner(one):
                 continue

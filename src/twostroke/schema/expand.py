@@ -256,9 +256,10 @@ class Expander:
             branch.members = branch.members.narrowed(0, 0 if item is None else None)
         elif keyword == "contains":
             item = self._item(node.schema[keyword], node)
-            least, most = node.schema.get("minContains", 1), node.schema.get("maxContains")
+            counts = {} if node.resource.is_old else node.schema
+            least, most = counts.get("minContains", 1), counts.get("maxContains")
             if item is not None:
-                branch.contains.append(Contains(item, least, most, node.place(keyword)))
+                branch.contains.append(Contains(item, least, most, node.place(keyword), scope))
             elif least:
                 branch.kinds -= {"array"}
 
@@ -318,7 +319,7 @@ class Expander:
             if isinstance(one, list):
                 items = [{"const": inner} for inner in one]
                 limits = {"minItems": len(one), "maxItems": len(one)}
-                schemas.append({"type": "array", "prefixItems": items, **limits})
+                schemas.append({"type": "array", "items": items, **limits})
             elif isinstance(one, dict):
                 members = {name: {"const": inner} for name, inner in one.items()}
                 others = {"required": list(one), "additionalProperties": False}
@@ -363,7 +364,7 @@ class Expander:
         if isinstance(schema.get("items"), list):  # before 2020
             first, rest = schema["items"], "additionalItems"
         else:
-            first, rest = schema.get("prefixItems", []), "items"
+            first, rest = [] if node.resource.is_old else schema.get("prefixItems", []), "items"
         if rest not in schema and not first:
             return []
         self._spend(len(first))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
@@ -41,7 +42,8 @@ JSON_FORM: Final[Mapping[str, Any]] = {
 }
 
 _MOST_STATES: Final = 10_000
-_MOST_TEXT: Final = 4_000_000  # characters
+_MOST_TEXT: Final = 1_000_000  # characters
+_MOST_KNOWN: Final = 32  # schemas that are kept prepared
 _DEEPEST: Final = 24  # schemas in one another, before they get names
 _SMALL: Final = 200  # characters of a schema that is repeated rather than named
 _MOST_GAPS: Final = 20
@@ -60,6 +62,7 @@ class Prepared(Frozen):
     gaps: tuple[str, ...] = ()
 
 
+@lru_cache(_MOST_KNOWN)
 def prepare(text: str) -> Prepared:
     """Return a JSON schema, rewritten for llguidance.
 
