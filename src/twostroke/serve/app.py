@@ -310,10 +310,11 @@ class Api:
             served_of(request.scope).field_names = inquiry.names(asked)
             self._ignored.note(ignored, served_of(request.scope))
             self._names.find(asked.model)
-            return to_json(inquiry.answer(asked, self.client.card))
+            sender = (self._tenant(request),) if inquiry.recalls else ()
+            return to_json(inquiry.answer(asked, self.client.card, *sender))
 
         async def respond(request: Request) -> Response:
-            return await self._read(request, answer)
+            return await self._read(request, answer, is_long=inquiry.recalls)
 
         return respond
 

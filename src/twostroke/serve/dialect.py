@@ -15,7 +15,6 @@ from twostroke.serve.http.stream import SSE, Framing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from twostroke.engine.client import ModelCard
     from twostroke.serve.checking import Watch
     from twostroke.serve.events import Event
     from twostroke.serve.job import EmbeddingJob, Job
@@ -104,12 +103,14 @@ class EmbeddingDialect(Frozen, Generic[T]):
 class Inquiry(Frozen, Generic[T]):
     """A request that needs no engine; `request`, with a field `model`, and `names` as in `Dialect`.
 
-    `answer` turns a checked request into the response; raises RequestError.
+    `answer` turns a checked request into the response; raises RequestError. If it `recalls` stored
+    answers, its last argument is the sender.
     """
 
     request: type[T]
-    answer: Callable[[T, ModelCard], msgspec.Struct]
+    answer: Callable[..., msgspec.Struct]
     names: Callable[[T], Mapping[str, str]] = lambda _asked: {}
+    recalls: bool = False
 
 
 def to_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

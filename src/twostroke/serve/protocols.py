@@ -73,6 +73,9 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
 }
 INQUIRIES: Final[dict[str, Inquiry[Any]]] = {
     "/v1/messages/count_tokens": Inquiry(messages.CountRequest, messages.count, messages.names),
+    "/v1/responses/input_tokens": Inquiry(
+        ResponsesRequest, responses.count, responses.names, recalls=True
+    ),
     "/tokenize": Inquiry(tokens.TokenizeRequest, tokens.tokenize, lambda _asked: chat.TOOL_NAMES),
     "/detokenize": Inquiry(tokens.DetokenizeRequest, tokens.detokenize),
     "/api/show": Inquiry(models.ShowRequest, models.show),

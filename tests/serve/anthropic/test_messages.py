@@ -120,6 +120,12 @@ def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
     for system in ("a\nd", [{"type": "text", "text": "a"}, {"type": "text", "text": "d"}]):
         counted = server.http.post(COUNT, json={"messages": said, "system": system}).json()
         assert counted == {"input_tokens": expected}
+    leading = [{"role": "system", "content": [{"type": "text", "text": "d"}]}, *said]
+    counted = server.http.post(COUNT, json={"messages": leading, "system": "a"}).json()
+    assert counted == {"input_tokens": expected}
+    later = [*openai[1:3], {"role": "system", "content": "e"}, openai[3]]
+    expected = server.chat(messages=later, max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert server.http.post(COUNT, json={"messages": later}).json() == {"input_tokens": expected}
 
 
 def test_turns_of_one_role_in_a_row_become_one(server: LiveServer) -> None:
@@ -183,8 +189,8 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"messages": []}, "messages must have from 1 to 10000 items, got 0."),
     ({"messages": [{"role": "user"}]}, "messages[0].content is missing."),
     (
-        {"messages": [{"role": "system", "content": "x"}]},
-        "messages[0].role must be one of assistant, user, got 'system'. Use the field system.",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].role must be one of assistant, system, user, got 'tool'.",
     ),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x "}]}, "must not end with a space"),
     (

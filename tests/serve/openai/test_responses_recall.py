@@ -184,3 +184,16 @@ def test_a_client_that_leaves_cancels_and_keeps_nothing(tmp_path: Path) -> None:
         wait_for(lambda: server.num_busy == 0)
         server.wait_idle()
         assert len(server.api._store) == 0
+
+
+def test_tokens_of_a_request_are_counted_as_they_will_be(server: LiveServer) -> None:
+    first = server.http.post(PATH, json={"input": "hello", "max_output_tokens": 2}).json()
+    later = {"input": "and?", "previous_response_id": first["id"], "instructions": "the"}
+    counted = server.http.post(f"{PATH}/input_tokens", json=later).json()
+    answer = server.http.post(PATH, json={**later, "max_output_tokens": 1}).json()
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": answer["usage"]["input_tokens"],
+    }
+    assert server.http.post(f"{PATH}/input_tokens", json={}).json()["input_tokens"] == 0
+    assert server.http.post(f"{PATH}/compact", json={}).status_code == 404

@@ -39,12 +39,17 @@ if TYPE_CHECKING:
     from twostroke.serve.store import Tenant
 
 _OF_ANSWERS: Final = (ToolUseBlock, ThinkingBlock, RedactedThinkingBlock)
+_WRONG_BLOCKS: Final[dict[str, tuple[type, ...]]] = {
+    "user": _OF_ANSWERS,
+    "assistant": (ToolResultBlock,),
+    "system": (*_OF_ANSWERS, ToolResultBlock),
+}
 
 
 class AnthropicMessage(field.RequestObject):
     """One message."""
 
-    role: Annotated[Literal["user", "assistant"], field.advice({"system": "Use the field system."})]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -213,7 +218,7 @@ def _check_blocks(message: AnthropicMessage, where: str, known: set[str]) -> Non
         RequestError: naming the block.
     """
     blocks = () if isinstance(message.content, str) else message.content
-    wrong = _OF_ANSWERS if message.role == "user" else ToolResultBlock
+    wrong = _WRONG_BLOCKS[message.role]
     for place, block in enumerate(blocks):
         if isinstance(block, wrong):
             reason = f"cannot be part of a message of the role {message.role}."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from twostroke.chat.tools import Tools
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.client import ModelCard
     from twostroke.serve.openai.responses.recall import RawItem
     from twostroke.serve.store import Tenant
 
@@ -82,6 +85,22 @@ def read(asked: ResponsesRequest, tenant: Tenant) -> Job:
         tools=tools,
         ignored=(*ignored_in(asked), *included, *ignored),
     )
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    """The number of tokens in a prompt, cached ones included."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+def count(asked: ResponsesRequest, card: ModelCard, tenant: Tenant) -> InputTokens:
+    """Return how many tokens a request's prompt would have; raises as `read` does."""
+    if not (asked.input or asked.instructions or asked.previous_response_id):
+        return InputTokens(0)
+    [prompt] = read(asked, tenant).prompts
+    assert isinstance(prompt, Exchange)
+    return InputTokens(len(prompt.encode(card)))
 
 
 def names(asked: ResponsesRequest) -> Mapping[str, str]:

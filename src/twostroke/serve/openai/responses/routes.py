@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn
 
 import msgspec
 from starlette.responses import Response
@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from twostroke.core.errors import RequestError, TwostrokeError, nearest
 from twostroke.serve.dialect import to_json
-from twostroke.serve.http.errors import UnknownFieldError, UnsupportedFieldError
+from twostroke.serve.http.errors import UnknownFieldError, UnknownPathError, UnsupportedFieldError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import unknown_parts
@@ -85,7 +85,11 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
         reason = "Background mode is not supported: to stop a response, close its connection."
         raise RequestError(reason, field="response_id")
 
+    async def compact(_request: Request) -> NoReturn:
+        raise UnknownPathError("The path /v1/responses/compact does not exist.")
+
     return [
+        Route("/v1/responses/compact", compact, methods=["POST"], include_in_schema=False),
         Route(PATH, one, methods=["GET", "DELETE"], name=PATH),
         Route(f"{PATH}/input_items", items, methods=["GET"], name=f"{PATH}/input_items"),
         Route(f"{PATH}/cancel", cancel, methods=["POST"], name=f"{PATH}/cancel"),
