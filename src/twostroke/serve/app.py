@@ -41,6 +41,7 @@ from twostroke.serve.observe.served import served_of
 from twostroke.serve.observe.state import State
 from twostroke.serve.observe.traces import Traces, exporter
 from twostroke.serve.ollama.models import ollama_routes
+from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.routes import kept_routes
 from twostroke.serve.options import ServeOptions
 from twostroke.serve.page.site import Site, wants_page
@@ -117,6 +118,7 @@ class Api:
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
+            *stored_chat.stored_chat_routes(self._tenant, self.options.limits),
             *info_routes(self.client, self.options, self.names[0]),
             *model_routes(self._names, self.client.card),
             *ollama_routes(self.names, self.client.card),
@@ -157,7 +159,7 @@ class Api:
     def description(self) -> dict[str, Any]:
         """Return the OpenAPI document of this server."""
         all_kinds: dict[str, Any] = {**DIALECTS, **EMBEDDINGS, **INQUIRIES}
-        bodies = {path: one.request for path, one in all_kinds.items()}
+        bodies = stored_chat.BODIES | {path: one.request for path, one in all_kinds.items()}
         return document(self.routes(), bodies, self.facts())
 
     def facts(self) -> Facts:

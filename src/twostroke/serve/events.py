@@ -48,6 +48,7 @@ class ContentBlock(msgspec.Struct, eq=False):
         call_index: its place among the answer's calls.
         texts: its content so far, in pieces.
         is_cut: whether the answer ended inside it at the token limit; set when it closes.
+        id: the protocol's id of a call, which the encoder gives it.
     """
 
     choice: int
@@ -58,6 +59,7 @@ class ContentBlock(msgspec.Struct, eq=False):
     texts: list[str] = []
     is_custom: bool = False
     is_cut: bool = False
+    id: str = ""
 
     @property
     def text(self) -> str:

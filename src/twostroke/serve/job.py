@@ -192,6 +192,7 @@ class Job(Frozen):
         llama_timings: whether to report them in llama-server's form.
         tools: the tools that answers to a conversation may call.
         tier: the class of service to report; None reports nothing.
+        keep: stores the whole response when it has ended, if the request says so.
         ignored: the fields in parts of the request that only the protocol's reader knows.
     """
 
@@ -210,6 +211,7 @@ class Job(Frozen):
     llama_timings: bool = False
     tools: Tools | None = None
     tier: str | None = None
+    keep: Callable[[Any], None] | None = None
     context: tuple[int, ...] = ()
     ignored: tuple[Ignored, ...] = ()
 

@@ -16,8 +16,7 @@ from twostroke.serve.llama_server.reply import LlamaEncoder
 from twostroke.serve.ollama import embed, models
 from twostroke.serve.ollama import reply as ollama_reply
 from twostroke.serve.ollama import request as ollama
-from twostroke.serve.openai import chat, completions, embeddings, tokens
-from twostroke.serve.openai.chat_reply import ChatEncoder
+from twostroke.serve.openai import chat, completions, embeddings, stored_chat, tokens
 from twostroke.serve.openai.completions_reply import CompletionEncoder
 from twostroke.serve.openai.fields import other_names
 from twostroke.serve.openai.responses import exchange as responses
@@ -26,7 +25,7 @@ from twostroke.serve.openai.responses.request import ResponsesRequest
 
 DIALECTS: Final[dict[str, Dialect[Any]]] = {
     "/v1/chat/completions": Dialect(
-        "chatcmpl-", chat.ChatRequest, chat.read, ChatEncoder, chat.names
+        "chatcmpl-", chat.ChatRequest, stored_chat.read, stored_chat.encoder, chat.names
     ),
     "/v1/completions": Dialect(
         "cmpl-",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_CONVERSATION_BYTES: Final = 8 * 1024 * 1024
 MAX_CONVERSATION_ITEMS: Final = 10_000
+RESPONSE: Final = "response"
 
 _OVERHEAD_BYTES: Final = 1000  # of a response, besides its JSON
 _ITEM_BYTES: Final = 200  # of an item in the index, besides its id
@@ -30,6 +31,7 @@ class Kept:
         answer: JSON, as the client got it.
         item_ids: ids of all items, of the request and of the answer.
         previous: the response before this one in the conversation.
+        kind: the protocol of the response, which alone finds it.
         num_holders: references to it: its entry in the store, and the responses that continue it.
         num_bytes: its share of the store's memory.
         total_bytes: memory of the conversation up to here.
@@ -41,6 +43,7 @@ class Kept:
     answer: bytes
     item_ids: tuple[str, ...]
     previous: Kept | None = None
+    kind: str = RESPONSE
     num_holders: int = 0
     num_bytes: int = field(init=False)
     total_bytes: int = field(init=False)
@@ -167,10 +170,27 @@ class Tenant(Frozen):
             self.store.evict(kept)
         return True
 
-    def find(self, id_: str) -> Kept | None:
+    def find(self, id_: str, kind: str = RESPONSE) -> Kept | None:
         """Return a response of this tenant; None if it is not stored."""
         with self.store.lock:
-            return self._shelf.answers.get(id_)
+            found = self._shelf.answers.get(id_)
+        return found if found is not None and found.kind == kind else None
+
+    def all(self, kind: str) -> list[Kept]:
+        """Return the responses of this tenant and kind, the oldest first."""
+        with self.store.lock:
+            return [kept for kept in self._shelf.answers.values() if kept.kind == kind]
+
+    def replace(self, kept: Kept, answer: bytes) -> None:
+        """Store another answer in the place of a response that nothing continues."""
+        new = Kept(kept.id, kept.asked, answer, kept.item_ids, kind=kept.kind)
+        with self.store.lock:
+            shelf = self._shelf
+            if shelf.answers.get(kept.id) is kept:
+                shelf.answers[kept.id] = new
+                shelf.hold(new)
+                shelf.release(kept)
+                self.store.evict(new)
 
     def find_item(self, id_: str) -> Kept | None:
         """Return the response of this tenant that an item belongs to; None if not stored."""

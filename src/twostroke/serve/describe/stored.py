@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from twostroke.core.errors import RequestError
-from twostroke.serve.describe.operation import TEXT, Operation, parameter
+from twostroke.serve.describe.operation import BODY, TEXT, Operation, parameter
+from twostroke.serve.openai import stored_chat
 from twostroke.serve.openai.responses.body import ResponseBody
 from twostroke.serve.openai.responses.request import INCLUDABLE
 from twostroke.serve.openai.responses.routes import (
@@ -44,6 +45,15 @@ _PAGE: Final = (
         default="desc",
     ),
 )
+_PAGE_FROM_OLDEST: Final = (
+    *_PAGE[:2],
+    _PAGE[2] | {"schema": {"enum": ["asc", "desc"], "default": "asc"}},
+)
+_COMPLETION_ID: Final = parameter("path", "completion_id", "Its `id`.", **_NAME)
+_OF_CHAT: Final[dict[str, Any]] = {
+    "errors": (stored_chat.CompletionNotFoundError,),
+    "parameters": (_COMPLETION_ID,),
+}
 
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("GET", "/v1/responses/{response_id}"): Operation(
@@ -74,5 +84,42 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         "To stop an answer, close its connection.",
         errors=(RequestError, ResponseNotFoundError),
         parameters=(_RESPONSE_ID,),
+    ),
+    ("GET", "/v1/chat/completions"): Operation(
+        "List stored completions, page by page",
+        "OpenAI",
+        "Those of requests with `store`, the oldest first unless `order` is `desc`.",
+        answer=stored_chat.StoredCompletions,
+        errors=(RequestError,),
+        parameters=(
+            *_PAGE_FROM_OLDEST,
+            parameter("query", "model", "The model of the completions.", **TEXT),
+            {
+                **parameter("query", "metadata", "Labels that the completions have."),
+                "style": "deepObject",
+                "schema": {"type": "object", "additionalProperties": TEXT},
+            },
+        ),
+    ),
+    ("GET", "/v1/chat/completions/{completion_id}"): Operation(
+        "Return a stored completion", "OpenAI", answer=stored_chat.StoredCompletion, **_OF_CHAT
+    ),
+    ("POST", "/v1/chat/completions/{completion_id}"): Operation(
+        "Replace the metadata of a stored completion",
+        "OpenAI",
+        answer=stored_chat.StoredCompletion,
+        errors=(*BODY, stored_chat.CompletionNotFoundError),
+        parameters=(_COMPLETION_ID,),
+        examples={"label": {"metadata": {"project": "a"}}},
+    ),
+    ("DELETE", "/v1/chat/completions/{completion_id}"): Operation(
+        "Delete a stored completion", "OpenAI", answer=stored_chat.DeletedCompletion, **_OF_CHAT
+    ),
+    ("GET", "/v1/chat/completions/{completion_id}/messages"): Operation(
+        "List the messages that a stored completion answers, page by page",
+        "OpenAI",
+        answer=ItemList,
+        errors=(RequestError, stored_chat.CompletionNotFoundError),
+        parameters=(_COMPLETION_ID, *_PAGE_FROM_OLDEST),
     ),
 }

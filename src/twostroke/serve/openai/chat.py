@@ -15,6 +15,7 @@ from twostroke.serve.http.errors import MissingFieldError, UnsupportedFieldError
 from twostroke.serve.job import MAX_MESSAGES, Conversation
 from twostroke.serve.openai.fields import (
     CommonFields,
+    Pairs,
     TemplateVariables,
     TopLogprobs,
     check_combinations,
@@ -126,6 +127,13 @@ class ChatRequest(CommonFields, kw_only=True):
 
     chat_template_kwargs: TemplateVariables = None
     reasoning_effort: ReasoningEffort = None
+
+    store: Annotated[
+        bool | None, field.doc("Keep the answer, to list and read it later."), field.DROPPABLE
+    ] = None
+    metadata: Annotated[
+        Pairs | None, field.doc("Returned with a stored answer."), field.DROPPABLE
+    ] = None
 
     tools: ToolsAs[ToolBody | CustomToolBody] = None
     tool_choice: Annotated[ToolChoice | None, TOOL_CHOICE] = None

@@ -248,7 +248,8 @@ def _delta(block: events.ContentBlock, text: str) -> Delta:
 def _call(block: events.ContentBlock) -> CallBody:
     """Return the first piece of a call."""
     call = _piece(block, "", block.name)
-    call.id = f"call_{secrets.token_hex(12)}"
+    block.id = block.id or f"call_{secrets.token_hex(12)}"
+    call.id = block.id
     call.type = "custom" if block.is_custom else "function"
     return call
 

@@ -66,17 +66,17 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
     async def one(request: Request) -> Response:
         kept = find(request)
         if request.method == "DELETE":
-            _query(request, ())
+            query_of(request, ())
             tenant_of(request).remove(kept.id)
             return to_json(Deleted(id=kept.id))
-        asked = _query(request, ("include_obfuscation", "starting_after", "stream"))
+        asked = query_of(request, ("include_obfuscation", "starting_after", "stream"))
         if asked.get("stream", "false") != "false" or "starting_after" in asked:
             reason = "A stored response cannot be streamed: leave stream and starting_after out."
             raise UnsupportedFieldError(reason, field="stream")
         return Response(kept.answer, media_type="application/json")
 
     async def items(request: Request) -> Response:
-        kept, asked = find(request), _query(request, ("after", "limit", "order"))
+        kept, asked = find(request), query_of(request, ("after", "limit", "order"))
         # In a thread: reading a long conversation would delay streams.
         return to_json(await asyncio.to_thread(_page, kept, asked))
 
@@ -96,7 +96,7 @@ def kept_routes(tenant_of: Callable[[Request], Tenant]) -> list[Route]:
     ]
 
 
-def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
+def query_of(request: Request, known: tuple[str, ...]) -> dict[str, str]:
     """Return the fields of a request's query.
 
     Raises:
@@ -118,21 +118,30 @@ def _query(request: Request, known: tuple[str, ...]) -> dict[str, str]:
 
 def _page(kept: Kept, asked: dict[str, str]) -> ItemList:
     """Return a page of the items that a response answered: earlier ones, and its request's."""
-    order = asked.get("order", "desc")
+    *earlier, last = kept.conversation()
+    items = [item for step in earlier for item in items_of(step)]
+    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
+    return page_of(items, asked)
+
+
+def page_of(items: list[dict[str, Any]], asked: dict[str, str], order: str = "desc") -> ItemList:
+    """Return a page of items, which come from the oldest on; `order` is that without the field.
+
+    Raises:
+        RequestError: a field of the query is wrong.
+    """
+    order = asked.get("order", order)
     if order not in {"asc", "desc"}:
         raise RequestError("must be asc or desc.", field="order")
     limit = asked.get("limit", str(LISTED))
     if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
         raise RequestError(f"must be from 1 to {MAX_LISTED}.", field="limit")
-    *earlier, last = kept.conversation()
-    items = [item for step in earlier for item in items_of(step)]
-    items += msgspec.json.decode(last.asked, type=list[dict[str, Any]])
     if order == "desc":
         items.reverse()
     if after := asked.get("after"):
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            reason = "must be the id of an item of this response, got '{value}'."
+            reason = "must be the id of an item of this list, got '{value}'."
             raise RequestError(reason, field="after", value=after[:MAX_NAME_LENGTH])
         items = items[places[0] + 1 :]
     data = items[: int(limit)]

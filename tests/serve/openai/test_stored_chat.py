@@ -1,0 +1,103 @@
+"""Stored chat completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.servers import events, live_server
+from twostroke.serve.http.keys import ApiKeys
+from twostroke.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import LiveServer
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with nothing stored, for two tenants."""
+    options = ServeOptions(drain_s=1, api_keys=ApiKeys({"k": "anna", "other": "ben"}))
+    with live_server(tmp_path_factory.mktemp("stored"), options) as live:
+        live.http.headers["authorization"] = "Bearer k"
+        yield live
+
+
+def store(server: LiveServer, **fields: Any) -> Any:
+    return server.chat(store=True, max_tokens=3, **fields).json()
+
+
+def ids(server: LiveServer, **query: Any) -> list[str]:
+    return [one["id"] for one in server.http.get(PATH, params=query).json()["data"]]
+
+
+def test_only_what_is_to_be_stored_can_be_read_again(server: LiveServer) -> None:
+    assert "choices" in server.chat(max_tokens=1, metadata={"a": "b"}).json()
+    assert ids(server) == []
+    completion = store(server, metadata={"a": "b"})
+    found = server.http.get(f"{PATH}/{completion['id']}").json()
+    assert found == {**completion, "metadata": {"a": "b"}}
+    assert server.http.get(f"/v1/responses/{completion['id']}").status_code == 404
+    body = {"input": "x", "previous_response_id": completion["id"]}
+    assert server.http.post("/v1/responses", json=body).status_code == 400
+    assert server.http.get(f"{PATH}/chatcmpl-none").json()["error"]["code"] == (
+        "completion_not_found"
+    )
+
+
+def test_streamed_answers_are_stored_whole(server: LiveServer) -> None:
+    fields: dict[str, Any] = {"temperature": 0, "n": 2, "logprobs": True}
+    *chunks, _ = events(store_stream(server, **fields))
+    found = server.http.get(f"{PATH}/{chunks[0]['id']}").json()
+    whole = server.chat(max_tokens=3, **fields).json()
+    for kept, one in zip(found["choices"], whole["choices"], strict=True):
+        assert kept["message"] == one["message"]
+        tokens = [[token["token"] for token in it["logprobs"]["content"]] for it in (kept, one)]
+        assert tokens[0] == tokens[1]
+    assert found["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def store_stream(server: LiveServer, **fields: Any) -> str:
+    return server.chat(store=True, stream=True, max_tokens=3, **fields).text
+
+
+def test_lists_have_pages_orders_and_filters(server: LiveServer) -> None:
+    first, second, third = (
+        store(server, metadata={"n": str(number % 2), "all": "x"})["id"] for number in range(3)
+    )
+    assert ids(server) == ids(server, model="tiny") == [first, second, third]
+    assert ids(server, order="desc", limit=2) == [third, second]
+    assert ids(server, after=first, limit=1) == [second]
+    assert ids(server, **{"metadata[n]": "0", "metadata[all]": "x"}) == [first, third]
+    assert ids(server, model="other") == []
+    page = server.http.get(PATH, params={"limit": 2}).json()
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (first, second, True)
+    wrong = server.http.get(PATH, params={"after": "none"})
+    assert wrong.json()["error"]["param"] == "after"
+
+
+def test_metadata_is_replaced_and_messages_are_listed(server: LiveServer) -> None:
+    messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "hello"}]
+    id_ = store(server, messages=messages, metadata={"a": "b"})["id"]
+    changed = server.http.post(f"{PATH}/{id_}", json={"metadata": {"c": "d"}}).json()
+    assert changed["metadata"] == {"c": "d"}
+    assert server.http.get(f"{PATH}/{id_}").json() == changed
+    listed = server.http.get(f"{PATH}/{id_}/messages").json()["data"]
+    assert [one["content"] for one in listed] == ["the", "hello"]
+    assert len({one["id"] for one in listed}) == 2
+
+
+def test_tenants_do_not_see_each_others(server: LiveServer) -> None:
+    id_ = store(server)["id"]
+    headers = {"authorization": "Bearer other"}
+    assert server.http.get(PATH, headers=headers).json()["data"] == []
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/messages")):
+        response = server.http.request(method, f"{PATH}/{id_}{path}", headers=headers)
+        assert response.status_code == 404
+    deleted = server.http.delete(f"{PATH}/{id_}").json()
+    assert deleted == {"id": id_, "object": "chat.completion.deleted", "deleted": True}
+    assert ids(server) == []
