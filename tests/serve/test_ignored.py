@@ -45,7 +45,7 @@ IGNORED: list[tuple[str, Fields, str, str]] = [
     (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x", "not a known field"),
     (CHAT, {"verbosity": "low", "user": "u"}, "user, verbosity", "verbosity is not supported yet"),
     (CHAT, {"verbosity": "medium", "metadata": {}, "store": False, "user": None}, "", ""),
-    *[(CHAT, {"metadata": value}, "metadata", "") for value in ("", ["x"], {"k": 1})],
+    *[(CHAT, {"metadata": value}, "metadata", "metadata") for value in ("", ["x"], {"k": 1})],
     (CHAT, {"service_tier": "best"}, "service_tier", "service_tier must be one of auto"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "when stream is true."),
     (CHAT, {"stream_options": {}, "stream": True}, "", ""),
