@@ -30,7 +30,8 @@ def verifier() -> Verifier:
         ({"uniqueItems": True}, "[1, 1.0]", "uniqueItems"),
         ({"multipleOf": 0.01}, "19.995", "multipleOf"),
         ({"maximum": 10**30}, f"{10**30 + 1}", "maximum"),
-        ({"maximum": 5}, "1e4000", "maximum"),
+        ({"maximum": 5}, f"1e{'9' * 30}", "maximum"),
+        ({"$schema": DRAFT_7, "format": "duration"}, '"x"', "format"),
         ({"dependencies": {"a": ["b"]}}, '{"a": 1}', "required"),
         ({"items": [{"type": "integer"}]}, '["a"]', "type"),  # draft 7's, unnamed
         ({"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a"}, "1", "type"),
@@ -124,8 +125,6 @@ def test_hostile_schemas_end(verifier: Verifier):
         verifier.fault('{"not": ' * 20_000 + "{}" + "}" * 20_000, "1")
     with pytest.raises(UncheckedError):
         verifier.fault("{}", deep(100_000))
-    with pytest.raises(UncheckedError, match="InvalidOperation"):
-        verifier.fault("{}", f"1e{'9' * 30}")
     with pytest.raises(UncheckedError, match="surrogates"):
         verifier.fault('{"maxLength": 1}', '"\\ud83d"')
     with pytest.raises(UncheckedError, match="characters"):

@@ -19,9 +19,15 @@ from typing import Any
 import jsonschema_rs
 
 _OPTIONS: dict[str, Any] = {"offline": True, "validate_formats": True}
+# Formats that draft 7 does not define, and that grammars hold in every draft.
+_NEWER = {
+    name: jsonschema_rs.Draft202012Validator({"format": name}, **_OPTIONS).is_valid
+    for name in ("duration", "uuid")
+}
 _CPU_S = 2.0
 _MEMORY_BYTES = 1 << 30
 _NICENESS = 10
+_MOST_DIGITS = 400
 _MOST_SHOWN = 200  # characters of a place
 # By a part of the identifier in `$schema`.
 _DRAFTS = {
@@ -89,11 +95,11 @@ def _validator(text: str) -> Any:
     *others, last = named or _GUESSES
     for draft in others:
         try:
-            return draft(schema, **_OPTIONS)
+            return draft(schema, formats=_NEWER, **_OPTIONS)
         except jsonschema_rs.ValidationError as error:
             if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Referencing):
                 raise
-    return last(schema, **_OPTIONS)
+    return last(schema, formats=_NEWER, **_OPTIONS)
 
 
 def _without_contents(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -118,7 +124,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read(text: str, make_object: Any) -> Any:
     """Return a JSON value, with exact numbers."""
-    return json.loads(text, parse_float=Decimal, object_pairs_hook=make_object)
+    return json.loads(text, parse_float=_number, object_pairs_hook=make_object)
+
+
+def _number(text: str) -> Decimal:
+    """Return a number, with a huge exponent made smaller: no limit is out there."""
+    digits, _, exponent = text.lower().partition("e")
+    return Decimal(f"{digits}e{max(-_MOST_DIGITS, min(_MOST_DIGITS, int(exponent or 0)))}")
 
 
 def _write(line: dict[str, Any]) -> None:
