@@ -153,9 +153,16 @@ def test_only_a_body_that_is_not_compressed_is_read(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_body_must_say_that_it_is_json(server: LiveServer, kind: str) -> None:
+@pytest.mark.parametrize("sign", ["origin", "sec-fetch-site", None])
+def test_body_of_a_browser_must_say_that_it_is_json(
+    server: LiveServer, kind: str, sign: str | None
+) -> None:
     """A web page can make a browser send the others to a server on the reader's machine."""
-    response = server.http.post(PATH, content=b"{}", headers={"content-type": kind})
+    headers = {"content-type": kind} | ({sign: "http://localhost"} if sign else {})
+    response = server.http.post(PATH, json=chat_body(max_tokens=1), headers=headers)
+    if sign is None and kind != "text/plain":
+        assert response.status_code == 200
+        return
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
 

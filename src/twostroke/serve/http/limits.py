@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from twostroke.serve.options import Limits
+
+
+_FROM_PROGRAMS: Final = ("", "application/x-www-form-urlencoded")
+_FROM_BROWSERS: Final = ("origin", "sec-fetch-site")  # one of them comes with every POST
 
 
 def check_headers(scope: Scope, limits: Limits) -> None:
@@ -41,7 +45,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     """Return the request's body, whose Content-Type must be JSON.
 
     Any web page can make a browser send a form or plain text to a server on this machine; JSON
-    needs the server's permission first.
+    needs the server's permission first. `curl -d` calls JSON a form: programs may do that.
 
     Raises:
         ContentTypeError: the body is not JSON, or is compressed.
@@ -50,7 +54,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
         ClientGoneError: the client left before the end.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != "application/json" and not _is_program_with(media_type, request):
         got = f"'{media_type}'" if media_type else "none"
         raise ContentTypeError(f"The Content-Type must be application/json, got {got}.")
     encoding = request.headers.get("content-encoding", "").strip().lower()
@@ -74,3 +78,8 @@ async def read_json(request: Request, limits: Limits) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError("The client left before its request was complete.") from None
     return bytes(body)
+
+
+def _is_program_with(media_type: str, request: Request) -> bool:
+    """Whether a program, rather than a browser, sent a media type that programs use for JSON."""
+    return media_type in _FROM_PROGRAMS and not any(map(request.headers.get, _FROM_BROWSERS))
