@@ -1,14 +1,24 @@
-"""LangChain's OpenAI chat model."""
+"""LangChain's chat models and its agents."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from checks import BASE_URL, MODEL, run
+from checks import BASE_URL, MODEL, ROOT_URL, run
+from langchain.agents import create_agent
+from langchain.agents.middleware import ModelRequest, wrap_model_call
+from langchain.agents.structured_output import ProviderStrategy
+from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from langchain_core.language_models import BaseChatModel
+    from langgraph.graph.state import CompiledStateGraph as Agent
 
 ASKED = {"base_url": BASE_URL, "api_key": "none", "model": MODEL, "temperature": 0}
 model = ChatOpenAI(max_tokens=100, **ASKED)
@@ -19,6 +29,13 @@ class Person(BaseModel):
 
     name: str
     age: int
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: Annotated[str, Field(max_length=40)]
+    degrees: Annotated[int, Field(ge=-90, le=60)]
 
 
 @tool
@@ -67,4 +84,34 @@ def cancel() -> None:
     plain()
 
 
-run(plain, stream, completions, tools, json_schema, logprobs, cancel)
+def _agent(made: BaseChatModel, form: object) -> Agent:
+    asked: list[str] = []
+
+    @tool
+    def weather(city: str) -> str:
+        """Tell the weather of a city now."""
+        asked.append(city)
+        return "17 degrees"
+
+    @wrap_model_call
+    def once(request: ModelRequest, ask: Callable[[ModelRequest], object]) -> object:
+        """Offer the tool until it ran: a small model calls again and again if it may."""
+        return ask(request.override(tools=[] if asked else request.tools))
+
+    return create_agent(made, tools=[weather], middleware=[once], response_format=form)
+
+
+def agents() -> None:
+    """Let an agent use a tool, and answer in a form, over each protocol and streamed."""
+    claude = ChatAnthropic(base_url=ROOT_URL, api_key="none", model=MODEL, max_tokens=100)
+    responses = ChatOpenAI(max_tokens=100, use_responses_api=True, **ASKED)
+    asked = {"messages": [HumanMessage("What is the weather in Paris now?")]}
+    for made in (model, responses, claude):
+        for form in (None, ProviderStrategy(Weather)):
+            said = _agent(made, form).invoke(asked)
+            assert any(isinstance(one, ToolMessage) for one in said["messages"])
+            assert form is None or isinstance(said["structured_response"], Weather)
+            assert list(_agent(made, form).stream(asked, stream_mode="messages"))
+
+
+run(plain, stream, completions, tools, json_schema, logprobs, agents, cancel)

@@ -63,6 +63,7 @@ CLIENTS = {
         "langchain_python.py",
         ("langchain>=1,<2", "langchain-openai>=1,<2", "langchain-anthropic>=1,<2"),
     ),
+    "llamaindex": Client("llamaindex_python.py", ("llama-index-llms-openai-like>=0.8,<0.9",)),
     "vercel": Client("vercel_ai.mjs", (*_NPM_AI, "zod@4")),
     "vercel-zod": Client("vercel_zod.mjs", (*_NPM_AI, "zod@4")),
     "instructor": Client("instructor_python.py", ("instructor>=1,<2", "pydantic[email]>=2")),
@@ -72,6 +73,8 @@ CLIENTS = {
     "openai-agents": Client(
         "openai_agents.py", ("openai-agents>=0.24,<0.25", "pydantic[email]>=2")
     ),
+    "aider": Client("aider_command.py", ("aider-chat>=0.86,<0.87",)),
+    "requests": Client("requests_of_programs.py"),
     "llm": Client("llm_command.py", ("llm>=0.27",)),
     "llama-server": Client(
         "llama_server_python.py", ("langchain-llama-cpp>=0.1", "llamastat", "swaag")
@@ -150,7 +153,8 @@ def _python(client: Client, folder: Path) -> list[str]:
     if not ready.exists() or ready.read_text() != repr(client.packages):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", *client.packages]
-        subprocess.run(install, check=True)
+        if client.packages:
+            subprocess.run(install, check=True)
         ready.write_text(repr(client.packages))
     return [str(python), str(HERE / client.script)]
 

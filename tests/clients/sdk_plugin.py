@@ -56,6 +56,7 @@ class Replaced:
 
 
 ANY = object()
+_NO_OBJECT = "names an object that does not exist"
 _ZERO = "is below the least that there can be"
 _BEYOND = "asks the service for more than an answer of its model"
 _CHAT, _RESPONSES = "/chat/completions", "/responses"
@@ -64,7 +65,7 @@ REPLACED = (
     Replaced(_CHAT, "max_completion_tokens", 0, 4, _ZERO),
     Replaced(_CHAT, "web_search_options", ANY, None, _BEYOND, is_allowed=True),
     Replaced(f"{_CHAT}*", "limit", 0, 1, _ZERO),
-    Replaced(f"{_CHAT}*", "after", "after", None, "names an object that does not exist"),
+    Replaced(f"{_CHAT}*", "after", "after", None, _NO_OBJECT),
     Replaced("/completions", "echo", True, None, "not with suffix and logprobs", is_allowed=True),
     Replaced(_RESPONSES, "input", None, "string", "nothing is asked"),
     Replaced(f"{_RESPONSES}*", "conversation", ANY, None, "not with previous_response_id"),
@@ -74,7 +75,8 @@ REPLACED = (
     ),
     Replaced(f"{_RESPONSES}/resp_*", "starting_after", 0, None, "belongs to a stream"),
     Replaced(f"{_RESPONSES}/*", "limit", 0, 1, _ZERO),
-    Replaced(f"{_RESPONSES}/*", "after", "after", None, "names an object that does not exist"),
+    Replaced(f"{_RESPONSES}/*", "after", "after", None, _NO_OBJECT),
+    *(Replaced("/models", name, name, None, _NO_OBJECT) for name in ("after_id", "before_id")),
     Replaced("/messages", "container", ANY, None, _BEYOND, is_allowed=True),
     *(
         Replaced("/messages*", f"tools.0.input_schema.properties.{name}", "bar", {}, "is no schema")
@@ -201,7 +203,8 @@ def _stored(name: str) -> str:
     """Return the id of an object that was just stored, if `name` stands for one."""
     if name not in STORED:
         return name
-    said = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in STORED[name] else {}
+    # The SDK's type of a stored message knows no other role.
+    said = {"messages": [{"role": "assistant", "content": "Hi"}]} if "chat" in STORED[name] else {}
     body = {"model": MODEL, "store": True, **(said or {"input": "Hi"})}
     body |= {"max_tokens": 2} if said else {"max_output_tokens": 2}
     headers = {"content-type": "application/json"}
