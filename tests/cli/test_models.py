@@ -226,9 +226,8 @@ def test_unused_days_must_not_be_negative(cli: Cli, mini: Path, days: str) -> No
 
 
 def test_sizes_are_shown_in_a_unit_that_people_can_read() -> None:
-    sizes = (12_345_678, 9_999_000_000, 12_340_000_000, 1_230_000_000_000, 12_300_000_000_000)
-    shown = ["12 MB", "9,999 MB", "12.3 GB", "1,230.0 GB", "12.3 TB"]
-    assert list(map(megabytes, sizes)) == shown
+    sizes = (12_345_678, 9_999_000_000, 12_340_000_000, 12_300_000_000_000)
+    assert [*map(megabytes, sizes)] == ["12 MB", "9,999 MB", "12.3 GB", "12.3 TB"]
 
 
 def test_a_user_s_own_file_is_not_removed(cli: Cli, own_cache: Path, tiny: str) -> None:
@@ -247,10 +246,8 @@ def test_pull_of_a_path_fails_unless_it_is_a_model(cli: Cli, tmp_path: Path, tin
     assert (ran.code, ran.out) == (0, f"{tiny} is your own file, which needs no fetching: {tiny}\n")
     notes = tmp_path / "notes.txt"
     notes.write_text("some notes")
-    for path, code, said in (
-        (notes, 4, "'notes.txt' is not a GGUF file"),
-        (tmp_path, 3, "has neither a config.json nor a .gguf file"),
-    ):
+    no_folder = "has neither a config.json nor a .gguf file"
+    for path, code, said in (notes, 4, "'notes.txt' is not a GGUF file"), (tmp_path, 3, no_folder):
         ran = cli("pull", str(path))
         assert (ran.code, ran.out) == (code, "")
         assert said in ran.err

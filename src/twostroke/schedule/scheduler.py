@@ -243,18 +243,17 @@ class Scheduler:
         states: Iterator[NDArray[np.float32]],
     ) -> Delta | None:
         """Take in what a slice computed, drew and reports; return a delta if it did either."""
-        request, delta = piece.request, None
-        shows_progress = request.hints.shows_progress and piece.start < request.num_prompt
-        reports: tuple[tuple[TokenLogprobs | None, ...], NDArray[np.float32] | None] | None
-        reports = ((), None) if shows_progress else None
+        request, delta, pooled = piece.request, None, None
+        scored: tuple[TokenLogprobs | None, ...] = ()
+        is_reported = piece.start < request.num_prompt and request.hints.shows_progress
         computed = piece.start + piece.count
         if piece.drafts:
             tokens = tuple(islice(drawn, piece.num_drawn))
         elif piece.samples:
             token, logprob = next(drawn)
         if piece.num_scored or piece.num_pooled:
-            scored = tuple(islice(scores, piece.num_scored))
-            reports = scored, next(states) if piece.num_pooled else None
+            scored, is_reported = tuple(islice(scores, piece.num_scored)), True
+            pooled = next(states) if piece.num_pooled else None
         if request.finish_reason is not None:  # it was ended while the step ran
             self._drafting.settle(piece, ROOT)
             return None
@@ -270,8 +269,7 @@ class Scheduler:
                 delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
         elif request.pooling is not None and computed == len(request.tokens):
             request.finish_reason = FinishReason.LENGTH
-        if reports is not None:
-            scored, pooled = reports
+        if is_reported:
             delta = replace(delta or Delta(request, ()), scores=scored, states=pooled)
             request.num_scored += len(scored)
         request.num_computed = computed
