@@ -55,6 +55,8 @@ def encode_parts(card: ModelCard, parts: Sequence[str | int]) -> list[int]:
         if isinstance(part, int):
             ids.append(part)
             continue
+        if len(ids) > card.context_length:  # before more is encoded in vain
+            raise too_long("prompt", len(ids), card.context_length, is_counted=False)
         begins = place == 0 and not (begin and part.startswith(begin))
         with _within_context(card, "prompt"):
             ids += tokenizer.encode(

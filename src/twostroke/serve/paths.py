@@ -12,5 +12,4 @@ ALIASES: Final = {
     "/models": "/v1/models",
     "/responses": "/v1/responses",
     "/v1/health": "/health",
-    "/v1/models/": "/v1/models",
 }

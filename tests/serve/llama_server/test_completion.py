@@ -166,7 +166,9 @@ def test_bias_takes_ids_texts_and_bans(server: LiveServer) -> None:
     plain = post(server, **GREEDY, return_tokens=True)["tokens"]
     banned = post(server, **GREEDY, return_tokens=True, logit_bias=[[plain[0], False]])["tokens"]
     assert plain[0] not in banned
-    assert post(server, **GREEDY, logit_bias=[[10**6, 1]])["tokens_predicted"] == 6
+    for absent in ([[10**6, 1]], [[2**70, 1]], {"9" * 9: 1}):
+        assert post(server, **GREEDY, logit_bias=absent)["tokens_predicted"] == 6
+    assert "logit_bias" in refused(server, logit_bias={"9" * 5000: 1})["message"]
     for wrong in ([1], [[1]], [[1, True]], [[True, 1]], [[1, "x"]], [[1, 2, 3]], [[1, 1]] * 1025):
         assert "logit_bias" in refused(server, logit_bias=wrong)["message"]
 
@@ -228,6 +230,7 @@ def test_only_the_fields_that_are_asked_for_come_back(server: LiveServer) -> Non
         "generation_settings/n_predict",
         "none",
         "stop/x",
+        "__class__",
         "",
     ]
     for stream in (False, True):
@@ -237,6 +240,7 @@ def test_only_the_fields_that_are_asked_for_come_back(server: LiveServer) -> Non
         content = body.pop("content")
         assert body == {"timings/predicted_n": 6, "generation_settings/n_predict": 6}
         assert (content == "") == stream
+    assert "response_fields" in refused(server, response_fields=["content"] * 257)["message"]
 
 
 def test_grammars_and_schemas_hold(server: LiveServer) -> None:
@@ -281,6 +285,7 @@ def test_errors_have_llama_servers_form(server: LiveServer) -> None:
     assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
     assert error["n_ctx"] == 512
     assert error["n_prompt_tokens"] > 512
+    assert "at least 600" in refused(server, prompt=[5] * 600 + ["hello"])["message"]
     for path, status, kind in (
         ("/rerank", 404, "not_found_error"),
         ("/props", 405, "not_supported_error"),

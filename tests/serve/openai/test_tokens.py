@@ -138,6 +138,8 @@ def test_ids_at_the_vocabularys_end(server: LiveServer) -> None:
         ("/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0].function"),
         ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"content": ["x", -1]}, "content[1]"),
+        ("/tokenize", {"content": [2**70]}, "content[0]"),
         ("/detokenize", {}, "tokens"),
     ],
 )

@@ -16,6 +16,7 @@ from twostroke.core.sampling import (
     SamplingParams,
 )
 from twostroke.serve.describe import field
+from twostroke.serve.openai.fields import TOKEN_ID
 from twostroke.serve.openai.structure import GrammarForm, JsonForm, one_constraint
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ NAMES: Final = {
     "logprobs": "n_probs",
     "n": "n_cmpl",
 }
+MAX_RESPONSE_FIELDS: Final = 256
 _LEAST_TOP_P: Final = 1e-6
 # By a sampler's name: the letter that stands for it, and the values that turn it off.
 SAMPLERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -135,7 +137,7 @@ class TextFields(field.RequestObject, kw_only=True):
         bool | None, field.doc("Begin a stream with how much of the prompt was read.")
     ] = None
     response_fields: Annotated[
-        list[str] | None,
+        Annotated[list[str], Meta(max_length=MAX_RESPONSE_FIELDS)] | None,
         field.doc("Return these fields only; `a/b` is field b of field a."),
     ] = None
     id_slot: Annotated[int | None, field.doc("Returned with the answer; there are no slots.")] = (
@@ -254,7 +256,7 @@ def to_bias(given: list[Any] | dict[str, Any], tokenizer: Tokenizer) -> dict[int
             case _:
                 reason = "must be a pair of a token id or a text and a number or false."
                 raise RequestError(reason, field=f"logit_bias[{place}]")
-        is_id = isinstance(given, dict) and str(token).isdecimal()
+        is_id = isinstance(given, dict) and TOKEN_ID.fullmatch(str(token))
         ids = _ids(int(token) if is_id else token, tokenizer)
         found |= dict.fromkeys(ids, bias)
     return found

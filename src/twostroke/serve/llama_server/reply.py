@@ -241,8 +241,9 @@ class LlamaEncoder:
         found: dict[str, Any] = {}
         for path in self._asked.response_fields:
             value: Any = answer
-            for name in path.split("/"):
-                value = getattr(value, name, UNSET) if isinstance(value, _OPEN) else UNSET
+            for name in path.split("/", _MAX_DEPTH):
+                is_field = isinstance(value, _OPEN) and name in value.__struct_fields__
+                value = getattr(value, name) if is_field else UNSET
             if value is not UNSET:
                 found[path] = value
         return found
@@ -251,8 +252,9 @@ class LlamaEncoder:
         return len(self._reply.prompts[choice // self._reply.job.params.n])
 
 
-# The structs of an answer whose fields may be asked for one by one.
+# The structs of an answer whose fields may be asked for one by one, and how deep these are.
 _OPEN = (LlamaCompletion, GenerationSettings, LlamaTimings)
+_MAX_DEPTH = 2
 
 
 def _scored(tokenizer: Tokenizer, scored: Iterable[tuple[int, Any]]) -> Iterator[ScoredToken]:

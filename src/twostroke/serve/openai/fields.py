@@ -50,7 +50,7 @@ TIERS: Final = {
     "priority": "priority",
 }
 
-_ID: Final = re.compile(r"[0-9]{1,9}")
+TOKEN_ID: Final = re.compile(r"[0-9]{1,9}")
 
 StopText = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
 Label = Annotated[str, Meta(max_length=512)]
@@ -229,7 +229,7 @@ def ignored_in(asked: CommonFields) -> tuple[Ignored, ...]:
     if asked.stream_options is not None and not asked.stream:
         error = RequestError("may only be set when stream is true.", field="stream_options")
         found.append(Ignored.of(error))
-    if any(not _ID.fullmatch(key) for key in asked.logit_bias or ()):
+    if any(not TOKEN_ID.fullmatch(key) for key in asked.logit_bias or ()):
         error = RequestError("A key of {field} must be a token id.", field="logit_bias")
         found.append(Ignored.of(error))
     return tuple(found)
@@ -247,7 +247,7 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     values |= own
     values |= {own: getattr(asked, name) for own, name in other_names(asked).items()}
     bias = asked.logit_bias or {}
-    values["logit_bias"] = {int(key): bias[key] for key in bias if _ID.fullmatch(key)}
+    values["logit_bias"] = {int(key): bias[key] for key in bias if TOKEN_ID.fullmatch(key)}
     if values["max_tokens"] == -1:
         values["max_tokens"] = None
     if values["top_k"] == -1:

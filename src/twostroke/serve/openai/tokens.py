@@ -122,7 +122,8 @@ def tokenize(asked: TokenizeRequest, card: ModelCard) -> TokenizeBody:
     """Return the ids of a prompt or of messages.
 
     Raises:
-        RequestError: not exactly one is given, or the chat template refuses the messages.
+        RequestError: not exactly one is given, the vocabulary lacks an id, or the chat template
+            refuses the messages.
     """
     tokenizer, ids = card.tokenizer, _encode(asked, card)
     texts = [tokenizer.token_text(id_) for id_ in ids] if asked.return_token_strs else None
@@ -137,11 +138,8 @@ def detokenize(asked: DetokenizeRequest, card: ModelCard) -> DetokenizeBody:
         RequestError: the vocabulary has no such id.
     """
     tokenizer = card.tokenizer
-    last = tokenizer.vocab_size - 1
     for place, id_ in enumerate(asked.tokens):
-        if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
-            reason = f"is not a token of this model, whose ids go from 0 to {last}."
-            raise RequestError(reason, field=f"tokens[{place}]")
+        _check_id(id_, tokenizer, f"tokens[{place}]")
     text = tokenizer.decode(asked.tokens, skip_special=False)
     return DetokenizeBody(text, text)
 
@@ -173,6 +171,7 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
     ids: list[int] = []
     for place, part in enumerate(parts):
         if isinstance(part, int):
+            _check_id(part, tokenizer, f"content[{place}]")
             ids.append(part)
             continue
         ids += tokenizer.encode(
@@ -181,6 +180,14 @@ def _encode(asked: TokenizeRequest, card: ModelCard) -> list[int]:
             parse_special=asked.parse_special is not False,
         )
     return ids
+
+
+def _check_id(id_: int, tokenizer: Tokenizer, field: str) -> None:
+    """Raise a RequestError if the vocabulary has no such id."""
+    last = tokenizer.vocab_size - 1
+    if not 0 <= id_ <= last or tokenizer.token_text(id_) is None:
+        reason = f"is not a token of this model, whose ids go from 0 to {last}."
+        raise RequestError(reason, field=field)
 
 
 def _conversation(asked: TemplateFields, messages: list[ChatMessage]) -> Conversation:
