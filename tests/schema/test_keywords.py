@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
 P = {"type": "integer"}
+N = {"type": "number"}
 S = {"type": "string"}
 OBJECT = {"type": "object"}
 ARRAY = {"type": "array"}
@@ -156,6 +157,21 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("propertyNames", {**OBJECT, "propertyNames": {"pattern": "^a"}}, [{"ab": 1}], [{"b": 1}]),
     ("propertyNames", {**OBJECT, "propertyNames": {"enum": ["a"]}}, [{"a": 1}], [{"b": 1}]),
     ("propertyNames", {**OBJECT, "propertyNames": {"maxLength": 1}}, [{"b": 1}], [{"ab": 1}]),
+    ("propertyNames", {**OBJECT, "propertyNames": {"not": {"const": "x"}}}, [{"y": 1}], [{"x": 1}]),
+    ("exclusiveMinimum", {**N, "exclusiveMinimum": 0, "maximum": 0.5}, [0.25, 0.5], [0, 0.6]),
+    ("exclusiveMaximum", {**N, "minimum": -1.5, "exclusiveMaximum": -1}, [-1.5, -1.25], [-1]),
+    (
+        "patternProperties",
+        {**AB, "patternProperties": {"^a": {"minimum": 5}, "c$": S}, "required": ["a"]},
+        [{"a": 5}, {"a": 5, "b": ""}],
+        [{"a": 4}],
+    ),
+    (
+        "patternProperties",
+        {**OBJECT, "patternProperties": {"^(c|d)$": P}, "additionalProperties": False},
+        [{"c": 1}, {"c": 1, "d": 2}],
+        [{"c": "x"}, {"cd": 1}],
+    ),
     ("dependentRequired", {**AB, "dependentRequired": {"a": ["b"]}}, [{"b": ""}], [{"a": 1}]),
     ("dependentSchemas", {**AB, "dependentSchemas": {"a": {"required": ["b"]}}}, [{}], [{"a": 1}]),
     ("dependencies", {**AB, "dependencies": {"a": ["b"]}}, [{"a": 1, "b": ""}], [{"a": 1}]),
@@ -206,6 +222,10 @@ GAPS: list[tuple[dict[str, Any], str]] = [
     ({**S, "not": {"pattern": "a"}}, "not (/not)"),
     ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (/)"),
     ({**OBJECT, "minProperties": 2}, "additionalProperties (names that repeat)"),
+    (
+        {**OBJECT, "propertyNames": {"pattern": "^a", "maxLength": 2}, "minProperties": 1},
+        "propertyNames (of several limits)",
+    ),
     ({"const": 2**60}, "enum (of numbers beyond 2^53)"),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -217,6 +237,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"title": "anything"}}, "no value fits"),
     ({**S, "allOf": [P]}, "no value fits"),
     ({**OBJECT, "required": ["a"], "properties": {"a": {"enum": []}}}, "no value fits"),
+    (
+        {"$id": "http://x/r", **OBJECT, "required": ["a"], "properties": {"a": {"$ref": "r"}}},
+        "no value fits",
+    ),
 ]
 
 
@@ -293,6 +317,16 @@ def test_members_that_nobody_asked_for_are_not_written(
     assert not allows(grammars, tokenizer, AB, '{"a": 1, "c": 2}')
     for asking in ({"additionalProperties": True}, {"required": ["c"]}, {"minProperties": 3}):
         assert allows(grammars, tokenizer, {**AB, **asking}, '{"a": 1, "b": "", "c": 2}')
+
+
+def test_a_name_that_a_pattern_lists_is_written_once(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    schema = {"patternProperties": {"^a$": P}, "additionalProperties": False, "required": ["a"]}
+    assert not allows(grammars, tokenizer, {**OBJECT, **schema}, '{"a": 1, "a": 2}')
+    tokens = tokenizer.encode('{"a": 1, ')  # after which nothing could follow
+    matcher = grammars.matcher(Constraint("json_schema", json.dumps({**OBJECT, **schema})))
+    assert matcher.count_allowed((), tokens) < len(tokens) - 1
 
 
 def test_members_keep_the_order_of_the_schema(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.schema.patterns import are_apart
+from twostroke.schema.branch import Range
+from twostroke.schema.patterns import are_apart, matches, spelled, without
 from twostroke.schema.scalars import can_be_written
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
     known = branch.known | branch.required
+    for pattern in _patterns(parts):
+        known |= dict.fromkeys(spelled(pattern))
     num_patterns = sum(len(part.patterns) for part in parts)
     if len(known) * max(1, num_patterns) > _MOST_MATCHES:
         raise ValueError("an object has too many names and patterns")
@@ -39,8 +42,8 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
         members[name] = child(branch.member(name, parts)) if is_usable else False
     if any(members[name] is False for name in branch.required):
         return
-    more = _others(parts, allowed, child)
     possible = [name for name, inner in members.items() if inner is not False]
+    more = _others(parts, allowed, possible, child)
     is_named = any(name in branch.known for name in possible)
     if is_named and not _is_asked(branch, parts) and branch.members.low <= len(possible):
         more = {}
@@ -96,11 +99,20 @@ def _is_asked(branch: Branch, parts: Sequence[ObjectPart]) -> bool:
     return bool(branch.names) or any(not part.is_open or part.patterns for part in parts)
 
 
-def _others(parts: Sequence[ObjectPart], allowed: _Names, child: Child) -> Schema:
+def _patterns(parts: Sequence[ObjectPart]) -> dict[Pattern, None]:
+    return {pattern: None for part in parts for pattern in part.patterns}
+
+
+def _others(
+    parts: Sequence[ObjectPart], allowed: _Names, named: Sequence[str], child: Child
+) -> Schema:
     """Return what members that have no schema of their own are; an empty one if there are none."""
-    if allowed.is_closed:
+    groups = _grouped([pattern for pattern in _patterns(parts) if not spelled(pattern)])
+    # llguidance would apply the schema of a whole group to a named member, too.
+    if allowed.is_closed or any(
+        len({matches(pattern, name) for pattern in group}) > 1 for group in groups for name in named
+    ):
         return {}
-    groups = _grouped({pattern: None for part in parts for pattern in part.patterns})
     found: dict[str, AnySchema] = {}
     for group in groups:
         states = [state for part in parts for p, state in part.patterns.items() if p in group]
@@ -127,7 +139,7 @@ def _others(parts: Sequence[ObjectPart], allowed: _Names, child: Child) -> Schem
     )
 
 
-def _grouped(patterns: dict[Pattern, None]) -> list[list[Pattern]]:
+def _grouped(patterns: Sequence[Pattern]) -> list[list[Pattern]]:
     """Return patterns in groups: no name matches patterns of two groups."""
     groups: list[list[Pattern]] = []
     for pattern in patterns:
@@ -140,8 +152,7 @@ def _grouped(patterns: dict[Pattern, None]) -> list[list[Pattern]]:
 class _Names:
     """Which names `propertyNames` allows.
 
-    `listed` are all, if there are few; else those that match `pattern`, if there is one. It
-    `is_closed` if others cannot be described.
+    `listed` are all, if it `is_closed`; else others match `pattern`, if there is one.
     """
 
     def __init__(self, branch: Branch, expander: Expander) -> None:
@@ -158,18 +169,17 @@ class _Names:
             for place, of in one.gaps.items():
                 if of in {"", "string"}:
                     branch.gap(place, "object")
-        if len(self._branches) == 1 and not any((self._branches[0].excluded, self._listed())):
-            only = self._branches[0]
-            low, high = only.lengths.low, only.lengths.high
-            has_lengths = bool(low) or high is not None
-            if not only.patterns and not has_lengths:
-                return
-            if len(only.patterns) + has_lengths == 1:
-                bounds = f"^[\\x00-\\x{{10ffff}}]{{{low},{'' if high is None else high}}}$"
-                self.pattern = bounds if has_lengths else next(iter(only.patterns)).text
-                return
-        self.is_closed = True
         self.listed = tuple(self._listed())
+        free = [one for one in self._branches if one.allowed() is None]
+        self.is_closed = not free
+        if not free:
+            return
+        num_limits = _num_limits(free[0])
+        if len(free) == 1 and not self.listed:
+            self.pattern = _pattern(free[0]) if num_limits else None
+            if num_limits == bool(self.pattern):
+                return
+        branch.gap("propertyNames (of several limits)", "object")
 
     def _listed(self) -> list[str]:
         return [
@@ -187,3 +197,17 @@ class _Names:
             one.is_allowed(name) and (one.allowed() is None or name in (one.allowed() or ()))
             for one in self._branches
         )
+
+
+def _num_limits(names: Branch) -> int:
+    return len(names.patterns) + (names.lengths != Range()) + bool(names.excluded)
+
+
+def _pattern(names: Branch) -> str | None:
+    """Return a pattern of a branch of names, which may hold one of several limits only."""
+    low, high = names.lengths
+    if names.patterns:
+        return next(iter(names.patterns)).text
+    if low or high is not None:
+        return f"^[\\x00-\\x{{10ffff}}]{{{low},{'' if high is None else high}}}$"
+    return without([value for value in names.excluded.values() if isinstance(value, str)])

@@ -28,6 +28,7 @@ _ESCAPE: Final = re.compile(
 )
 _COUNT: Final = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
 _GROUP: Final = re.compile(r"\((?:\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
+_LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
 _ANY_ONE: Final = r"[\x00-\x{10ffff}]"
 _ANYTHING: Final = rf"{_ANY_ONE}*"
 _NOTHING: Final = r"[^\x00-\x{10ffff}]"
@@ -196,6 +197,12 @@ def matches(pattern: Pattern, text: str) -> bool:
     """Return whether a pattern matches a text, in linear time; true if nobody can tell."""
     matcher = _matcher(pattern.source)
     return matcher is None or matcher.is_valid(text)
+
+
+def spelled(pattern: Pattern) -> list[str]:
+    """Return the texts that a pattern matches, if it lists them, such as `^(a|b)$`."""
+    found = _LIST.fullmatch(pattern.source)
+    return (found[1] or found[2]).split("|") if found else []
 
 
 def are_apart(one: Pattern, other: Pattern) -> bool:

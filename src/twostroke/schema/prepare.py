@@ -161,32 +161,38 @@ class _Rewriter:
                 self.gaps[place] = None
 
     def _drop_empty(self) -> None:
-        """Replace the schemas that no value fits, as far as that follows from others."""
-        is_changed = True
-        while is_changed:
-            is_changed = False
-            for number in reversed(range(len(self._schemas))):
-                schema = self._schemas[number]
-                if schema is not False and self._is_empty(schema):
-                    self._schemas[number] = False
-                    is_changed = True
+        """Replace the schemas that no value fits, as far as that follows from others.
 
-    def _is_empty(self, schema: AnySchema) -> bool:
-        if isinstance(schema, bool):
-            return not schema
-        if "$ref" in schema:
-            return self._schemas[schema["$ref"]] is False
-        if "anyOf" in schema:
-            return all(map(self._is_empty, schema["anyOf"]))
-        if schema.get("type") == "object" and "properties" in schema:
-            members = schema["properties"]
-            return any(self._is_empty(members[name]) for name in schema["required"])
-        if schema.get("type") == "array" and "items" in schema:
-            first, low = schema.get("prefixItems", ()), schema.get("minItems", 0)
-            if any(map(self._is_empty, first[:low])):
-                return True
-            return low > len(first) and self._is_empty(schema["items"])
-        return False
+        A schema that needs itself has no finite value, so each begins as empty.
+        """
+        empty = set(range(len(self._schemas)))
+        num_before = len(empty) + 1
+        while len(empty) < num_before:
+            num_before = len(empty)
+            for number in sorted(empty, reverse=True):
+                if not _is_empty(self._schemas[number], empty):
+                    empty.remove(number)
+        for number in empty:
+            self._schemas[number] = False
+
+
+def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
+    """Return whether no value fits a schema, if none fits the states of `empty`."""
+    if isinstance(schema, bool):
+        return not schema
+    if "$ref" in schema:
+        return schema["$ref"] in empty
+    if "anyOf" in schema:
+        return all(_is_empty(one, empty) for one in schema["anyOf"])
+    if schema.get("type") == "object" and "properties" in schema:
+        members = schema["properties"]
+        return any(_is_empty(members[name], empty) for name in schema["required"])
+    if schema.get("type") == "array" and "items" in schema:
+        first, low = schema.get("prefixItems", ()), schema.get("minItems", 0)
+        if any(_is_empty(one, empty) for one in first[:low]):
+            return True
+        return low > len(first) and _is_empty(schema["items"], empty)
+    return False
 
 
 class _Layout:

@@ -77,7 +77,7 @@ def _numbers(branch: Branch) -> Iterator[Schema]:
         part = branch.copy()
         part.least, part.most = low, high
         if part.has_range():
-            yield schema | _bounds(branch, low, high)
+            yield schema | _bounds(branch, *_apart(low, high))
 
 
 def _is_easy(multiple: Decimal) -> bool:
@@ -100,6 +100,21 @@ def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool]
         else:
             found[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
     return found
+
+
+def _apart(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
+    """Yield two bounds, with a whole number that is excluded moved into a range less than 1 wide.
+
+    There, llguidance would allow the number itself.
+    """
+    if low is None or high is None or high[0] - low[0] >= 1:
+        yield from (low, high)
+        return
+    width = Decimal(high[0]) - low[0]
+    step = Decimal(1).scaleb(width.adjusted() - _MOST_DIGITS)
+    for (number, is_open), sign in ((low, 1), (high, -1)):
+        is_moved = is_open and kind(number) == "integer"
+        yield (number + sign * step, False) if is_moved else (number, is_open)
 
 
 def _strings(branch: Branch) -> Iterator[Schema]:
