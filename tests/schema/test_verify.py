@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from twostroke.schema import verify
 from twostroke.schema.verify import MAX_ANSWER, Fault, UncheckedError, Verifier
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -145,3 +147,25 @@ def test_process_ends_with_its_owner():
     assert process is not None
     del verifier
     assert process.poll() is not None
+
+
+def test_process_that_ended_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    verifier = Verifier()
+    verifier.check_schema("{}")
+    first = verifier._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    assert verifier.fault('{"type": "null"}', "1") == Fault("type", "/type")
+    assert first.stdin is not None
+    assert first.stdout is not None
+    assert first.stdin.closed
+    assert first.stdout.closed
+    second = verifier._process
+    assert second is not None
+    second.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(verify, "_LIMIT_S", 0.2)
+    with pytest.raises(UncheckedError, match="time"):
+        verifier.fault("{}", "1")
+    monkeypatch.undo()
+    assert verifier.fault("{}", "1") is None

@@ -73,6 +73,7 @@ class Grammars:
         self._lock = threading.Lock()  # of what is known
         self._compiling = threading.Lock()
         self.verifier = Verifier()  # of finished answers
+        self._checks_schemas = Verifier()  # another, which does not wait for hostile answers
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """Return a matcher for a new request; raises as `compile`."""
@@ -162,7 +163,7 @@ class Grammars:
         text, gaps = _limited(constraint)
         if gaps and constraint.notation == "json_schema":
             try:
-                self.verifier.check_schema(constraint.text)
+                self._checks_schemas.check_schema(constraint.text)
             except UncheckedError as error:
                 raise _refusal(constraint, str(error)) from None
         return text, gaps

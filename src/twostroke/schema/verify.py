@@ -13,12 +13,16 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _WORKER: Final = Path(__file__).with_name("verify_worker.py")
 MAX_ANSWER: Final = 1 << 20  # characters
+_LIMIT_S: Final = 20.0  # of a check: the process itself ends after 2 seconds of processor time
 
 
 class Fault(Frozen):
@@ -37,6 +41,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._free: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def check_schema(self, schema: str) -> None:
@@ -57,40 +62,49 @@ class Verifier:
         if len(answer) > MAX_ANSWER:
             raise UncheckedError(f"it has more than {MAX_ANSWER:,} characters")
         with self._lock:
-            if self._ask(schema, answer)["is_valid"]:
-                return None
-            found = self._line()
-        return Fault("unknown") if found is None else Fault(**found)
+            return self._ask(schema, answer)
 
-    def _ask(self, schema: str, answer: str | None) -> dict[str, Any]:
-        if self._process is None:
-            self._process = _start()
-            weakref.finalize(self, _end, self._process)
-        question = json.dumps([schema, answer]).encode()
-        assert self._process.stdin is not None
+    def _ask(self, schema: str, answer: str | None) -> Fault | None:
+        process = self._running()
+        limit = threading.Timer(_LIMIT_S, process.kill)
+        limit.daemon = True
+        limit.start()
+        verdict = reason = None
         try:
-            self._process.stdin.write(question + b"\n")
-            self._process.stdin.flush()
-            found = self._line()
-        except OSError:
-            found = None
-        if found is None:
-            self._process = None
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([schema, answer]).encode() + b"\n")
+            process.stdin.flush()
+            verdict = _line(process)
+            if verdict is not None and not verdict.get("is_valid", True):
+                reason = _line(process) or {"keyword": "unknown"}
+        except OSError:  # it has ended
+            process.wait()
+        finally:
+            limit.cancel()
+        if verdict is None:
             raise UncheckedError("the check took too much time or memory")
-        if "error" in found:
-            raise UncheckedError(found["error"])
-        return found
+        if "error" in verdict:
+            raise UncheckedError(verdict["error"])
+        return None if reason is None else Fault(**reason)
 
-    def _line(self) -> dict[str, Any] | None:
-        """Return a line of the process, or None if it has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line.endswith(b"\n"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-        self._process = None
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Return the process, or a new one if it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            self._free()
+            self._process = _start()
+            self._free = weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _line(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """Return a line of a process, or None if it has ended."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        process.wait()
         return None
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def _start() -> subprocess.Popen[bytes]:
