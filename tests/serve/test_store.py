@@ -55,6 +55,16 @@ def test_oldest_is_evicted_over_the_memory() -> None:
     assert store.num_bytes <= 10_000
 
 
+def test_replaced_answer_evicts_others_also_if_it_is_the_oldest() -> None:
+    mine = Tenant("", Store(100, 10_000))
+    answers = [kept(name, size=2000) for name in "abc"]
+    for one in answers:
+        mine.put(one)
+    mine.replace(answers[0], b"x" * 3500)
+    assert [name for name in "abc" if mine.find(name)] == ["a", "c"]
+    assert mine.store.num_bytes <= 10_000
+
+
 def test_too_large_response_evicts_nothing() -> None:
     store = Store(100, 10_000)
     assert Tenant("", store).put(kept("a", size=2000))

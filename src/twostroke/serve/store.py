@@ -75,9 +75,8 @@ class _Shelf:
     items: dict[str, Kept] = field(default_factory=dict)
     num_bytes: int = 0
 
-    @property
-    def oldest(self) -> Kept:
-        return next(iter(self.answers.values()))
+    def oldest_but(self, spared: Kept) -> Kept | None:
+        return next((kept for kept in self.answers.values() if kept is not spared), None)
 
     def hold(self, kept: Kept | None) -> None:
         """Add a reference; the first one counts the memory of the response and those before it."""
@@ -125,12 +124,13 @@ class Store:
         """Remove the oldest response of the largest tenant until in bounds; `newest` stays."""
         while (has_many := len(self) > self.max_answers) or self.num_bytes > self.max_bytes:
             sizes = {
-                tenant: len(shelf.answers) if has_many else shelf.num_bytes
+                (tenant, oldest.id): len(shelf.answers) if has_many else shelf.num_bytes
                 for tenant, shelf in self.shelves.items()
-                if shelf.oldest is not newest
+                if (oldest := shelf.oldest_but(newest)) is not None
             }
-            largest = max(sizes, key=sizes.__getitem__)
-            self.remove(largest, self.shelves[largest].oldest.id)
+            if not sizes:
+                return
+            self.remove(*max(sizes, key=sizes.__getitem__))
 
     def remove(self, tenant: str, id_: str) -> None:
         """Remove a response, which is stored; the caller holds the lock."""
