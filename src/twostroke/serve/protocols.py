@@ -11,7 +11,7 @@ from twostroke.serve.dialect import Dialect, EmbeddingDialect, Inquiry
 from twostroke.serve.http.stream import NDJSON
 from twostroke.serve.llama_server import completion, infill
 from twostroke.serve.llama_server import embeddings as llama_embeddings
-from twostroke.serve.llama_server.fields import NAMES
+from twostroke.serve.llama_server.fields import names as llama_names
 from twostroke.serve.llama_server.reply import LlamaEncoder
 from twostroke.serve.ollama import embed, models
 from twostroke.serve.ollama import reply as ollama_reply
@@ -46,11 +46,9 @@ DIALECTS: Final[dict[str, Dialect[Any]]] = {
         recalls=True,
     ),
     "/completion": Dialect(
-        "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, lambda _asked: NAMES
+        "cmpl-", completion.LlamaRequest, completion.read, LlamaEncoder, llama_names
     ),
-    "/infill": Dialect(
-        "cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, lambda _asked: NAMES
-    ),
+    "/infill": Dialect("cmpl-", infill.InfillRequest, infill.read, LlamaEncoder, llama_names),
     "/api/chat": Dialect(
         "",
         ollama.OllamaChatRequest,

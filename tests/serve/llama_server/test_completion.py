@@ -209,7 +209,9 @@ def test_ids_that_are_none_are_refused(server: LiveServer) -> None:
     for wrong in (10**6, -1, 2**70):
         assert refused(server, prompt=[wrong])["message"].startswith("prompt has token ids outside")
     assert refused(server, n_probs=21)["message"].startswith("n_probs must be from 0 to 20")
-    assert refused(server, n_cmpl=0)["message"].startswith("n_cmpl must be")
+    for name in ("n_cmpl", "n"):
+        assert refused(server, **{name: 0})["message"].startswith(f"{name} must be")
+    assert refused(server, max_tokens=-2)["message"] == "max_tokens must be at least -1, got -2."
     cut = post(
         server, prompt="hello", n_predict=10**6, ignore_eos=True, response_fields=["truncated"]
     )

@@ -36,7 +36,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "frequency_penalty": 0.0,
 }
 RANDOM_SEED: Final = 2**32 - 1  # what llama-server makes of -1
-NAMES: Final = {
+_NAMES: Final = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "logprobs": "n_probs",
@@ -206,6 +206,15 @@ def to_params(asked: TextFields) -> SamplingParams:
         "constraint": one_constraint(_forms(asked)),
     }
     return SamplingParams(**values, **more)
+
+
+def names(asked: TextFields) -> dict[str, str]:
+    """Return the names of the engine's fields for errors, as the request uses them."""
+    return {
+        own: name
+        for own, name in _NAMES.items()
+        if getattr(asked, name) is not None or getattr(asked, own, None) is None
+    }
 
 
 def num_predict(asked: TextFields) -> int:
