@@ -118,7 +118,7 @@ class Api:
             Route("/page/{name:path}", self.site.file, include_in_schema=False),
             *(Route(path, post, methods=["POST"], name=path) for path, post in posts.items()),
             *kept_routes(self._tenant),
-            *stored_chat.stored_chat_routes(self._tenant, self.options.limits),
+            *stored_chat.stored_chat_routes(self._tenant, self.options.limits, self._ignored.note),
             *info_routes(self.client, self.options, self.names[0]),
             *model_routes(self._names, self.client.card),
             *ollama_routes(self.names, self.client.card),

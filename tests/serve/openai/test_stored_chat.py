@@ -83,8 +83,11 @@ def test_lists_have_pages_orders_and_filters(server: LiveServer) -> None:
 def test_metadata_is_replaced_and_messages_are_listed(server: LiveServer) -> None:
     messages = [{"role": "system", "content": "the"}, {"role": "user", "content": "hello"}]
     id_ = store(server, messages=messages, metadata={"a": "b"})["id"]
-    changed = server.http.post(f"{PATH}/{id_}", json={"metadata": {"c": "d"}}).json()
+    body = {"metadata": {"c": "d"}, "unknown": 1}
+    response = server.http.post(f"{PATH}/{id_}", json=body)
+    changed = response.json()
     assert changed["metadata"] == {"c": "d"}
+    assert response.headers["twostroke-ignored"] == "unknown"
     assert server.http.get(f"{PATH}/{id_}").json() == changed
     listed = server.http.get(f"{PATH}/{id_}/messages").json()["data"]
     assert [one["content"] for one in listed] == ["the", "hello"]

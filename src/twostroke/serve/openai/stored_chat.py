@@ -17,6 +17,7 @@ from twostroke.serve.dialect import encode_json, to_json
 from twostroke.serve.http.decode import BodyDecoder
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.http.limits import read_json
+from twostroke.serve.observe.served import served_of
 from twostroke.serve.openai import chat
 from twostroke.serve.openai.chat_reply import ChatCompletion, ChatEncoder
 from twostroke.serve.openai.fields import Pairs
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from twostroke.serve.dialect import Encoder, Reply
+    from twostroke.serve.ignored import Ignored
     from twostroke.serve.job import Job
+    from twostroke.serve.observe.served import ServedRequest
     from twostroke.serve.openai.chat import ChatRequest
     from twostroke.serve.options import Limits
     from twostroke.serve.store import Tenant
@@ -132,8 +135,15 @@ def encoder(reply: Reply) -> Encoder:
     return ChatEncoder(reply) if keep is None else StoringEncoder(reply, keep)
 
 
-def stored_chat_routes(tenant_of: Callable[[Request], Tenant], limits: Limits) -> list[Route]:
-    """Return the routes of stored completions; `tenant_of` returns the sender of a request."""
+def stored_chat_routes(
+    tenant_of: Callable[[Request], Tenant],
+    limits: Limits,
+    note: Callable[[Iterable[Ignored], ServedRequest], None],
+) -> list[Route]:
+    """Return the routes of stored completions.
+
+    `tenant_of` returns the sender of a request, `note` takes its ignored fields.
+    """
     decoder = BodyDecoder(MetadataRequest, limits.max_json_depth)
 
     def find(request: Request) -> Kept:
@@ -160,7 +170,9 @@ def stored_chat_routes(tenant_of: Callable[[Request], Tenant], limits: Limits) -
 
     async def label(request: Request) -> Response:
         kept = find(request)
-        asked, _ignored = decoder.decode(await read_json(request, limits))
+        body = await read_json(request, limits)
+        asked, ignored = await asyncio.to_thread(decoder.decode, body)
+        note(ignored, served_of(request.scope))
         completion = msgspec.json.decode(kept.answer, type=dict[str, Any])
         completion["metadata"] = asked.metadata or {}
         answer = encode_json(completion)
