@@ -94,5 +94,8 @@ def test_references_count_as_often_as_they_are_used() -> None:
         "by": {"type": "array", "minItems": 900, "items": {"$ref": "#/$defs/name"}}
     }
     assert not forces_little(nested)
+    for member in ("$defs", "$ref", "pattern"):  # a name, not a keyword
+        long = {"type": "array", "minItems": 9000, "items": {"type": "integer"}}
+        assert not forces_little({"type": "object", "properties": {member: long}})
     assert forces_little({"$ref": "#/$defs/none"})
     assert not forces_little({"type": "array", "minItems": 10**400})

@@ -326,9 +326,3 @@ def kinds_of(types: str | Iterable[str]) -> frozenset[str]:
     """Return the kinds of one or several types of JSON Schema."""
     names = {types} if isinstance(types, str) else set(types)
     return frozenset(names - {"number"} | (_NUMBERS if "number" in names else set()))
-
-
-def types_of(kinds: Iterable[str]) -> list[str]:
-    """Return kinds as JSON Schema names them: numbers that have a fraction are numbers."""
-    names = {"number" if one == "fraction" else one for one in kinds}
-    return sorted(names - {"integer"} if "number" in names else names)

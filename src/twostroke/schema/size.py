@@ -8,19 +8,20 @@ import re
 from typing import Any, Final
 
 MOST_FORCED: Final = 8000  # bytes, which llguidance follows in some 50 ms
-_DEFINITIONS: Final = frozenset(("$defs", "definitions"))
 _MINIMA: Final = ("minItems", "minProperties", "minLength")
 # Of a pattern: an escape, a set of characters, the least count of repetitions, or a character.
 _PART: Final = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]|\{\s*\d+|.", re.DOTALL)
 
 
 def forces_little(schema: object) -> bool:
-    """Return whether a schema can force at most about `MOST_FORCED` bytes of text in a row.
+    """Return whether a prepared schema forces at most about `MOST_FORCED` bytes in a row.
 
     Where text can go on in one way only, llguidance follows it to its end without a limit, in the
     middle of a step. This walks over the schema as often as its references and minimum counts
     repeat it, and gives up after as many bytes; so cycles end, too.
     """
+    named = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    definitions = {f"#/$defs/{name}": inner for name, inner in named.items()}
     left = float(MOST_FORCED)
     waiting: list[tuple[Any, float]] = [(schema, 1.0)]
     while waiting and left > 0:
@@ -30,13 +31,13 @@ def forces_little(schema: object) -> bool:
             times *= math.prod(max(1.0, min(count, MOST_FORCED)) for count in counts)
             left -= 2 * times
             for name, value in part.items():
-                if name in _DEFINITIONS:
+                if name == "$defs" and part is schema:
                     continue
                 left -= (4 + len(name)) * times
-                if name == "$ref":
-                    waiting.append((_referred(schema, value), times))
-                elif name == "pattern":
-                    left -= pattern_size(str(value)) * times
+                if name == "$ref" and isinstance(value, str):
+                    waiting.append((definitions.get(value), times))
+                elif name == "pattern" and isinstance(value, str):
+                    left -= pattern_size(value) * times
                 elif name == "patternProperties" and isinstance(value, dict):
                     left -= sum(map(pattern_size, value)) * times
                     waiting += [(inner, times) for inner in value.values()]
@@ -66,15 +67,3 @@ def pattern_size(pattern: str) -> float:
             last = float(len(part.encode()))
             sizes[-1] += last
     return sum(sizes)
-
-
-def _referred(root: object, pointer: object) -> object:
-    """Return the part of a schema that a JSON pointer names; None if there is none."""
-    here = root
-    for step in str(pointer).split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(here, list) and key.isdecimal() and int(key) < len(here):
-            here = here[int(key)]
-        else:
-            here = here.get(key) if isinstance(here, dict) else None
-    return here
