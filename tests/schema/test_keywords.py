@@ -329,6 +329,14 @@ def test_a_name_that_a_pattern_lists_is_written_once(
     assert matcher.count_allowed((), tokens) < len(tokens) - 1
 
 
+def test_sets_may_exclude_quotes(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for pattern in ('^[^"]+$', r"^[\x00-!]+$", r'^([^"]|\x00)+$', "^[!]+$"):
+        assert allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!"')
+        assert not allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!\""'), pattern
+    assert not allows(grammars, tokenizer, {**S, "pattern": r"^[^\\]+$"}, r'"!\\"')
+    assert not allows(grammars, tokenizer, {**S, "not": {"const": '"'}}, r'"\""')
+
+
 def test_members_keep_the_order_of_the_schema(grammars: Grammars, tokenizer: Tokenizer) -> None:
     schema = {"allOf": [{"properties": {"z": P}}], "properties": {"y": P}, "required": ["y"]}
     assert allows(grammars, tokenizer, schema, '{"z": 1, "y": 1}')
