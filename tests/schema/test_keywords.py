@@ -334,6 +334,8 @@ def test_sets_may_exclude_quotes(grammars: Grammars, tokenizer: Tokenizer) -> No
         assert allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!"')
         assert not allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!\""'), pattern
     assert not allows(grammars, tokenizer, {**S, "pattern": r"^[^\\]+$"}, r'"!\\"')
+    for pattern in (r"^a(\x01b|c)$", r"^a([\x7f]b|c)$"):
+        assert not allows(grammars, tokenizer, {**S, "pattern": pattern}, '"ab"')
     assert not allows(grammars, tokenizer, {**S, "not": {"const": '"'}}, r'"\""')
 
 

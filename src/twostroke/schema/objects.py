@@ -47,6 +47,8 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     is_named = any(name in branch.known for name in possible)
     if is_named and not _is_asked(branch, parts) and branch.members.low <= len(possible):
         more = {}
+    if more and allowed.is_weak:
+        branch.gap("propertyNames (of several limits)", "object")
     yield from _counted(branch, members, more)
 
 
@@ -152,13 +154,15 @@ def _grouped(patterns: Sequence[Pattern]) -> list[list[Pattern]]:
 class _Names:
     """Which names `propertyNames` allows.
 
-    `listed` are all, if it `is_closed`; else others match `pattern`, if there is one.
+    `listed` are all, if it `is_closed`; else others match `pattern`, if there is one. It `is_weak`
+    if not all of those are allowed.
     """
 
     def __init__(self, branch: Branch, expander: Expander) -> None:
         self.listed: tuple[str, ...] = ()
         self.pattern: str | None = None
         self.is_closed = False
+        self.is_weak = False
         self._branches: list[Branch] | None = None
         if not branch.names:
             return
@@ -179,7 +183,7 @@ class _Names:
             self.pattern = _pattern(free[0]) if num_limits else None
             if num_limits == bool(self.pattern):
                 return
-        branch.gap("propertyNames (of several limits)", "object")
+        self.is_weak = True
 
     def _listed(self) -> list[str]:
         return [

@@ -31,9 +31,14 @@ _GROUP: Final = re.compile(r"\((?:\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
 _ANY_ONE: Final = r"[\x00-\x{10ffff}]"
 _ANYTHING: Final = rf"{_ANY_ONE}*"
-# A character that is not written. Sets that have all such characters would allow quotes and
-# backslashes, too, as llguidance reads them.
-_NUL: Final = r"\x00"
+# Characters that are not written. llguidance would skip one, and a set of all of them would allow
+# quotes and backslashes, too.
+_UNWRITTEN: Final = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_EACH_UNWRITTEN: Final = frozenset(
+    text
+    for code in (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)
+    for text in (f"\\x{code:02x}", f"\\x{{{code:x}}}")
+)
 _NOTHING: Final = r"[^\x00-\x{10ffff}]"
 _MOST_KNOWN: Final = 512
 
@@ -83,7 +88,7 @@ def translated(source: str) -> Pattern | None:
                 is_count = here in "*+?"
             place += 1
         was_count = is_count
-    parts = [_NOTHING if part in {_NUL, r"\x{0}"} else part for part in parts]
+    parts = [_NOTHING if part in _EACH_UNWRITTEN else part for part in parts]
     return Pattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
 
 
@@ -113,7 +118,7 @@ def _escaped(found: re.Match[str], *, inside: bool) -> str:
             return f"[^{content}]"
         return content if inside else f"[{content}]"
     if name == "property" and not inside:
-        return _without_nul(f"\\{value}")
+        return _writable(f"\\{value}")
     if name in _ESCAPES:
         return _ESCAPES[name](value)
     number = int(value, 16)
@@ -168,12 +173,12 @@ def _set(source: str, place: int) -> tuple[str | None, int]:
     if not members:
         return (r"[\x00-\x{10ffff}]" if is_negated else _NOTHING), place + 1
     if is_negated:
-        return f"[^{text}{_NUL}]", place + 1
-    return _without_nul(f"[{text}]") if r"\x" in text or r"\p" in text else f"[{text}]", place + 1
+        return f"[^{text}{_UNWRITTEN}]", place + 1
+    return _writable(f"[{text}]") if r"\x" in text or r"\p" in text else f"[{text}]", place + 1
 
 
-def _without_nul(text: str) -> str:
-    return rf"[{text}&&[^{_NUL}]]"
+def _writable(text: str) -> str:
+    return rf"[{text}&&[^{_UNWRITTEN}]]"
 
 
 def _is_range(members: list[tuple[str, bool]], place: int) -> bool:
@@ -244,7 +249,9 @@ def _but(words: list[str], depth: int) -> str:
     """Return an expression of what may follow `depth` characters, which all words share."""
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})
-    options = [f"[^{''.join(map(_literal, heads))}{_NUL}]{_ANYTHING}"] if heads else [_ANYTHING]
+    options = (
+        [f"[^{''.join(map(_literal, heads))}{_UNWRITTEN}]{_ANYTHING}"] if heads else [_ANYTHING]
+    )
     if len(rest) < len(words):  # the text ends here in one of the words: it must go on
         options = options if heads else [f"{_ANY_ONE}+"]
     elif heads:
