@@ -33,9 +33,10 @@ SCHEMA: Fields = {
     "required": ["city"],
     "additionalProperties": False,
 }
+ANYTHING = {"type": "object", "additionalProperties": True}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "time"}},
+    {"type": "function", "function": {"name": "time", "parameters": ANYTHING}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ONE = ("weather", '{"city": "Oslo"}')

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from twostroke.tokenize import Tokenizer
 
 _BLANK: Final = r"[\t-\r ]"
+_MOST_UNMARKED: Final = 8  # calls; a model that would rather write text repeats the same one
 _NUM_BLANKS: Final = 9  # before the end of a call without marks
 _EITHER_KEY: Final = ("arguments", "parameters")
 
@@ -83,7 +84,8 @@ class CallGrammar:
         yield up_to("head", form.mark, self._specials)
         yield "last: TEXT"
         yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
-        several = "unmarked+ | call* last" if tools.is_parallel else "unmarked | call | last"
+        many = f"unmarked{{1,{_MOST_UNMARKED}}}"
+        several = f"{many} | call* last" if tools.is_parallel else "unmarked | call | last"
         yield f"start: {several}"
         others = [f"UNMARKED{place}" for place in range(len(tools.names))]
         if self._preface is not None and self._preface.begin:

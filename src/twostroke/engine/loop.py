@@ -81,6 +81,7 @@ class EngineLoop:
         with self._condition:
             self._check_running()
             added: list[Listener] = []
+            self._counters.seconds.turn(time.monotonic())  # as it was, perhaps idle
             try:
                 for listener in listeners:
                     listener.request.arrival_s = time.monotonic()

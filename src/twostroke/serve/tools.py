@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.chat.tools import Function, Tools
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.schema.prepare import ANY_OBJECT, prepare
+from twostroke.schema.prepare import prepare
 from twostroke.serve.describe import field
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ MAX_TOOLS: Final = 128
 _MORE_ARGUMENTS: Final = frozenset(
     ("$ref", "additionalProperties", "allOf", "anyOf", "minProperties", "oneOf")
 ) | {"patternProperties"}
+_SAY_NOTHING: Final = frozenset(("$schema", "description", "title", "type"))
 _MAX_NAME: Final = 128
 _NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
 
@@ -232,7 +233,7 @@ def _callable(function: FunctionBody, param: str) -> Function:
     Many tools have schemas written for other readers, so only `strict` functions are refused.
     Whether a schema can be followed shows when it is compiled.
     """
-    schema = _closed(function.parameters or dict(ANY_OBJECT))
+    schema = _closed(function.parameters or {})
     made = Function(function.name, schema, param, bool(function.strict))
     if schema.get("type", "object") == "object":
         return made
@@ -245,7 +246,10 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that allows only the arguments in its `properties`, if it lists them there.
 
     Other arguments would make most functions fail, although JSON Schema allows them by default.
+    A schema that says nothing of arguments is that of a function without any.
     """
+    if schema.keys() <= _SAY_NOTHING and schema.get("type", "object") == "object":
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     names = schema.get("properties")
     if not isinstance(names, dict) or not _MORE_ARGUMENTS.isdisjoint(schema):
         return schema

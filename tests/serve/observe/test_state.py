@@ -241,3 +241,12 @@ def test_past_has_the_form_of_the_present(tmp_path: Path) -> None:
         for one in state["past"]:
             assert one["requests"].keys() <= state["requests"].keys()
             assert one["window"].keys() <= state["window"]["10"].keys()
+
+
+def test_nothing_ran_in_the_past_of_an_idle_server(tmp_path: Path) -> None:
+    with live_server(tmp_path) as server:
+        time.sleep(3)
+        server.complete(prompt="hello", max_tokens=30)
+        past = server.http.get("/api/state?past").json()["past"]
+        assert past
+        assert not any(one["requests"]["num_running"] for one in past)
