@@ -126,6 +126,7 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
         assert answer.result().status_code == 503
+        assert "The server is stopping" in answer.result().json()["error"]["message"]
         assert process.wait(20) == 1
 
 
@@ -141,7 +142,9 @@ def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) ->
         process.terminate()
         wait_for(lambda: httpx.get(url + "/health", trust_env=False).status_code == 503)
         assert idle.get("/health").json()["status"] == "draining"  # on its open connection
-        for refused in (idle.get("/health"), idle.post(PATH, json=chat_body())):
+        late = idle.post(PATH, json=chat_body())
+        assert "The server is stopping" in late.json()["error"]["message"]
+        for refused in (idle.get("/health"), late):
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert refused.headers["connection"] == "close"

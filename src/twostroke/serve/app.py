@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from twostroke.core.errors import EngineStoppedError, TwostrokeError, nearest
+from twostroke.core.errors import TwostrokeError, nearest
 from twostroke.engine.loop import Health
 from twostroke.serve.about import VERSION, AboutBody, HealthBody
 from twostroke.serve.checking import AnswerChecks
@@ -25,6 +25,7 @@ from twostroke.serve.dialect import Reply, encode_json, to_json
 from twostroke.serve.http import errors
 from twostroke.serve.http.boundary import Boundary
 from twostroke.serve.http.decode import BodyDecoder, meant
+from twostroke.serve.http.errors import ServerStoppingError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.http.keys import KeyCheck
 from twostroke.serve.http.limits import read_json
@@ -326,10 +327,10 @@ class Api:
         """Return `work` of the body, in a thread if the body or the work (`is_long`) is long.
 
         Raises:
-            EngineStoppedError: the server drains.
+            ServerStoppingError: the server drains.
         """
         if self.is_draining:
-            raise EngineStoppedError("The server is stopping and takes no new requests.")
+            raise ServerStoppingError("The server is stopping and takes no new requests.")
         body = await read_json(request, self.options.limits)
         if not is_long and len(body) <= _LARGE_BODY_BYTES:
             return work(body, request)

@@ -147,7 +147,8 @@ class _Shutdown:
         self._server.should_exit = True
         num_running = self._api.num_running
         if num_running:
-            _logger.warning("Shutdown: cut off %d running requests.", num_running)
+            noun = "request" if num_running == 1 else "requests"
+            _logger.warning("Shutdown: cut off %d running %s.", num_running, noun)
         self.num_cut += num_running
         self._api.abort()
         asyncio.get_running_loop().call_later(_FLUSH_S, self._leave)

@@ -17,6 +17,7 @@ from twostroke.core.request import FinishReason
 from twostroke.engine.embedding import Embedding
 from twostroke.engine.loop import Health
 from twostroke.engine.output import Timings, Usage, join
+from twostroke.serve.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -169,7 +170,7 @@ class Answers:
                 self._ttft_s = time.monotonic() - self._began_s
             return
         if reason is FinishReason.CANCEL:  # by the server: the client still reads
-            raise EngineStoppedError("The server is shutting down.")
+            raise ServerStoppingError("The server is stopping: this answer was cut off.")
         assert output.timings is not None
         self._ended[output.index] = (reason, usage, output.timings)
         self.num_open -= 1
@@ -215,6 +216,8 @@ class Vectors:
         parts = [msgspec.Raw()] * len(self._job.texts)
         try:
             async for output in self._generation:
+                if output.finish_reason is FinishReason.CANCEL:
+                    raise ServerStoppingError("The server is stopping: this work was cut off.")
                 embedding = Embedding.of(output)
                 self._num_cached += embedding.usage.cached_tokens
                 self.num_open -= 1

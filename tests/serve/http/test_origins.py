@@ -70,6 +70,17 @@ def test_keyless_server_is_not_reached_by_rebinding_or_foreign_pages(server: Liv
         assert (told.status_code, told.json()["error"]["type"]) == (403, "permission_error")
 
 
+def test_refusals_say_what_to_start_the_server_with(server: LiveServer) -> None:
+    for header, value, code, option in (
+        ("host", "rebind.example:8000", "forbidden_host", "--allowed-host rebind.example if"),
+        ("origin", "https://x.example", "forbidden_origin", "--cors-origin https://x.example to"),
+        ("origin", "null", "forbidden_origin", "--cors-origin '*' and with keys to"),
+    ):
+        error = server.http.get("/v1/models", headers={header: value}).json()["error"]
+        assert error["code"] == code
+        assert f"start it with {option}" in error["message"]
+
+
 def test_own_page_and_development_servers_pass(server: LiveServer) -> None:
     for headers in (
         {"origin": server.url},
@@ -183,6 +194,7 @@ def test_a_keyed_server_may_allow_every_page(tmp_path: Path) -> None:
         ("HTTP://Localhost:80", "http://localhost"),
         ("https://app.example:443", "https://app.example"),
         ("https://app.example:80", "https://app.example:80"),
+        ("https://app.example/", "https://app.example"),
         ("chrome-extension://abcdefgh", "chrome-extension://abcdefgh"),
         ("http://[::1]:3000", "http://[::1]:3000"),
     ],
@@ -196,7 +208,7 @@ def test_origins_are_compared_as_browsers_send_them(given: str, sent: str) -> No
 
 @pytest.mark.parametrize(
     "origin",
-    ["*", "null", "", "app.example", "https://", "https://a/b", "https://a/", "https://a:99999"],
+    ["*", "null", "", "app.example", "https://", "https://a/b", "https://a//", "https://a:99999"],
 )
 def test_malformed_origins_are_refused_at_the_start(origin: str) -> None:
     with pytest.raises(UsageError, match="cors_origins"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twostroke.core.errors import EngineStoppedError
+from twostroke.serve.http.errors import ServerStoppingError
 from twostroke.serve.http.stream import ABORT
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class BodyReader:
         """Return the next message.
 
         Raises:
-            EngineStoppedError: the server stops before the whole body has arrived.
+            ServerStoppingError: the server stops before the whole body has arrived.
         """
         if self._is_read or self._is_answered:
             return await self._next()
@@ -170,8 +170,8 @@ class BodyReader:
             async with asyncio.timeout_at(self._stops_at) as self._limit:
                 return await self._next()
         except TimeoutError:
-            message = "The server is shutting down, and the request's body is incomplete."
-            raise EngineStoppedError(message) from None
+            message = "The server is stopping, and the request's body is incomplete."
+            raise ServerStoppingError(message) from None
         finally:
             self._limit = None
 

@@ -106,6 +106,10 @@ class ClientGoneError(TwostrokeError):
     code = "client_gone"
 
 
+class ServerStoppingError(EngineStoppedError):
+    """The server was told to stop: it takes no new requests, and in the end cuts off the rest."""
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of OpenAI's error object."""
 
@@ -145,7 +149,8 @@ def to_message(error: TwostrokeError, naming: Naming = str) -> str:
     if error.http_status < 500:
         return one_line(error.sentence(naming))
     if isinstance(error, EngineStoppedError):
-        return "The engine is not running: it is shutting down or has failed. Try again later."
+        is_asked = isinstance(error, ServerStoppingError)
+        return str(error) if is_asked else "The engine is not running. Try again later."
     return "The engine failed on this request."
 
 

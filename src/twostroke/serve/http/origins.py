@@ -49,6 +49,12 @@ class ForbiddenError(TwostrokeError):
     code = "forbidden_origin"
 
 
+class ForbiddenHostError(ForbiddenError):
+    """The server does not answer to the request's Host."""
+
+    code = "forbidden_host"
+
+
 class Origins:
     """The rules of one server."""
 
@@ -71,16 +77,20 @@ class Origins:
         """
         host, origin = _header(scope, b"host"), _header(scope, b"origin")
         if host and self._checks_hosts and not self._is_own(host):
-            raise ForbiddenError(
-                f"This server does not answer to the name '{_shown(host)}': start it with "
-                "--allowed-host NAME if clients may reach it under that name."
+            found = _match(_HOST, host)
+            name = _shown(host) if found is None else found["name"]
+            remedy = f": start it with --allowed-host {name} if clients may use that name"
+            raise ForbiddenHostError(
+                f"This server does not answer to the name '{name}'{remedy if found else ''}."
             )
         if origin is None or self._is_listed(origin):
             return
         if is_preflight(scope) or (self._is_keyless and not _is_near(origin, host or b"")):
+            shown = _shown(origin)
+            listed = shown if _match(_ORIGIN, origin) else "'*' and with keys"
             raise ForbiddenError(
-                f"Web pages of the origin '{_shown(origin)}' may not use this server: start it "
-                "with --cors-origin ORIGIN to allow them."
+                f"Web pages of the origin '{shown}' may not use this server: start it with "
+                f"--cors-origin {listed} to allow them."
             )
 
     def headers(self, scope: Scope) -> Headers:
@@ -108,7 +118,7 @@ class Origins:
         Beyond this machine, addresses and names that no public DNS has are safe, too: a page of
         such a host is not a stranger's.
         """
-        found = _HOST.fullmatch(host.decode("latin-1").lower())
+        found = _match(_HOST, host)
         if found is None:
             return False
         name = found["name"]
@@ -146,12 +156,12 @@ class OriginCheck:
 
 
 def parse_origin(text: str) -> str:
-    """Return an origin as browsers send it.
+    """Return an origin as browsers send it, without the slash that may end it.
 
     Raises:
         UsageError: it is not an origin.
     """
-    origin = text.lower()
+    origin = text.lower().removesuffix("/")
     found = _ORIGIN.fullmatch(origin)
     if found is None or int(found["port"] or 1) > 65535:
         message = "must be an origin such as https://app.example:3000, without a path, got {value}."
@@ -195,7 +205,7 @@ def _is_near(origin: bytes, host: bytes) -> bool:
     The latter, such as a development server that passes requests on, gets no CORS headers: its
     scripts can neither read responses nor send JSON.
     """
-    found = _ORIGIN.fullmatch(origin.decode("latin-1").lower())
+    found = _match(_ORIGIN, origin)
     if found is None or found["scheme"] not in _DEFAULT_PORTS:
         return False
     return found["host"] == host.decode("latin-1").lower() or is_loopback(found["name"])
@@ -221,6 +231,10 @@ def _is_address(name: str) -> bool:
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _match(form: re.Pattern[str], value: bytes) -> re.Match[str] | None:
+    return form.fullmatch(value.decode("latin-1").lower())
 
 
 def _shown(value: bytes) -> str:

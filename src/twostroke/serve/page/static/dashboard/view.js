@@ -1,7 +1,7 @@
 // The dashboard: what the server does now, and did in the last minute.
 
 import { h } from "../shared/dom.js";
-import { count, duration, isKnown, percent, quantity, rate } from "../shared/format.js";
+import { count, counted, duration, isKnown, percent, quantity, rate } from "../shared/format.js";
 import { Chart } from "./chart.js";
 import { Guesses } from "./guesses.js";
 import { History } from "./history.js";
@@ -152,5 +152,5 @@ function overall(latency) {
 function tail(found) {
   if (!found?.count) return "no samples";
   const point = isKnown(found.p99) ? "p99" : "p90";
-  return isKnown(found[point]) ? `${point} ${duration(found[point])}` : `${count(found.count)} samples`;
+  return isKnown(found[point]) ? `${point} ${duration(found[point])}` : counted(found.count, "sample");
 }
