@@ -207,7 +207,7 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
         ("/input_items?limit=0", "limit must be from 1 to 100."),
         ("/input_items?limit=101", "limit must be from 1 to 100."),
         ("/input_items?order=up", "order must be asc or desc."),
-        ("/input_items?after=msg_0", "must be the id of an item of this response, got 'msg_0'."),
+        ("/input_items?after=msg_0", "must be the id of an item of this list, got 'msg_0'."),
         ("/input_items?ater=x", "Did you mean 'after'?"),
         ("?stream=true", "A stored response cannot be streamed"),
         ("?starting_after=3", "A stored response cannot be streamed"),
