@@ -218,6 +218,7 @@ KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
 GAPS: list[tuple[dict[str, Any], str]] = [
     ({**ARRAY, "uniqueItems": True}, "uniqueItems (/)"),
     ({**S, "pattern": "^(?!a)b"}, "pattern (/)"),
+    ({"enum": ["ab", "b"], "pattern": "^(?!a)"}, "pattern (/)"),
     ({**S, "format": "regex"}, "format (/)"),
     ({**S, "not": {"pattern": "a"}}, "not (/not)"),
     ({"oneOf": [AB, {**AB, "title": "other"}]}, "oneOf (/)"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from twostroke.schema.branch import Branch, kinds_of
 from twostroke.schema.formats import FORMATS
 from twostroke.schema.negate import NOT_ENUM, NOT_TYPE
-from twostroke.schema.patterns import Pattern, translated
+from twostroke.schema.patterns import Pattern, relaxed, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,8 @@ def _pattern(branch: Branch, node: Node) -> None:
     pattern = translated(node.schema["pattern"])
     if pattern is None:
         branch.gap(node.place("pattern"), "string")
-    else:
+        pattern = relaxed(node.schema["pattern"])
+    if pattern is not None:
         branch.patterns[pattern] = None
 
 

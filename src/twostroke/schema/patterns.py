@@ -28,6 +28,12 @@ _ESCAPE: Final = re.compile(
 )
 _COUNT: Final = re.compile(r"\{\d{1,9}(?:,\d{0,9})?\}")
 _GROUP: Final = re.compile(r"\((?:\?:|\?<[A-Za-z_$][\w$]*>|(?!\?))")
+# A part of a pattern whose assertions are left out, but no set that engines read in several ways.
+_PIECE: Final = re.compile(
+    r"(?P<edge>\\[bB])|\\.|\[(?!\^?\])(?:\\.|[^\]\[\\])*\]|(?P<look>\(\?<?[=!])|\(|\)|[^\\\[()]+",
+    re.DOTALL,
+)
+_EMPTY: Final = "(?:)"
 _LIST: Final = re.compile(r"\^(?:\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)|([\w -]+))\$")
 _ANY_ONE: Final = r"[\x00-\x{10ffff}]"
 _ANYTHING: Final = rf"{_ANY_ONE}*"
@@ -90,6 +96,31 @@ def translated(source: str) -> Pattern | None:
         was_count = is_count
     parts = [_NOTHING if part in _EACH_UNWRITTEN else part for part in parts]
     return Pattern(source, "".join(parts)) if _has_outer_anchors(parts) else None
+
+
+@lru_cache(_MOST_KNOWN)
+def relaxed(source: str) -> Pattern | None:
+    r"""Return a pattern without its look-around, `\b` and `\B`, or None if that cannot be one.
+
+    These only restrict what the rest matches, so it matches each text that the whole one does.
+    """
+    kept: list[str] = []
+    place = depth = 0  # depth: groups that are open in an assertion, itself included
+    while place < len(source):
+        found = _PIECE.match(source, place)
+        if found is None:
+            return None
+        piece, place = found.group(), found.end()
+        if depth:
+            depth += (piece[0] == "(") - (piece == ")")
+        elif found["look"]:
+            depth = 1
+            kept.append(_EMPTY)
+        else:
+            kept.append(_EMPTY if found["edge"] else piece)
+    while kept and kept[-1] == _EMPTY:
+        kept.pop()
+    return translated("".join(kept)) if kept and not depth else None
 
 
 def _plain(character: str) -> str:

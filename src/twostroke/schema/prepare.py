@@ -157,7 +157,8 @@ class _Rewriter:
     def _note(self, branch: Branch) -> None:
         """Note the gaps that are about values that a branch allows."""
         for place, of in branch.gaps.items():
-            if not of or (of in branch.kinds and branch.values is None):
+            is_listed = branch.values is not None and of != "string"  # whose patterns count
+            if not of or (of in branch.kinds and not is_listed):
                 self.gaps[place] = None
 
     def _drop_empty(self) -> None:

@@ -1,0 +1,91 @@
+"""Patterns with look-around: the grammar holds the rest, which matches no less."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.byte_tokenizer import byte_tokenizer
+from twostroke.core.constraint import Constraint
+from twostroke.sample.grammar import Grammars
+from twostroke.schema.patterns import relaxed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Allows = Callable[[dict[str, Any], str], bool]
+
+
+@pytest.fixture(scope="module")
+def allows() -> Allows:
+    """Return whether a grammar of a schema allows a text as its value."""
+    tokenizer = byte_tokenizer()
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+
+    def found(schema: dict[str, Any], text: str) -> bool:
+        matcher = grammars.matcher(Constraint("json_schema", json.dumps(schema)))
+        tokens = [*tokenizer.encode(json.dumps(text)), min(tokenizer.eos_ids)]
+        return matcher.count_allowed((), tokens) == len(tokens)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("^(?!admin)[a-z]{3,10}$", "adam", "Admin42"),
+        (r"^(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{8,12}$", "Abcdefg1", "Abc-efg1"),
+        (r"^\b\w+\b$", "ABC", "A C"),
+        (r"^(?:(?!\)[)]).)[a](?<=[)(]|\)|(a))$", "ba", "bb"),
+    ],
+)
+def test_the_rest_of_a_pattern_is_held(allows: Allows, pattern: str, good: str, bad: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    for one in (schema, {"not": {"not": schema}}):
+        assert allows(one, good)
+    assert not allows(schema, bad)
+
+
+def test_a_pattern_that_must_not_match_is_left_whole(allows: Allows) -> None:
+    for schema in ({"not": {"pattern": "^(?!b)a?$"}}, {"if": {"pattern": "(?!b)a"}, "else": {}}):
+        assert allows({"type": "string", **schema}, "b")
+
+
+def test_what_is_unsure_is_dropped() -> None:
+    for source in ("(?=[[])a", "(?=[])])a", r"(?=a)(b)\1", "(?=(a)b", "(?=a", "a(?=b)^c"):
+        assert relaxed(source) is None
+    for hostile in ("(?=", "(?=a)", "[a", "[", "(?=a"):
+        assert relaxed(hostile * 50_000) is None
+
+
+def test_the_rest_matches_each_text_that_the_whole_does(allows: Allows) -> None:
+    draw = random.Random(7)
+    texts = ["".join(one) for size in range(5) for one in itertools.product("ab( ", repeat=size)]
+    num_accepted = 0
+    for _ in range(150):
+        source = _asserting(draw)
+        if relaxed(source) is None:
+            continue
+        known = re.compile(source)
+        accepted = [text for text in texts if known.search(text)]
+        for text in draw.sample(accepted, min(5, len(accepted))):
+            assert allows({"type": "string", "pattern": source}, text), (source, text)
+            num_accepted += 1
+    assert num_accepted > 200
+
+
+def _asserting(draw: random.Random, depth: int = 0) -> str:
+    """Return a random regular expression, often with look-around."""
+    atoms = ["a", "b", r"\(", ".", r"\w", "[ab]", "[^a(]", r"[)\]b]", r"\b", r"\B", "(?<=a)"]
+    atoms += ["(?<![)])"]
+    if depth < 3:
+        atoms += ["({})", "(?:{}|b)", "(?={})", "(?!{})", "(?:b?{}a)*", "(?:{}.){{1,2}}"]
+    chosen = draw.choices(atoms, k=draw.randint(1, 3))
+    parts = [one.format(_asserting(draw, depth + 1)) if "{}" in one else one for one in chosen]
+    text = "".join(parts)
+    return text if depth else draw.choice(("", "^")) + text + draw.choice(("", "$"))
