@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from support import talkers
 from support.byte_tokenizer import byte_tokenizer
@@ -157,16 +159,18 @@ def checker(asked: ToolForm) -> Callable[[str], bool]:
 def test_beside_json_a_call_may_lack_its_marks(schema: Fields) -> None:
     answer = Constraint("json_schema", json.dumps(schema))
     is_any = schema == {"type": "object"}
-    for name in ("hermes", "llama", "mistral list"):
-        is_whole = checker(form_of(name, "auto", parallel=True, kind=CONTROL, answer=answer))
+    for name, has_result in product(("hermes", "llama", "mistral list"), (False, True)):
+        form = form_of(name, "auto", parallel=True, kind=CONTROL, answer=answer)
+        is_whole = checker(replace(form, has_result=has_result))
+        needs_sign = has_result and not FORMS[name].is_bare
         for key in ("arguments", "parameters"):
             good = f'{{"name": "weather", "{key}": {{"city": "Oslo"}}}}'
             bad = good.replace("Oslo", "Bonn")
             for before, after in (("```json\n", "\n```"), ("```", "```\n"), ("```{", "}```")):
                 assert is_whole(before + good + after)
                 assert not is_whole(before + bad + after)
-            assert is_whole(good) is (FORMS[name].is_bare or is_any)
-            assert is_whole(bad) is (is_any and not FORMS[name].is_bare)
+            assert is_whole(good) is (is_any or not needs_sign)
+            assert is_whole(bad) is (is_any and needs_sign)
             assert not is_whole(f"{good}\n{good}")
         for text in ('{"name": "weather", "x": 1}', '{"name": "a", "arguments": 1}', '{"na": 1}'):
             assert is_whole(text) is is_any

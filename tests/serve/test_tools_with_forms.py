@@ -166,8 +166,12 @@ def test_a_form_that_cannot_be_followed_is_named(server: LiveServer) -> None:
     assert error["param"] == "response_format.json_schema.schema"
 
 
-def test_text_in_a_form_may_look_like_a_call(server: LiveServer) -> None:
+def test_text_in_a_form_may_look_like_a_call_after_a_result(server: LiveServer) -> None:
     path, body = REQUESTS["chat"]
+    function = {"name": "weather", "arguments": ARGUMENTS}
+    call = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "17"}
+    body = body | {"messages": [*TALK, call, result]}
     form = {"guided_json": {"type": "object"}, "response_format": None}
     for text in (json.dumps({"text": MARKED}), CALL):
         say(server, text)

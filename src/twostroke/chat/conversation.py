@@ -113,16 +113,18 @@ class Chat:
         answer: Constraint | None = None,
         *,
         continued: str = "",
+        has_result: bool = False,
     ) -> Turn:
         """Return how to answer a rendered prompt, in which `tools` may be called.
 
         `answer` is the form of answers that do not call; `continued` is the text of the last
-        message, where the answer continues it.
+        message, where the answer continues it. Otherwise that may be a tool's (`has_result`).
         """
         preface = None if self._marks is None else preface_of(self._marks, prompt, continued)
         calls = None
         if tools is not None:
-            calls = ToolForm(tools, self.capabilities.form, self._tokenizer, preface, answer)
+            form = self.capabilities.form
+            calls = ToolForm(tools, form, self._tokenizer, preface, answer, has_result)
         return Turn(prompt, preface, calls, self._tokenizer)
 
     def follow(self, thinking: Thinking) -> tuple[Thinking, list[RequestError]]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class ToolForm(Frozen):
     """Tools, and the form in which a model calls them, after a preface if there is one.
 
-    With `answer`, an answer that does not call has this form, without other text.
+    With `answer`, an answer that does not call has this form, without other text. It may be due
+    where the conversation `has_result`.
     """
 
     tools: Tools
@@ -32,15 +33,19 @@ class ToolForm(Frozen):
     tokenizer: Tokenizer
     preface: Preface | None = None
     answer: Constraint | None = None
+    has_result: bool = False
 
     @property
     def unmarked(self) -> Unmarked:
-        """Which calls without marks are calls; JSON cannot begin with a fence."""
+        """Which calls without marks are calls; JSON cannot begin with a fence.
+
+        Small models begin each JSON like a call, so after a result that alone does not make one.
+        """
         if self.answer is None:
             return Unmarked.ALL
         if self.answer.notation != "json_schema":
             return Unmarked.NONE
-        return Unmarked.ALL if self.form.is_bare else Unmarked.FENCED
+        return Unmarked.FENCED if self.has_result and not self.form.is_bare else Unmarked.ALL
 
     def constraint(self) -> Constraint:
         """Return the grammar of answers."""

@@ -130,8 +130,12 @@ class Conversation(Frozen):
 
         They may call `tools`, and have a `form` if they do not.
         """
-        continued = self.messages[-1].get("content") or "" if self.continues else ""
-        return chat_of(card).turn(self.render(card), tools, form, continued=continued)
+        last = self.messages[-1]
+        continued = last.get("content") or "" if self.continues else ""
+        has_result = last["role"] == "tool"
+        return chat_of(card).turn(
+            self.render(card), tools, form, continued=continued, has_result=has_result
+        )
 
 
 class Composed(Frozen):
