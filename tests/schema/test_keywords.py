@@ -330,14 +330,14 @@ def test_a_name_that_a_pattern_lists_is_written_once(
     assert matcher.count_allowed((), tokens) < len(tokens) - 1
 
 
-def test_sets_may_exclude_quotes(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    for pattern in ('^[^"]+$', r"^[\x00-!]+$", r'^([^"]|\x00)+$', "^[!]+$"):
-        assert allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!"')
-        assert not allows(grammars, tokenizer, {**S, "pattern": pattern}, r'"!\""'), pattern
-    assert not allows(grammars, tokenizer, {**S, "pattern": r"^[^\\]+$"}, r'"!\\"')
-    for pattern in (r"^a(\x01b|c)$", r"^a([\x7f]b|c)$"):
-        assert not allows(grammars, tokenizer, {**S, "pattern": pattern}, '"ab"')
-    assert not allows(grammars, tokenizer, {**S, "not": {"const": '"'}}, r'"\""')
+def test_whole_numbers_have_an_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    for schema in (P, {**P, "minimum": 5}, {**P, "maximum": 2**63}, {"type": ["null", "integer"]}):
+        for number, is_right in ((2**60 + 1, True), (9 * 10**18, True), (10**19, False)):
+            assert allows(grammars, tokenizer, schema, str(number)) is is_right
+        assert not prepare(json.dumps(schema)).gaps
+    assert allows(grammars, tokenizer, {**P, "minimum": 10**20}, str(10**30))
+    many = prepare(json.dumps({"properties": {f"p{i}": P for i in range(40)}}))
+    assert many.text.count("maximum") == 1  # compiled once
 
 
 def test_members_keep_the_order_of_the_schema(grammars: Grammars, tokenizer: Tokenizer) -> None:

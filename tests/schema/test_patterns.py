@@ -1,4 +1,4 @@
-"""Patterns with look-around: the grammar holds the rest, which matches no less."""
+"""Patterns: sets that exclude, and look-around, of which the grammar holds the rest."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ def test_the_rest_matches_each_text_that_the_whole_does(allows: Allows) -> None:
             assert allows({"type": "string", "pattern": source}, text), (source, text)
             num_accepted += 1
     assert num_accepted > 200
+
+
+def test_sets_may_exclude_quotes(allows: Allows) -> None:
+    for pattern in ('^[^"]+$', r"^[\x00-!]+$", r'^([^"]|\x00)+$', "^[!]+$"):
+        assert allows({"type": "string", "pattern": pattern}, "!")
+        assert not allows({"type": "string", "pattern": pattern}, '!"'), pattern
+    assert not allows({"type": "string", "pattern": r"^[^\\]+$"}, "!\\")
+    for pattern in (r"^a(\x01b|c)$", r"^a([\x7f]b|c)$"):
+        assert not allows({"type": "string", "pattern": pattern}, "ab")
+    assert not allows({"type": "string", "not": {"const": '"'}}, '"')
 
 
 def _asserting(draw: random.Random, depth: int = 0) -> str:

@@ -211,6 +211,7 @@ class _Layout:
         self.has_free_names = False  # two of which could be the same
         self._open: set[int] = set()
         self._named: dict[int, None] = {}
+        self._numbers: dict[str, str] = {}  # the schemas of numbers, and their names
 
     def whole(self) -> Schema:
         """Return the first schema, with all that it needs."""
@@ -220,6 +221,7 @@ class _Layout:
         while len(definitions) < len(self._named):
             number = list(self._named)[len(definitions)]
             definitions[f"s{number}"] = self._laid(self._schemas[number], 0)
+        definitions |= {name: json.loads(text) for text, name in self._numbers.items()}
         return {**found, "$defs": definitions} if definitions else found
 
     def _laid(self, schema: AnySchema, depth: int) -> Schema | bool:
@@ -228,6 +230,10 @@ class _Layout:
             return schema
         if "$ref" in schema:
             return self._inner(schema["$ref"], depth)
+        if schema.get("type") in {"integer", "number"} and len(schema) > 1:
+            # llguidance takes a millisecond for bounds, so those that are repeated have a name.
+            name = self._numbers.setdefault(json.dumps(schema), f"n{len(self._numbers)}")
+            return {"$ref": f"#/$defs/{name}"}
         self.has_free_names = self.has_free_names or _has_free_names(schema)
         found: Schema = {}
         for keyword, value in schema.items():

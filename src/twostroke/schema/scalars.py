@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     Schema = dict[str, Any]
 
 _EXACT: Final = 2**53  # the largest number up to which llguidance knows each integer
+# The largest that is written: without an end, a weak model would write digits up to its limit.
+# Keys of 64 bits need 19 digits, and this is a number that llguidance knows.
+_LARGEST: Final = 9 * 10**18
 # Of a multiple, without zeros at its end: llguidance follows each remainder.
 _LARGEST_MULTIPLE: Final = 20_000
 _MOST_DIGITS: Final = 8
@@ -89,14 +92,18 @@ def _is_easy(multiple: Decimal) -> bool:
 
 def _bounds(branch: Branch, low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Schema:
     found: Schema = {}
-    for bound, keyword, sign in ((low, "inimum", 1), (high, "aximum", -1)):
+    is_whole = "fraction" not in branch.kinds
+    for bound, other, keyword, sign in ((low, high, "inimum", 1), (high, low, "aximum", -1)):
         if bound is None:
+            if is_whole and (other is None or other[0] * sign >= -_EXACT):
+                found[f"m{keyword}"] = -_LARGEST * sign
             continue
         number, is_open = bound
         if number * sign > _EXACT:
             branch.gap(f"m{keyword} (beyond 2^53)")
         elif number * sign < -_EXACT:  # only numbers that llguidance knows
-            found[f"m{keyword}"] = -_EXACT * sign
+            is_larger = is_whole and number * sign < -_LARGEST
+            found[f"m{keyword}"] = -(_LARGEST if is_larger else _EXACT) * sign
         else:
             found[f"exclusiveM{keyword}" if is_open else f"m{keyword}"] = written(number)
     return found
