@@ -105,6 +105,8 @@ def _bounds(schema: Schema) -> str:
     if most := schema.get("maxItems", schema.get("maxProperties")):
         return f"at most {most} entries"
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    if "not" in schema:  # 0, in limits of tokens
+        return f"{low} or at least 1"
     high = schema.get("maximum")
     if high is None or high > 2**30:
         return f"at least {low}" if low not in (None, -(2**63)) else ""

@@ -192,8 +192,9 @@ class Conversation:
         num_dropped = bisect_left(range(num_turns), 2 * little, key=room_after)
         turns = "turn" if num_dropped == 1 else f"{num_dropped} turns"
         left = num_turns - num_dropped
+        way = f"Drop the oldest {turns} and keep {left}?"
         self._say(f"The conversation fills the context of {limit} tokens.", "yellow")
-        if self.ask(f"Drop the oldest {turns} and keep {left or 'none'}?"):
+        if self.ask(way if left else "Drop all that was said before this message?"):
             del self.messages[: 2 * num_dropped]
 
     def _answer(self, tokens: list[int], params: SamplingParams) -> dict[str, str] | None:

@@ -153,6 +153,9 @@ def read_text(path: str) -> str:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode()
     except OSError as error:
+        if path.lstrip().startswith("{"):
+            message = f"A file's name or - is expected, not its text, got {path[:40]!r}."
+            raise UsageError(message) from None
         raise UsageError(f"The file '{path}' cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         message = f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}."

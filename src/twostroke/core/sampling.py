@@ -27,6 +27,7 @@ MAX_SEED = 2**64 - 1
 MAX_STOP_IDS = 256
 MAX_BIAS = 100
 MAX_ID = 2**31 - 1
+MAX_TOKENS = MAX_ID  # more than any context holds
 
 
 class Bounds(Frozen):
@@ -41,8 +42,10 @@ class Bounds(Frozen):
 
 # The server's descriptions and the options of the command line are made from these.
 BOUNDS: Final[Mapping[str, Bounds]] = {
-    "max_tokens": Bounds(int, 1, MAX_ID, "The most tokens to generate; left out: as many as fit."),
-    "min_tokens": Bounds(int, 0, MAX_ID, "Do not end before this many tokens."),
+    "max_tokens": Bounds(
+        int, 1, MAX_TOKENS, "The most tokens to generate; left out: as many as fit."
+    ),
+    "min_tokens": Bounds(int, 0, MAX_TOKENS, "Do not end before this many tokens."),
     "temperature": Bounds(float, 0.0, 100.0, "0 always takes the likeliest token."),
     "top_k": Bounds(int, 0, MAX_ID, "Draw from the k likeliest tokens; 0: from all."),
     "top_p": Bounds(

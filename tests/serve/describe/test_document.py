@@ -201,7 +201,7 @@ def test_errors_are_as_described(server: LiveServer, path: str) -> None:
     [
         *[("temperature", value) for value in (-0.1, 100.5, "1")],
         *[("top_p", value) for value in (0, 1.5)],
-        *[("max_tokens", value) for value in (0, 2**31, 1.5)],
+        *[("max_tokens", value) for value in (0, -2, 1.5)],
         *[("n", value) for value in (0, 129)],
         *[("seed", value) for value in (2**64, -(2**63) - 1)],
         *[("stop", value) for value in ("", [""], ["a"] * 17, "x" * 1001)],

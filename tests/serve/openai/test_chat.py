@@ -235,6 +235,17 @@ def test_both_names_of_the_length_limit_work(server: LiveServer, hello: Fields, 
     assert body["usage"]["completion_tokens"] == 3
 
 
+def test_a_length_limit_is_none_or_positive_and_cut_to_what_fits(
+    server: LiveServer, hello: Fields
+) -> None:
+    asked = {"stop": ["e"], **hello}
+    for value in (-1, 2**31, 2**63):
+        assert server.chat(max_tokens=value, **asked).status_code == 200
+    for value in (0, -2):
+        message = server.chat(max_tokens=value, **asked).json()["error"]["message"]
+        assert message == f"max_tokens must be -1 or at least 1, got {value}."
+
+
 def test_both_names_of_the_length_limit_must_agree(server: LiveServer, hello: Fields) -> None:
     same = server.chat(max_tokens=3, max_completion_tokens=3, **hello).json()
     assert same["usage"]["completion_tokens"] == 3

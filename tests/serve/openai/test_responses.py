@@ -311,7 +311,7 @@ def test_cached_tokens_are_told(server: LiveServer) -> None:
         ({"max_tokens": 5}, "Did you mean 'max_output_tokens'?", "max_tokens"),
         ({"messages": []}, "Did you mean 'input'?", "messages"),
         ({"response_format": {"type": "text"}}, "mean 'text.format'?", "response_format"),
-        ({"max_output_tokens": 0}, "max_output_tokens must be from 1", "max_output_tokens"),
+        ({"max_output_tokens": 0}, "must be -1 or at least 1, got 0", "max_output_tokens"),
         ({"min_tokens": 9}, "at most max_output_tokens (8), got 9.", "min_tokens"),
         ({"temperature": -1}, "temperature must be from 0", "temperature"),
         ({"top_logprobs": 2}, f"when include has '{LOGPROBS}'.", "top_logprobs"),

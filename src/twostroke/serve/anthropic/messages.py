@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
-from twostroke.core.sampling import MAX_STOPS, SamplingParams
+from twostroke.core.sampling import MAX_STOPS, MAX_TOKENS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.serve.anthropic.tools import (
     Block,
@@ -116,7 +116,7 @@ class CountRequest(field.RequestObject):
 class MessagesRequest(CountRequest, kw_only=True):
     """The body of a request to be answered."""
 
-    max_tokens: Annotated[int, field.sampling("max_tokens", "The most tokens to generate.")]
+    max_tokens: Annotated[int, field.doc("The most tokens to generate.", minimum=1)]
     stop_sequences: Annotated[
         list[StopText] | None,
         field.doc("Texts before which the answer ends.", maxItems=MAX_STOPS),
@@ -150,7 +150,7 @@ def read(asked: MessagesRequest, tenant: Tenant) -> Job:
         reason = f"must be at least 1 and less than max_tokens, got {asked.thinking.budget_tokens}."
         raise RequestError(reason, field="thinking.budget_tokens")
     values = {
-        "max_tokens": asked.max_tokens,
+        "max_tokens": min(asked.max_tokens, MAX_TOKENS),
         "temperature": asked.temperature,
         "top_k": 0 if asked.top_k == -1 else asked.top_k,
         "top_p": asked.top_p,

@@ -66,8 +66,8 @@ def sampling(name: str, description: str = "", **keywords: object) -> Meta:
 
 
 def limit(description: str) -> Meta:
-    """Describe a limit of tokens, where -1 is none."""
-    return sampling("max_tokens", description, minimum=-1, **{"not": {"const": 0}})
+    """Describe a limit of tokens, where -1 is none; one above any context is cut, as others are."""
+    return doc(description, minimum=-1, **{"not": {"const": 0}})
 
 
 def unsupported(*neutral: object) -> Meta:

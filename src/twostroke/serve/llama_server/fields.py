@@ -13,6 +13,7 @@ from twostroke.core.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_TOKENS,
     SamplingParams,
 )
 from twostroke.serve.describe import field
@@ -197,7 +198,7 @@ def to_params(asked: TextFields) -> SamplingParams:
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
     limit = num_predict(asked)
     more: dict[str, Any] = {
-        "max_tokens": None if limit < 0 else max(1, limit),
+        "max_tokens": None if limit < 0 else max(1, min(limit, MAX_TOKENS)),
         "n": num_answers(asked),
         "seed": None if asked.seed in {-1, RANDOM_SEED} else asked.seed,
         "stop": [stop for stop in stops if stop],

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from twostroke.chat.messages import ROLES
 from twostroke.chat.reasoning import AS_IT_IS, Thinking
 from twostroke.core.errors import RequestError
-from twostroke.core.sampling import MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from twostroke.core.sampling import MAX_LOGPROBS, MAX_STOPS, MAX_TOKENS, SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.schema.prepare import ANY_OBJECT
 from twostroke.serve.describe import field
@@ -247,13 +247,14 @@ def _job(
 
 def _params(asked: OllamaRequest) -> SamplingParams:
     given = asked.options or OllamaOptions()
+    limit = given.num_predict or 0
     values = {
         name: getattr(given, name)
         for name in OllamaOptions.__struct_fields__
         if name in SamplingParams.__struct_fields__
     }
     values |= {
-        "max_tokens": given.num_predict if (given.num_predict or 0) > 0 else None,
+        "max_tokens": min(limit, MAX_TOKENS) if limit > 0 else None,
         "top_k": None if given.top_k is None else max(0, given.top_k),
         "seed": None if given.seed == -1 else given.seed,
         "repetition_penalty": given.repeat_penalty,

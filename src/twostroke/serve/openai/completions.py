@@ -28,11 +28,7 @@ class CompletionRequest(CommonFields, kw_only=True):
     prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
     max_tokens: Annotated[
         int | None,
-        field.sampling(
-            "max_tokens",
-            description="The most tokens to generate; 0 needs `echo`, -1: as many as fit.",
-            minimum=-1,
-        ),
+        field.doc("The most tokens to generate; 0 needs `echo`, -1: as many as fit.", minimum=-1),
     ] = DEFAULT_MAX_TOKENS
     echo: Annotated[bool | None, field.doc("Begin the answer with its prompt.")] = None
     logprobs: Annotated[

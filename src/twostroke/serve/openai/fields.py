@@ -17,6 +17,7 @@ from twostroke.core.sampling import (
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_TOKENS,
     SamplingParams,
 )
 from twostroke.core.service import DEFAULT_SERVICE, SERVICES
@@ -164,7 +165,7 @@ class CommonFields(ServiceFields):
     grammar: GrammarForm = None
     json_schema: JsonForm = None
     n_predict: Annotated[
-        int | None, field.doc("The same as `max_tokens`; -1: as many as fit.", minimum=-1)
+        int | None, field.limit("The same as `max_tokens`; -1: as many as fit.")
     ] = None
     repeat_penalty: Annotated[
         float | None,
@@ -248,11 +249,24 @@ def to_params(asked: CommonFields, **own: Any) -> SamplingParams:
     values |= {own: getattr(asked, name) for own, name in other_names(asked).items()}
     bias = asked.logit_bias or {}
     values["logit_bias"] = {int(key): bias[key] for key in bias if TOKEN_ID.fullmatch(key)}
-    if values["max_tokens"] == -1:
-        values["max_tokens"] = None
+    least = 1 if values.get("prompt_logprobs") is None else 0
+    values["max_tokens"] = to_limit(values["max_tokens"], least)
     if values["top_k"] == -1:
         values["top_k"] = 0
     return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def to_limit(given: int | None, least: int = 1) -> int | None:
+    """Return the most tokens to generate, or None for as many as fit (-1).
+
+    Raises:
+        RequestError: it is less than `least`.
+    """
+    if given is None or given == -1:
+        return None
+    if given < least:
+        raise RequestError(f"must be -1 or at least {least}, got {given}.", field="max_tokens")
+    return min(given, MAX_TOKENS)
 
 
 def to_caller(asked: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:

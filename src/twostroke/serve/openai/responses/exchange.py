@@ -14,7 +14,7 @@ from twostroke.serve.http.errors import MissingFieldError
 from twostroke.serve.http.explain import MAX_NAME_LENGTH
 from twostroke.serve.ignored import Ignored
 from twostroke.serve.job import Conversation, Job, check_messages
-from twostroke.serve.openai.fields import ignored_in, to_caller, to_params, to_prediction
+from twostroke.serve.openai.fields import ignored_in, to_caller, to_limit, to_params, to_prediction
 from twostroke.serve.openai.responses.items import read_input, to_messages
 from twostroke.serve.openai.responses.recall import items_of
 from twostroke.serve.openai.responses.request import (
@@ -138,7 +138,7 @@ def _exchange(
         () if tools is None else tools.shown,
         thinking=_thinking(asked),
         drops_oldest=asked.truncation == "auto",
-        room=asked.max_output_tokens,
+        room=to_limit(asked.max_output_tokens),
         asked=asked,
         tenant=tenant,
         draft=draft if asked.store is not False and tenant.fits(draft) else None,
