@@ -31,7 +31,7 @@ _NAME: Final = re.compile(rf"^[A-Za-z0-9_.-]{{1,{_MAX_NAME}}}$")
 
 FunctionName = Annotated[str, Meta(extra_json_schema={"pattern": _NAME.pattern})]
 Strict = Annotated[
-    bool | None, field.doc("Refuse a schema that cannot be enforced, instead of dropping it.")
+    bool | None, field.doc("Refuse a schema that cannot be followed, instead of dropping it.")
 ]
 
 
