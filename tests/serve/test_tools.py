@@ -250,6 +250,10 @@ def test_a_strict_function_needs_a_schema_that_is_kept_to(server: LiveServer) ->
         said = refused(server.chat(tools=tools), 400, "tools[0].function.parameters")
         assert said.endswith(why)
         assert not said.endswith("..")
+    many = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}  # checked after
+    held = {"name": "f", "strict": True, "parameters": {"properties": {"a": many}}}
+    tools = [{"type": "function", "function": held}]
+    assert server.chat(tools=tools, max_tokens=4).status_code == 200
 
 
 def test_a_schema_of_no_object_frees_the_arguments_unless_strict() -> None:
