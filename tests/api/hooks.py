@@ -65,7 +65,7 @@ REASONS = {
     "messages to continue": (r"must (not )?end with a", r"continue_final_message"),
     "models that cannot fill in the middle": (r"suffix", r"Infill is not supported"),
     "prompts of several kinds": (r"mixes token ids",),
-    "scores of prompts": (r"max_tokens must be -1 or at least 1",),
+    "scores of prompts": (r"max_tokens may only be 0 where echo is true",),
     "options of a chat template": (r"chat template",),
     "prompts times n": (r"asks for too many answers",),
 }
