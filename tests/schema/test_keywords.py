@@ -318,6 +318,15 @@ def test_members_that_nobody_asked_for_are_not_written(
     assert not allows(grammars, tokenizer, AB, '{"a": 1, "c": 2}')
     for asking in ({"additionalProperties": True}, {"required": ["c"]}, {"minProperties": 3}):
         assert allows(grammars, tokenizer, {**AB, **asking}, '{"a": 1, "b": "", "c": 2}')
+    for patterns, more, good, bad in (
+        ({"^[a-z]+$": P}, {"minProperties": 1}, {"x": 1}, {"X": 1}),
+        ({"^(x|y)$": P}, {"required": ["A"]}, {"x": 1, "A": ""}, {"A": 1, "b": 1}),
+        ({"^x": False}, {}, {"b": 1}, {"x": 1}),
+        ({"^x": P, "^y": False}, {"properties": {"a": P}}, {"a": 1, "x": 1}, {"z": 1}),
+    ):
+        schema = {**OBJECT, "patternProperties": patterns, **more}
+        for value in (good, bad):
+            assert allows(grammars, tokenizer, schema, json.dumps(value)) is (value is good), schema
 
 
 def test_a_name_that_a_pattern_lists_is_written_once(
@@ -332,12 +341,11 @@ def test_a_name_that_a_pattern_lists_is_written_once(
 
 def test_whole_numbers_have_an_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
     for schema in (P, {**P, "minimum": 5}, {**P, "maximum": 2**63}, {"type": ["null", "integer"]}):
-        for number, is_right in ((2**60 + 1, True), (9 * 10**18, True), (10**19, False)):
-            assert allows(grammars, tokenizer, schema, str(number)) is is_right
+        for number in (2**60 + 1, 9 * 10**18, 10**19):
+            assert allows(grammars, tokenizer, schema, str(number)) is (number < 10**19)
         assert not prepare(json.dumps(schema)).gaps
     assert allows(grammars, tokenizer, {**P, "minimum": 10**20}, str(10**30))
-    many = prepare(json.dumps({"properties": {f"p{i}": P for i in range(40)}}))
-    assert many.text.count("maximum") == 1  # compiled once
+    assert prepare(json.dumps({"prefixItems": [P] * 9})).text.count("maximum") == 1  # compiled once
 
 
 def test_members_keep_the_order_of_the_schema(grammars: Grammars, tokenizer: Tokenizer) -> None:

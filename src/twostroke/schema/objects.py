@@ -29,9 +29,10 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
     """Yield schemas of a branch's objects, and note in it what they do not hold."""
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
-    known = branch.known | branch.required
+    spoken = dict(branch.known)
     for pattern in _patterns(parts):
-        known |= dict.fromkeys(spelled(pattern))
+        spoken |= dict.fromkeys(spelled(pattern))
+    known = spoken | branch.required
     num_patterns = sum(len(part.patterns) for part in parts)
     if len(known) * max(1, num_patterns) > _MOST_MATCHES:
         raise ValueError("an object has too many names and patterns")
@@ -44,9 +45,9 @@ def objects(branch: Branch, expander: Expander, child: Child) -> Iterator[Schema
         return
     possible = [name for name, inner in members.items() if inner is not False]
     more = _others(parts, allowed, possible, child)
-    is_named = any(name in branch.known for name in possible)
-    if is_named and not _is_asked(branch, parts) and branch.members.low <= len(possible):
-        more = {}
+    if not _is_asked(branch, parts):
+        is_enough = branch.members.low <= len(possible)
+        more = _less(more, is_named=is_enough and any(name in spoken for name in possible))
     if more and allowed.is_weak:
         branch.gap("propertyNames (of several limits)", "object")
     yield from _counted(branch, members, more)
@@ -94,11 +95,22 @@ def _counts(low: int, high: int | None) -> Schema:
 
 
 def _is_asked(branch: Branch, parts: Sequence[ObjectPart]) -> bool:
-    """Return whether the schema speaks of members that it does not name.
+    """Return whether the schema speaks of all members that it does not name.
 
     By default they are allowed beside named ones, but then nobody waits for them.
     """
-    return bool(branch.names) or any(not part.is_open or part.patterns for part in parts)
+    return bool(branch.names) or any(not part.is_open for part in parts)
+
+
+def _less(more: Schema, *, is_named: bool) -> Schema:
+    """Return what of other members is left if nobody asks for them: those that fit a pattern.
+
+    Patterns that only forbid names ask for others, and so does a schema without any name.
+    """
+    patterns = more.get("patternProperties", {})
+    if any(inner is not False for inner in patterns.values()):
+        return {**more, "additionalProperties": False}
+    return {} if is_named and not patterns else more
 
 
 def _patterns(parts: Sequence[ObjectPart]) -> dict[Pattern, None]:
