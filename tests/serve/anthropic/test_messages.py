@@ -172,9 +172,8 @@ def test_harmless_fields_are_accepted(server: LiveServer) -> None:
         "speed": "standard",
     }
     assert ask(server, **harmless).status_code == 200
-    assert server.http.post(
-        f"{PATH}?beta=true", json={"messages": HELLO, "max_tokens": 1}
-    ).is_success
+    body = {"messages": HELLO, "max_tokens": 1}
+    assert server.http.post(f"{PATH}?beta=true", json=body).is_success
     assert ask(server, max_tokens=2**63, stop_sequences=["e"]).is_success
 
 
