@@ -23,7 +23,7 @@ HUGE = 2**63
     ("param", "value"),
     [
         *[("n", value) for value in (0, -1, 129, HUGE, -HUGE, True, 1.5, "1", [])],
-        *[("max_tokens", value) for value in (0, -2, HUGE, 2**31, True, 2.5, "9", {})],
+        *[("max_tokens", value) for value in (0, -2, True, 2.5, "9", {})],
         *[("min_tokens", value) for value in (-1, HUGE, True)],
         *[("temperature", value) for value in (-0.1, 101, 1e308, True, "hot", HUGE)],
         *[("top_p", value) for value in (0, -1, 1.01, True, "1")],
