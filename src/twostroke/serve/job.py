@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -138,7 +138,7 @@ class Conversation(Frozen):
         )
 
 
-class Composed(Frozen):
+class Composed(Protocol):
     """A prompt that a protocol puts together for the model."""
 
     def encode(self, card: ModelCard) -> list[int]:
@@ -148,7 +148,6 @@ class Composed(Frozen):
             RequestError: the model cannot read such a prompt.
             ContextLengthError: it has more tokens than the context.
         """
-        raise NotImplementedError
 
 
 Prompt = str | list[int] | Conversation | Composed
@@ -250,7 +249,7 @@ class Job(Frozen):
 
     def _encode(self, prompt: Prompt, card: ModelCard) -> list[int]:
         assert not isinstance(prompt, Conversation)
-        if isinstance(prompt, Composed):
+        if not isinstance(prompt, (str, list)):
             return prompt.encode(card)
         if self.suffix:
             return encode_gap(card, prompt, self.suffix)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.engine.client import Caller
 from twostroke.engine.prompts import encode_parts
 from twostroke.serve.describe import field
@@ -56,7 +57,7 @@ class LlamaJob(Job, kw_only=True):
         return encoded
 
 
-class Mixed(Composed):
+class Mixed(Frozen):
     """Texts and token ids that follow each other.
 
     The text of a special token becomes that token: clients send whole conversations so.

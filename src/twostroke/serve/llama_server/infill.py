@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 from twostroke.core.errors import RequestError
+from twostroke.core.frozen import Frozen
 from twostroke.engine.prompts import ending_gaps
 from twostroke.serve.describe import field
-from twostroke.serve.job import Composed
 from twostroke.serve.llama_server.completion import LlamaJob, to_job
 from twostroke.serve.llama_server.fields import TextFields, num_predict
 from twostroke.tokenize import encode_part
@@ -63,7 +63,7 @@ class InfillJob(LlamaJob):
         return encoded
 
 
-class Gap(Composed):
+class Gap(Frozen):
     """A prompt for the text between `prefix` and `suffix`.
 
     `files` are texts by name; `limit` are the tokens that the answer may have, -1 for any number.
