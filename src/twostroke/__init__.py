@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from twostroke.core.config import CacheOptions as CacheOptions
     from twostroke.core.config import ComputeOptions as ComputeOptions
     from twostroke.core.config import EngineOptions as EngineOptions
+    from twostroke.core.config import ParallelOptions as ParallelOptions
     from twostroke.core.config import SpeculationOptions as SpeculationOptions
     from twostroke.core.constraint import Constraint as Constraint
     from twostroke.core.sampling import SamplingParams as SamplingParams
@@ -27,6 +28,7 @@ _HOMES = {
     "ComputeOptions": "twostroke.core.config",
     "CacheOptions": "twostroke.core.config",
     "BatchOptions": "twostroke.core.config",
+    "ParallelOptions": "twostroke.core.config",
     "SpeculationOptions": "twostroke.core.config",
     "Completion": "twostroke.engine.output",
     "Output": "twostroke.engine.output",

@@ -16,6 +16,7 @@ from twostroke.core.config import (
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.core.errors import RequestError, UsageError
@@ -46,14 +47,24 @@ def test_engine_options_reach_their_fields() -> None:
         "--backend cpu --threads 3 --level avx2 --context-length 100 --kv-memory 2MB "
         "--page-size 32 --kv-format int8 --no-prefix-cache --strict-prefix --policy dynamic "
         "--max-running 7 --token-budget 64 --batch-size 5 --max-wait 0.5 --max-waiting 9 "
-        "--speculate draft --draft small --drafts 4 --activation-bits 8"
+        "--speculate draft --draft small --drafts 4 --activation-bits 8 --tensor-parallel 2 "
+        "--pipeline-parallel 3 --expert-parallel 1 --context-parallel 4 --shares 3,2 "
+        "--reduce gather --ray"
     )
     assert engine_options(given(serve.command, *line.split())) == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, 9),
         SpeculationOptions("draft", "small", 4),
+        ParallelOptions(2, 3, 1, 4, (3, 2), "gather", "ray"),
     )
+
+
+def test_shares_divide_weights_or_else_layers() -> None:
+    columns = ParallelOptions(tensor=2, pipeline=2, shares=(3, 2))
+    assert (columns.column_shares, columns.stage_shares) == ((3, 2), (1, 1))
+    layers = ParallelOptions(pipeline=2, shares=(3, 2))
+    assert (layers.column_shares, layers.stage_shares) == ((1,), (3, 2))
 
 
 def test_sampling_options_reach_their_fields() -> None:
@@ -122,6 +133,20 @@ def test_wrong_sampling_values_name_their_option(line: str, said: str) -> None:
         ("--max-wait nan", "--max-wait must be at least 0, got nan."),
         ("--max-wait inf", "--max-wait must be a finite number, got inf."),
         ("--max-waiting 0", "--max-waiting must be at least 1, got 0."),
+        ("--tensor-parallel 0", "--tensor-parallel must be from 1 to 256, got 0."),
+        (
+            "--tensor-parallel 20 --context-parallel 20",
+            "Degrees of 20 x 1 x 1 x 20 make 400 ranks; at most 256 work.",
+        ),
+        (
+            "--shares 3,2",
+            "--shares needs --tensor-parallel or --pipeline-parallel: there is nothing to divide.",
+        ),
+        (
+            "--tensor-parallel 3 --shares 3,2",
+            "--shares must be 3 numbers, one for each part, got 2.",
+        ),
+        ("--reduce sum", "--reduce can be sum only on the backend torch."),
         ("--drafts 0", "--drafts must be from 1 to 24, got 0."),
         (
             "--speculate draft --draft none",

@@ -12,7 +12,14 @@ from msgspec.structs import replace
 
 from twostroke.cli.figures import Figures, describe
 from twostroke.cli.help import Command, option
-from twostroke.cli.options import MACHINE, SAMPLING, engine_options, sampling_params, speculation
+from twostroke.cli.options import (
+    MACHINE,
+    PARALLEL,
+    SAMPLING,
+    engine_options,
+    sampling_params,
+    speculation,
+)
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import no_echo, on_interrupt, printable
 from twostroke.core.errors import (
@@ -48,7 +55,9 @@ _ROOM_SHARE: Final = 8  # less than this part of the context is little room for 
 
 
 @click.command(
-    "chat", cls=Command, params=[*SAMPLING, *MACHINE.values(), *speculation(draft="auto")]
+    "chat",
+    cls=Command,
+    params=[*SAMPLING, *MACHINE.values(), *PARALLEL, *speculation(draft="auto")],
 )
 @click.argument("model")
 @option("--system", help="A system message for the conversation.")

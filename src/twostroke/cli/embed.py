@@ -10,7 +10,7 @@ import click
 from msgspec.structs import replace
 
 from twostroke.cli.help import Command, OneOf, TextFile, option, read_text
-from twostroke.cli.options import MACHINE, engine_options
+from twostroke.cli.options import MACHINE, PARALLEL, engine_options
 from twostroke.cli.pull import open_engine
 from twostroke.core.config import SpeculationOptions
 from twostroke.core.embedding import AUTO, POOLINGS, EmbeddingParams
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from twostroke.engine.build import Engine
 
 
-@click.command("embed", cls=Command, params=[*MACHINE.values()])
+@click.command("embed", cls=Command, params=[*MACHINE.values(), *PARALLEL])
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @option(

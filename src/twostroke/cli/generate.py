@@ -15,6 +15,7 @@ from twostroke.cli.help import Command, TextFile, option, read_text
 from twostroke.cli.options import (
     FORM,
     MACHINE,
+    PARALLEL,
     SAMPLING,
     constraint,
     engine_options,
@@ -35,7 +36,7 @@ _HOW = "give one with -p TEXT, -f FILE, or on standard input."
 
 
 @click.command(
-    "generate", cls=Command, params=[*SAMPLING, *FORM, *MACHINE.values(), *speculation()]
+    "generate", cls=Command, params=[*SAMPLING, *FORM, *MACHINE.values(), *PARALLEL, *speculation()]
 )
 @click.argument("model")
 @click.argument("text", required=False, metavar="[PROMPT]")

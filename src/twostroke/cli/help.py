@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _DECIMAL: Final = {letter: 1000**power for power, letter in enumerate(("", *"kmgt"))}
 _BINARY: Final = {f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = _DECIMAL | _BINARY
+_MOST: Final = 1 << 20
 _PATHS: Final = {"model", "models", "draft", "heads"}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
@@ -85,6 +86,24 @@ class OneOf(click.Choice[str]):
             hint = nearest(value, words)
             self.fail(f"'{value}' is not one of {', '.join(words)}.{hint}", param, ctx)
         return str(value)
+
+
+class Counts(click.ParamType):  # type: ignore[type-arg]
+    """One or more whole numbers, such as 1,16."""
+
+    name = "N,N"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers."""
+        if isinstance(value, tuple):  # a default
+            return value
+        words = str(value).split(",")
+        if not all(word.strip().isdecimal() and 0 < int(word) <= _MOST for word in words):
+            reason = f"'{value}' is not a list of numbers from 1 to {_MOST}, such as 1,16."
+            self.fail(reason, param, ctx)
+        return tuple(map(int, words))
 
 
 class ListOf(click.ParamType):  # type: ignore[type-arg]

@@ -6,18 +6,20 @@ import json
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from twostroke.cli.help import ByteSize, OneOf, Option, TextFile
+from twostroke.cli.help import ByteSize, Counts, OneOf, Option, TextFile
 from twostroke.core.config import (
     BACKENDS,
     DEFAULT_ACTIVATION_BITS,
     KV_FORMATS,
     PARTNER,
     POLICIES,
+    REDUCTIONS,
     SPECULATE,
     BatchOptions,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.core.constraint import Constraint
@@ -34,6 +36,7 @@ _FORMS: Final = ("json_schema", "regex", "choice", "grammar")  # as constraints 
 _sampling = partial(Option, section="Choosing tokens")
 _form = partial(Option, section="Form of the answer")
 _machine = partial(Option, section="Machine")
+_dividing = partial(Option, section="Several processes, GPUs or machines")
 _guessing = partial(Option, section="Speculation")
 _batching = partial(Option, section="Batching")
 _observing = partial(Option, section="Observing")
@@ -114,6 +117,39 @@ MACHINE: Final = {
         ),
     )
 }
+
+# The fields of `ParallelOptions`.
+PARALLEL: Final = [
+    *(
+        _dividing([f"--{name}-parallel", name], type=int, default=1, metavar="N", help=what)
+        for name, what in (
+            ("tensor", "Divide every layer's weights into N parts."),
+            ("pipeline", "Divide the layers into N groups, one after another."),
+            ("expert", "Divide the experts of a mixture into N parts."),
+            ("context", "Divide the tokens of a step into N parts, for long prompts."),
+        )
+    ),
+    _dividing(
+        ["--shares"],
+        type=Counts(),
+        default=(),
+        show_default=False,
+        help="Unequal parts, such as 3,2 [default: equal parts].",
+    ),
+    _dividing(
+        ["--reduce"],
+        type=OneOf(REDUCTIONS),
+        default="auto",
+        help="gather: the tokens of one process; sum: moves less (torch backend, auto on GPUs).",
+    ),
+    _dividing(
+        ["--ray", "launcher"],
+        flag_value="ray",
+        default="auto",
+        show_default=False,
+        help="Let Ray place the ranks [default: this machine, or as torchrun says].",
+    ),
+]
 
 # The fields of `BatchOptions`.
 BATCHING: Final = [
@@ -220,6 +256,7 @@ def engine_options(given: dict[str, Any]) -> EngineOptions:
         _taken(CacheOptions, given),
         _taken(BatchOptions, given),
         _taken(SpeculationOptions, given),
+        _taken(ParallelOptions, given),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from twostroke.cli.help import Command, option
+from twostroke.cli.help import Command, Counts, option
 from twostroke.cli.options import MACHINE, engine_options
 from twostroke.cli.pull import fetch
 from twostroke.cli.terminal import printable, show_table
@@ -20,28 +20,11 @@ from twostroke.measure import plots
 if TYPE_CHECKING:
     from twostroke.measure.profile import StepProfile
 
-_MOST: Final = 1 << 20
 _QUIET: Final = 0.03  # share of the processors that other programs may take without a note
 _HEADINGS: Final = (
     "OPERATION", "CALLS", "MS", "SHARE", "WAITING", "MB", "GFLOP", "FLOP/B", "GB/S", "GFLOP/S",
     "FLOOR", "×FLOOR",
 )  # fmt: skip
-
-
-class Counts(click.ParamType):  # type: ignore[type-arg]
-    """One or more whole numbers, such as 1,16."""
-
-    name = "N,N"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Return the numbers."""
-        words = str(value).split(",")
-        if not all(word.strip().isdecimal() and 0 < int(word) <= _MOST for word in words):
-            reason = f"'{value}' is not a list of numbers from 1 to {_MOST}, such as 1,16."
-            self.fail(reason, param, ctx)
-        return tuple(map(int, words))
 
 
 @click.command(
@@ -53,6 +36,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]
 @option("--streams", type=Counts(), help="Streams of the decode steps [default: 1,16].")
 @option(
     "--context",
+    "context_tokens",
     type=click.IntRange(1),
     default=512,
     help="Tokens that each stream has when it decodes.",
@@ -83,7 +67,7 @@ def command(model: str, as_json: bool, plot: Path | None, **given: Any) -> None:
     streams, prompts = given["streams"], given["prefill"]
     if streams is None and prompts is None:
         streams, prompts = (1, 16), (512,)
-    shapes = [Shape.decode(count, given["context"]) for count in streams or ()]
+    shapes = [Shape.decode(count, given["context_tokens"]) for count in streams or ()]
     shapes += map(Shape.prefill, prompts or ())
     options = engine_options(given)
     wanted = Wanted(tuple(shapes), given["steps"], given["layers"], options.compute, options.cache)

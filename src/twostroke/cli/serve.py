@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from twostroke.cli.help import Command, OneOf, option
-from twostroke.cli.options import BATCHING, MACHINE, OBSERVING, engine_options, speculation
+from twostroke.cli.options import (
+    BATCHING,
+    MACHINE,
+    OBSERVING,
+    PARALLEL,
+    engine_options,
+    speculation,
+)
 from twostroke.cli.pull import open_engine
 from twostroke.core import env
 from twostroke.core.hardware import memory_used
@@ -32,7 +39,7 @@ _MAX_FILES = 65_536  # each connection is one; more are of no use
 @click.command(
     "serve",
     cls=Command,
-    params=[*MACHINE.values(), *speculation(draft="auto"), *BATCHING, *OBSERVING],
+    params=[*MACHINE.values(), *PARALLEL, *speculation(draft="auto"), *BATCHING, *OBSERVING],
 )
 @click.argument("model")
 @option("--host", default="127.0.0.1", help="Address to listen at.")

@@ -19,6 +19,9 @@ KV_FORMATS: Final = ("auto", "f16", "bf16", "int8")
 PARTNER: Final = "auto"  # the draft model in the catalogue
 SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
 MAX_DRAFTS: Final = 24  # for one request in one step
+REDUCTIONS: Final = ("auto", "gather", "sum")
+LAUNCHERS: Final = ("auto", "ray")
+MAX_RANKS: Final = 256
 _MAX_RUNNING: Final = 256
 
 
@@ -170,6 +173,79 @@ class SpeculationOptions(Frozen):
         raise UsageError(reason, field=field, other=Field("method"))
 
 
+class ParallelOptions(Frozen):
+    """How many ranks run the model together, and what each has of it; 1 divides nothing.
+
+    Ranks are processes or GPUs, on this machine or on several; their number is the product of the
+    four degrees.
+
+    Attributes:
+        tensor: parts of every layer's weights and heads.
+        pipeline: groups of layers, one after another.
+        expert: parts of the experts of a mixture; other weights are divided as by `tensor`.
+        context: parts of the rows of a step, for long prompts; each rank has all weights.
+        shares: unequal parts, such as (3, 2): one number for each part of the weights, or for each
+            group of layers if only these are divided.
+        reduce: "gather" gives the tokens of one process, bit for bit; "sum" moves less and rounds
+            otherwise (torch backend only); "auto" is "sum" on GPUs and "gather" elsewhere.
+        launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or any
+            that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks Ray.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+    shares: tuple[int, ...] = ()
+    reduce: str = "auto"
+    launcher: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names and numbers out of range."""
+        _one_of("reduce", self.reduce, REDUCTIONS)
+        _one_of("launcher", self.launcher, LAUNCHERS)
+        for name in ("tensor", "pipeline", "expert", "context"):
+            if not 1 <= getattr(self, name) <= MAX_RANKS:
+                reason = f"must be from 1 to {MAX_RANKS}, got {getattr(self, name)}."
+                raise UsageError(reason, field=name)
+        if self.num_ranks > MAX_RANKS:
+            degrees = f"{self.tensor} x {self.pipeline} x {self.expert} x {self.context}"
+            reason = f"Degrees of {degrees} make {self.num_ranks} ranks; at most {MAX_RANKS} work."
+            raise UsageError(reason)
+        if self.shares:
+            self._check_shares()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are in all."""
+        return self.tensor * self.pipeline * self.expert * self.context
+
+    @property
+    def column_shares(self) -> tuple[int, ...]:
+        """The share of each part of the weights."""
+        count = self.tensor * self.expert
+        return self.shares if self.shares and count > 1 else (1,) * count
+
+    @property
+    def stage_shares(self) -> tuple[int, ...]:
+        """The share of each group of layers."""
+        are_of_stages = self.shares and self.tensor * self.expert == 1
+        return self.shares if are_of_stages else (1,) * self.pipeline
+
+    def _check_shares(self) -> None:
+        count = self.tensor * self.expert
+        count = self.pipeline if count == 1 else count
+        if count == 1:
+            reason = "needs {other} or {more}: there is nothing to divide."
+            facts = {"other": Field("tensor"), "more": Field("pipeline")}
+            raise UsageError(reason, field="shares", **facts)
+        if len(self.shares) != count:
+            reason = f"must be {count} numbers, one for each part, got {len(self.shares)}."
+            raise UsageError(reason, field="shares")
+        if min(self.shares) < 1:
+            raise UsageError(f"must be at least 1 each, got {min(self.shares)}.", field="shares")
+
+
 class EngineOptions(Frozen):
     """All options of `engine.build`."""
 
@@ -177,12 +253,15 @@ class EngineOptions(Frozen):
     cache: CacheOptions = field(default_factory=CacheOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together."""
         backend = self.compute.backend
         if self.cache.kv_format != "auto" and backend not in {"auto", "cpu"}:
             raise UsageError("needs the backend cpu.", field="kv_format")
+        if self.parallel.reduce == "sum" and backend != "torch":
+            raise UsageError("can be sum only on the backend torch.", field="reduce")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
