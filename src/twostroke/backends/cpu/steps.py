@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twostroke.backends.cpu.records import StepRecord
+from twostroke.backends.frame import StepFrame, encode
 from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ends_of
 from twostroke.sample.rows import RESULT, RowTable, read_results, read_scores
@@ -58,6 +59,7 @@ class StepArrays:
         self._stores = self._copies = np.zeros(0, np.int32)
         self._tapped = np.zeros((0, tapped_width), np.float32)
         self._returns_tapped = returns_tapped
+        self._external: NDArray[np.float32] | None = None
         self._taps = (c_void_p * 1)()
         self._has_scores = False
         self._pooled: dict[Request, int] = {}  # the end of the rows whose states are wanted
@@ -82,8 +84,24 @@ class StepArrays:
             self._lay_out(parts)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.taps = self._taps if self._returns_tapped or self._pooled else None
+        self._external = plan.external
         record.external = None if plan.external is None else plan.external.ctypes.data
         return sampling
+
+    def encoded(self) -> bytes:
+        """Return the step in `record` for the other ranks; each is encoded once, in its order."""
+        record, external = self.record, self._external
+        frame = StepFrame(
+            self._tokens[: record.num_rows],
+            self._slices[: record.num_slices],
+            self._sampled[: record.num_sampled],
+            self._stores.reshape(-1, 2)[: record.num_stores],
+            self._copies.reshape(-1, 2)[: record.num_copies],
+            self.tables.array,
+            record.num_generated,
+            external,
+        )
+        return encode(frame, self.tables.take_changes())
 
     def _fill_plain(self, plan: StepPlan) -> None:
         """Write a row for each request, of its newest token, and draw the next."""
@@ -272,6 +290,28 @@ class PageTables:
         self._reach = np.zeros(0, np.int32)  # up to which token each row is up to date
         self._last: tuple[list[Request], list[int]] | None = None  # with their moves
         self._last_rows = np.zeros(0, np.int32)
+        # Row, first and last place that changed; None: other ranks have no copy of the tables.
+        self._changes: list[tuple[int, int, int]] | None = None
+
+    def note_changes(self) -> None:
+        """Let `take_changes` know of all changes from now on."""
+        self._changes = []
+
+    def take_changes(self) -> NDArray[np.int32]:
+        """Return (index in `array.reshape(-1)`, page id) of what changed since the last call."""
+        changes, self._changes = self._changes or [], []
+        _, num_groups, stride = self.array.shape
+        if not changes:
+            return np.zeros((0, 2), np.int32)
+        indices = np.concatenate(
+            [
+                np.arange((row * num_groups + group) * stride + first, base_end)
+                for row, first, end in changes
+                for group in range(num_groups)
+                for base_end in ((row * num_groups + group) * stride + end,)
+            ]
+        )
+        return np.stack([indices, self.array.reshape(-1)[indices]], axis=1).astype(np.int32)
 
     def rows(self, requests: list[Request], reached: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the rows of requests, up to date for the first `reached` tokens of each."""
@@ -293,6 +333,8 @@ class PageTables:
         self.array[row, :, : branch.place] = self.array[request_row, :, : branch.place]
         num_places = len(branch.pages[0])
         self.array[row, :, branch.place : branch.place + num_places] = branch.pages
+        if self._changes is not None:
+            self._changes.append((row, 0, branch.place + num_places))
         return row
 
     def forget(self, request: Request) -> None:
@@ -311,6 +353,8 @@ class PageTables:
             self._reach[row] = num_copied = 0
         if num_pages == num_copied:
             return row
+        if self._changes is not None:
+            self._changes.append((row, num_copied, num_pages))
         if num_pages == num_copied + 1:  # a slice would cost ten times as much
             for group, pages in enumerate(request.pages):
                 self.array[row, group, num_copied] = pages[num_copied]

@@ -1,0 +1,212 @@
+"""`StepFrame`: a step as rank 0 sends it to the other ranks, and its form on the wire."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from twostroke.core.errors import BackendError
+from twostroke.core.frozen import Frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int32]
+
+_MAGIC: Final = 0x46535354  # "TSSF"
+_VERSION: Final = 1
+_HEADER: Final = 12
+_MAX_TABLES: Final = 1 << 16
+_MAX_TABLE_BYTES: Final = 1 << 31
+
+
+class FrameError(BackendError):
+    """What arrived is not a step that this rank can compute."""
+
+
+class FrameLimits(Frozen):
+    """What steps of one engine can hold; the ranks agree on it when they start."""
+
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    max_rows: int
+    num_groups: int
+    table_stride: int
+    external_width: int = 0
+
+
+class StepFrame(Frozen):
+    """A step as flat arrays, the same on every rank; all are int32 but `external`.
+
+    `slices` are (row, number of rows, position, table) and cover the rows in order; the first
+    `num_generated` rows are generated. A row of `stores` (row, table) is stored in another table's
+    pages too; `copies` are pages (source, target). `page_tables` belongs to the reader and changes
+    with the next frame.
+    """
+
+    tokens: Ints  # (rows)
+    slices: Ints  # (slices, 4)
+    sampled_rows: Ints  # (rows with logits)
+    stores: Ints  # (stores, 2)
+    copies: Ints  # (copies, 2)
+    page_tables: Ints  # (tables, groups, places)
+    num_generated: int
+    external: NDArray[np.float32] | None = None  # (rows, width)
+
+
+def encode(frame: StepFrame, changes: Ints) -> bytes:
+    """Return a frame's wire form.
+
+    `changes` are (index in `page_tables.reshape(-1)`, page id) since the frame before.
+    """
+    external = frame.external
+    width = 0 if external is None else external.shape[1]
+    counts = [len(a) for a in (frame.slices, frame.sampled_rows, frame.stores, frame.copies)]
+    header = [_MAGIC, _VERSION, len(frame.tokens), frame.num_generated, *counts, len(changes)]
+    header += [len(frame.page_tables), width, 0]
+    parts = [
+        np.array(header, np.int32),
+        frame.tokens,
+        frame.slices.reshape(-1),
+        frame.sampled_rows,
+        frame.stores.reshape(-1),
+        frame.copies.reshape(-1),
+        changes.reshape(-1),
+    ]
+    if external is not None:
+        parts.append(np.ascontiguousarray(external).reshape(-1).view(np.int32))
+    return np.concatenate(parts).tobytes()
+
+
+class FrameReader:
+    """Decodes frames, and mirrors the page tables of rank 0."""
+
+    def __init__(self, limits: FrameLimits) -> None:
+        self._limits = limits
+        self._tables = np.zeros((0, limits.num_groups, limits.table_stride), np.int32)
+
+    def read(self, data: bytes | bytearray | memoryview) -> StepFrame:
+        """Return the step in `data`, which must stay as it is until the step is computed.
+
+        Raises:
+            FrameError: it is not a frame, or names rows, tokens, tables or pages that do not exist.
+        """
+        if len(data) % 4 or len(data) < 4 * _HEADER:
+            raise FrameError(f"A step of {len(data)} bytes is not whole.")
+        numbers = np.frombuffer(data, "<i4")
+        magic, version, num_rows, num_generated, *counts = numbers[:_HEADER].tolist()
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise FrameError(f"A step of form {version} arrived, not of form {_VERSION}.")
+        *counts, num_tables, width, _ = counts
+        self._check_counts(num_rows, num_generated, counts, num_tables)
+        num_slices, num_sampled, num_stores, num_copies, num_changes = counts
+        limits = self._limits
+        shapes = [(num_rows,), (num_slices, 4), (num_sampled,), (num_stores, 2), (num_copies, 2)]
+        expected = sum(map(prod, shapes)) + 2 * num_changes
+        if width != limits.external_width or numbers.size != _HEADER + expected + width * num_rows:
+            raise FrameError(f"A step of {len(data)} bytes is not of the size that it states.")
+        body = numbers[_HEADER:]
+        fixed = expected - 2 * num_changes
+        most = _bounds(limits, num_rows, tuple(counts[:4]), num_tables)
+        if (body[:fixed].view(np.uint32) >= most).any():
+            raise FrameError("A step names a row, token, table or page that does not exist.")
+        tokens, slices, sampled, stores, copies = _split(body, shapes)
+        self._change(body[fixed:expected].reshape(-1, 2), num_tables)
+        external = body[expected:].view("<f4").reshape(num_rows, width) if width else None
+        frame = StepFrame(
+            tokens, slices, sampled, stores, copies, self._tables, num_generated, external
+        )
+        _check_order(frame, limits.table_stride * limits.page_size)
+        return frame
+
+    def _check_counts(
+        self, num_rows: int, num_generated: int, counts: Sequence[int], num_tables: int
+    ) -> None:
+        limits = self._limits
+        num_slices, num_sampled, num_stores, num_copies, num_changes = counts
+        table_bytes = 4 * num_tables * limits.num_groups * limits.table_stride
+        fits = (
+            0 < num_rows <= limits.max_rows
+            and 0 <= num_generated <= num_rows
+            and 0 < num_slices <= num_rows
+            and 0 <= num_sampled <= num_rows
+            and 0 <= num_stores <= num_rows * num_tables
+            and 0 <= num_copies <= limits.num_pages
+            and 0 <= num_changes <= table_bytes // 4
+            and len(self._tables) <= num_tables <= _MAX_TABLES
+            and table_bytes <= _MAX_TABLE_BYTES
+        )
+        if not fits:
+            numbers = f"{num_rows} rows, {num_slices} slices, {num_tables} tables"
+            raise FrameError(f"A step of {numbers} cannot be computed here.")
+
+    def _change(self, changes: Ints, num_tables: int) -> None:
+        """Bring the page tables up to date; places that hold no page have `NO_PAGE`."""
+        if num_tables > len(self._tables):
+            grown = np.zeros((num_tables, *self._tables.shape[1:]), np.int32)
+            grown[: len(self._tables)] = self._tables
+            self._tables = grown
+        if not len(changes):
+            return
+        places, pages = changes[:, 0], changes[:, 1]
+        in_tables = places.min() >= 0 and places.max() < self._tables.size
+        if not in_tables or pages.min() < -1 or pages.max() >= self._limits.num_pages:
+            raise FrameError("A step changes a place or page that does not exist.")
+        self._tables.reshape(-1)[places] = pages
+
+
+def _split(body: Ints, shapes: Sequence[tuple[int, ...]]) -> list[Ints]:
+    """Return the arrays that lie in `body`, one after another."""
+    parts, start = [], 0
+    for shape in shapes:
+        end = start + prod(shape)
+        parts.append(body[start:end].reshape(shape))
+        start = end
+    return parts
+
+
+@lru_cache(maxsize=4)
+def _bounds(
+    limits: FrameLimits, num_rows: int, counts: tuple[int, ...], num_tables: int
+) -> NDArray[np.uint32]:
+    """Return what each number must be less than; most steps are like the one before."""
+    num_slices, num_sampled, num_stores, num_copies = counts
+    num_positions = limits.table_stride * limits.page_size
+    pieces: list[Any] = [
+        np.full(num_rows, limits.vocab_size),
+        np.tile([num_rows, num_rows + 1, num_positions, num_tables], num_slices),
+        np.full(num_sampled, num_rows),
+        np.tile([num_rows, num_tables], num_stores),
+        np.full(2 * num_copies, limits.num_pages),
+    ]
+    return np.concatenate(pieces).astype(np.uint32)
+
+
+def _check_order(frame: StepFrame, num_positions: int) -> None:
+    """Refuse rows that are not covered once and in order, or that lie beyond all tables."""
+    firsts, counts = frame.slices[:, 0], frame.slices[:, 1]
+    ends = firsts + counts
+    is_covered = (
+        firsts[0] == 0
+        and ends[-1] == len(frame.tokens)
+        and (firsts[1:] == ends[:-1]).all()
+        and counts.min() > 0
+        and frame.num_generated in {0, len(frame.tokens), *ends.tolist()}
+    )
+    if not is_covered or (frame.slices[:, 2] + counts).max() > num_positions:
+        raise FrameError("The slices of a step do not cover its rows.")
+    sampled = frame.sampled_rows
+    if (sampled[1:] <= sampled[:-1]).any():
+        raise FrameError("The rows with logits are not in order.")
+    if len(frame.stores) and (np.diff(frame.stores[:, 0]) < 0).any():
+        raise FrameError("The stored rows of a step are not in order.")
+    pages = frame.copies.reshape(-1)
+    targets = frame.copies[:, 1]
+    if len(pages) and len(np.unique(pages)) != len(np.unique(frame.copies[:, 0])) + len(targets):
+        raise FrameError("A page of a step is copied to twice.")

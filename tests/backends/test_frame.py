@@ -1,0 +1,141 @@
+"""Frames arrive as they were sent, page tables follow, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from support.cpu import greedy_request
+from twostroke.backends.cpu.steps import StepArrays
+from twostroke.backends.frame import FrameError, FrameLimits, FrameReader
+from twostroke.core.step import Slice, StepPlan
+from twostroke.core.tree import ROOT, Branch
+
+LIMITS = FrameLimits(
+    vocab_size=100, num_pages=5000, page_size=16, max_rows=64, num_groups=2, table_stride=8
+)
+
+
+def sender(**options):
+    steps = StepArrays(2, 16, 8, one_arithmetic=True, **options)
+    steps.tables.note_changes()
+    return steps
+
+
+def request_of(num_tokens, *pages):
+    request = greedy_request([i % 100 for i in range(num_tokens)], logprobs=None)
+    request.pages = [list(group) for group in pages]
+    return request
+
+
+def tree_plan():
+    new, old = request_of(3, [1], [2]), request_of(20, [5, 6], [7, 8])
+    old.tokens += [50]
+    branch = Branch(2, ROOT, 21, 1, ((9,), (10,)), 1, (0,), is_copied=True)
+    tree = Slice(old, 20, 1, True, (60, 61, 62), (branch,))
+    return StepPlan((Slice(new, 0, 3, True), tree))
+
+
+def assert_same(frame, steps):
+    record = steps.record
+    assert frame.tokens.tolist() == steps._tokens[: record.num_rows].tolist()
+    assert frame.slices.tolist() == steps._slices[: record.num_slices].tolist()
+    assert frame.sampled_rows.tolist() == steps._sampled[: record.num_sampled].tolist()
+    assert frame.stores.tolist() == steps._stores[: record.num_stores].tolist()
+    assert frame.copies.tolist() == steps._copies[: record.num_copies].tolist()
+    assert frame.num_generated == record.num_generated
+    assert np.array_equal(frame.page_tables, steps.tables.array)
+
+
+def test_a_tree_of_drafts_arrives_whole():
+    steps, reader = sender(), FrameReader(LIMITS)
+    steps.fill(tree_plan())
+    frame = reader.read(steps.encoded())
+    assert_same(frame, steps)
+    assert len(frame.stores) == 1
+    assert len(frame.copies) == 2
+
+
+def test_page_tables_follow_requests_that_come_grow_move_and_go():
+    rng, steps, reader = np.random.default_rng(1), sender(), FrameReader(LIMITS)
+    alive, page = [], 0
+    for _ in range(200):
+        if not alive or rng.random() < 0.3:
+            alive.append(request_of(5, [page], [page + 1]))
+            page += 2
+        if len(alive) > 1 and rng.random() < 0.2:
+            steps.forget(alive.pop(int(rng.integers(len(alive)))))
+        for request in alive:
+            if rng.random() < 0.1:
+                request.num_moves += 1
+                request.pages = [[page], [page + 1]]
+                page += 2
+            if len(request.pages[0]) < 8 and rng.random() < 0.3:
+                for pages in request.pages:
+                    pages.append(page)
+                    page += 1
+        chosen = [r for r in alive if rng.random() < 0.8] or alive
+        plan = StepPlan(tuple(Slice(r, 4, 1, samples=True) for r in chosen))
+        steps.fill(plan)
+        assert_same(reader.read(steps.encoded()), steps)
+
+
+def test_values_from_outside_arrive():
+    external = np.arange(9, dtype=np.float32).reshape(3, 3)
+    steps = sender()
+    steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),), external=external))
+    data = steps.encoded()
+    limits = FrameLimits(100, 5000, 16, 64, 2, 8, external_width=3)
+    assert FrameReader(limits).read(data).external.tolist() == external.tolist()
+    with pytest.raises(FrameError, match="size"):
+        FrameReader(LIMITS).read(data)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        (0, 1, "form"),
+        (1, 9, "form"),
+        (2, 65, "rows"),
+        (3, -1, "rows"),
+        (3, 2, "cover"),  # in the middle of a slice
+        (9, 1 << 30, "tables"),
+        (12, 100, "does not exist"),  # the first token
+        (12, -1, "does not exist"),
+    ],
+)
+def test_a_damaged_step_is_refused(word, value, said):
+    steps = sender()
+    steps.fill(StepPlan((Slice(request_of(3, [1], [2]), 0, 3, True),)))
+    numbers = np.frombuffer(steps.encoded(), np.int32).copy()
+    numbers[word] = value
+    with pytest.raises(FrameError, match=said):
+        FrameReader(LIMITS).read(numbers.tobytes())
+
+
+@pytest.mark.seeds(2)
+def test_random_frames_are_read_or_refused(seed):
+    chance, steps = random.Random(seed), sender()
+    steps.fill(tree_plan())
+    good = steps.encoded()
+    for _ in range(1000):
+        data = bytearray(good)
+        for _ in range(chance.randrange(1, 4)):
+            at = chance.randrange(len(data))
+            data[at] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
+        if chance.random() < 0.2:
+            data = data[: chance.randrange(len(data))]
+        if chance.random() < 0.05:
+            data = bytearray(chance.randbytes(chance.randrange(400)))
+        reader = FrameReader(LIMITS)
+        try:
+            frame = reader.read(data)
+        except FrameError:
+            continue
+        rows = len(frame.tokens)
+        assert 0 < rows <= 64
+        assert frame.slices[:, 1].sum() == rows
+        assert frame.slices[:, 3].max() < len(frame.page_tables)
+        assert (frame.sampled_rows < rows).all()
