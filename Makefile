@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 EXACT_ARGS ?=
+KILLS ?=
 FORMS ?=
 MUTANTS ?=
 API_ARGS ?=
@@ -44,7 +45,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PROMPT # read as "$$PROMPT", so that it may contain quotes
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
+.PHONY: help run test check format tables setup build native pull clean test-models test-long test-mutants test-oracle test-parallel test-speculation test-forms test-calls test-clients test-api test-page test-avx512 test-aarch64 fuzz correctness bench bench-peers bench-start bench-serve bench-speculation bench-overhead bench-crowd bench-hostile bench-report microbench
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^##@ / {printf "\n%s\n", substr($$0, 5)} \
@@ -116,6 +117,9 @@ test-models: build pull ## Test with three larger models (1.9 GB).
 test-oracle: build pull ## Compare with PyTorch and transformers.
 	@$(MAKE) --no-print-directory .venv-oracle/.ready
 	@PYTHONPATH=src .venv-oracle/bin/python -m pytest --require-model -m oracle -W default $(PYTEST_ARGS) tests/oracle
+
+test-parallel: build pull ## Compare answers of several ranks with those of one process (KILLS=100 kills ranks; EXACT_ARGS=).
+	@PYTHONPATH=src:tests:benchmarks $(BIN)/python tests/exact/parallel.py $(if $(KILLS),--kills $(KILLS)) $(EXACT_ARGS)
 
 test-speculation: build pull ## Compare answers with and without speculation, token by token (EXACT_ARGS=).
 	@PYTHONPATH=src $(BIN)/python tests/exact/run.py --model $(MODEL) $(EXACT_ARGS)

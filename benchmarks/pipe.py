@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from quiet import Watch, process_s
+from quiet import Watch, family_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,9 +93,9 @@ class Worker:
         """Wait until it uses no processor time, so that the next one has the machine to itself."""
         deadline = time.monotonic() + _IDLE_WITHIN_S
         while time.monotonic() < deadline:
-            before = process_s(self._process.pid)
+            before = family_s(self._process.pid)
             time.sleep(_IDLE_FOR_S)
-            if process_s(self._process.pid) - before < _IDLE_SHARE * _IDLE_FOR_S:
+            if family_s(self._process.pid) - before < _IDLE_SHARE * _IDLE_FOR_S:
                 return
         raise WorkerError("does not rest between runs, so it would disturb the others")
 

@@ -16,11 +16,14 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Counts, from its making on, the processor time of processes other than `pids`."""
+    """Counts, from its making on, the processor time of processes other than `pids`.
+
+    What these have started is not among the others either, nor is this process.
+    """
 
     def __init__(self, *pids: int) -> None:
-        """Start counting; this process is never among the others."""
-        self._pids = {os.getpid(), *pids}
+        """Start counting."""
+        self._pids = pids
         self._began_s = time.monotonic()
         self._others_s = self._count()
 
@@ -30,7 +33,7 @@ class Watch:
         return max(0.0, self._count() - self._others_s) / wall_s / (os.cpu_count() or 1)
 
     def _count(self) -> float:
-        return busy_s() - sum(process_s(pid) for pid in self._pids)
+        return busy_s() - process_s(os.getpid()) - sum(map(family_s, self._pids))
 
 
 def busy_s() -> float:
@@ -41,8 +44,32 @@ def busy_s() -> float:
     return (user + nice + system + irq + softirq + steal) * _TICK_S
 
 
+def family_s(pid: int) -> float:
+    """Return the processor seconds of a process and of all below it that still run."""
+    return sum(map(process_s, (pid, *descendants(pid))))
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below one; ended ones as long as nobody waited for them."""
+    children: dict[int, list[int]] = {}
+    for one in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        if words := _stat(one):
+            children.setdefault(int(words[1]), []).append(one)
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
 def process_s(pid: int) -> float:
     """Return the processor seconds of a process, its threads included, its children not."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    user, system = stat.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) * _TICK_S
+    words = _stat(pid)
+    return (int(words[11]) + int(words[12])) * _TICK_S if words else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the words of a process's state, from its letter on; none if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -11,35 +11,20 @@ preempted shows nothing, and fails, too.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twostroke import LLM, SamplingParams
+from jobs import all_of, make_job
+
+from twostroke import LLM
 from twostroke.core.config import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
-from twostroke.measure.compare import held_out_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from twostroke.engine.output import Completion
-
-    Answer = list[tuple[object, ...]]
+    from jobs import Answer, Job
 
 _PAGE_SIZE = 16
-_SHARED = 4  # prompts begin as one of so many do
-_MOST_TOGETHER = 16
 _DRAFTS = 4  # always, so that much is guessed; "auto" guesses what pays
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is asked: token ids, and how they are answered."""
-
-    prompts: list[list[int]]
-    params: list[SamplingParams]
 
 
 def main() -> int:
@@ -57,10 +42,10 @@ def main() -> int:
     # As short as can be, for there to be pages for few requests.
     given.context = given.prompt_tokens + 3 * given.tokens
     with LLM(given.model, _options(SpeculationOptions("off"), None, given.context)) as llm:
-        job = _job(llm, given)
+        job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed)
         began = time.monotonic()
         expected = [
-            _all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
+            all_of(answer) for answer in llm.generate(job.prompts, job.params, speculate="off")
         ]
         _say(f"{given.model}: {len(expected)} answers without guesses", began)
         cost = llm.engine.card.cost
@@ -83,14 +68,11 @@ def _holds(
     guessing = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
     with LLM(given.model, _options(guessing, memory, given.context)) as llm:
         began = time.monotonic()
-        rng = random.Random(given.seed)
-        found, cached, first = [], 0, 0
-        while first < len(job.prompts):
-            last = first + rng.randint(1, _MOST_TOGETHER)
-            for answer in llm.generate(job.prompts[first:last], job.params[first:last]):
-                found.append(_all_of(answer))
+        found, cached = [], 0
+        for prompts, params in job.batches(given.seed):
+            for answer in llm.generate(prompts, params):
+                found.append(all_of(answer))
                 cached += answer[0].usage.cached_tokens
-            first = last
         stats, guesses = (
             llm.engine.client.loop.snapshot().scheduler,
             llm.engine.client.loop.snapshot().speculation,
@@ -110,11 +92,6 @@ def _holds(
     return not wrong
 
 
-def _all_of(answer: list[Completion]) -> Answer:
-    """Return what must not change of an answer."""
-    return [(one.token_ids, one.text, one.finish_reason.value, one.logprobs) for one in answer]
-
-
 def _options(guessing: SpeculationOptions, memory: int | None, context: int) -> EngineOptions:
     cache = CacheOptions(
         memory_bytes=memory,
@@ -123,35 +100,6 @@ def _options(guessing: SpeculationOptions, memory: int | None, context: int) -> 
         prefix_cache=memory is not None,
     )
     return EngineOptions(ComputeOptions(), cache, speculation=guessing)
-
-
-def _job(llm: LLM, given: argparse.Namespace) -> Job:
-    rng = random.Random(given.seed)
-    prompts = list(_prompts(llm, rng, given))
-    params = [
-        SamplingParams(
-            temperature=0.0 if number % 5 else 0.8,
-            seed=number,
-            max_tokens=rng.randint(given.tokens // 2, given.tokens * 3 // 2),
-            logprobs=None if number % 6 else 2,
-            frequency_penalty=0.0 if number % 7 else 0.5,
-            n=1 if number % 35 else 2,
-        )
-        for number in range(given.prompts)
-    ]
-    return Job(prompts, params)
-
-
-def _prompts(llm: LLM, rng: random.Random, given: argparse.Namespace) -> Iterator[list[int]]:
-    """Yield stretches of prose and code, the first part of which several have in common."""
-    text = llm.engine.card.tokenizer.encode(held_out_text())
-    half = given.prompt_tokens // 2
-    shared = [text[start : start + half] for start in rng.sample(range(len(text) - half), _SHARED)]
-    for _ in range(given.prompts):
-        count = rng.randint(4, half)
-        start = rng.randrange(len(text) - count)
-        own = text[start : start + count]
-        yield [*rng.choice(shared), *own] if rng.random() < 0.6 else own
 
 
 def _say(what: str, began: float) -> None:

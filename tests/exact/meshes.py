@@ -1,0 +1,79 @@
+"""The ways in which the comparisons of this folder divide a model, and the models they take."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
+from twostroke.core.config import (
+    BatchOptions,
+    CacheOptions,
+    ComputeOptions,
+    EngineOptions,
+    ParallelOptions,
+    SpeculationOptions,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+PAGE_SIZE = 16
+MESHES: Mapping[str, ParallelOptions] = {
+    "one": ParallelOptions(),
+    **{f"tensor-{n}": ParallelOptions(tensor=n) for n in (2, 3, 4)},
+    "shares-3,1": ParallelOptions(tensor=2, shares=(3, 1)),
+    **{f"pipeline-{n}": ParallelOptions(pipeline=n) for n in (2, 3)},
+    **{f"expert-{n}": ParallelOptions(expert=n) for n in (2, 4)},
+    **{f"context-{n}": ParallelOptions(context=n) for n in (2, 3)},
+    "tensor-2-pipeline-2": ParallelOptions(tensor=2, pipeline=2),
+    "tensor-2-context-2": ParallelOptions(tensor=2, context=2),
+    "context-2-pipeline-2": ParallelOptions(context=2, pipeline=2),
+}
+TINY = "tiny"  # stands for a random model of each family
+_TINY_FORMATS = ("Q4_0", "F32", "Q8_0", "BF16")
+
+
+def models(names: list[str], folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each model's name and where it is; tiny ones are written into `folder`."""
+    for name in names:
+        if name != TINY and not name.startswith("tiny-"):
+            yield name, name
+            continue
+        for family, fmt in zip(FAMILIES, cycle(_TINY_FORMATS)):
+            if name in {TINY, f"tiny-{family}"}:
+                layers = max(4, FAMILIES[family].sizes.get("num_layers", 0))
+                tiny = tiny_of(family, fmt=fmt, num_layers=layers)
+                path = write_tiny_gguf(folder / f"{family}.gguf", tiny)
+                yield f"tiny-{family} ({fmt})", str(path)
+
+
+def suits(mesh: ParallelOptions, num_experts: int) -> bool:
+    """Whether a mesh says something about a model: experts are divided only if there are any."""
+    return mesh.expert == 1 or num_experts > 0
+
+
+def plain(context: int, kv_format: str) -> EngineOptions:
+    """Return the options of one process with room for all, without guesses and reuse."""
+    cache = CacheOptions(
+        context_length=context, page_size=PAGE_SIZE, prefix_cache=False, kv_format=kv_format
+    )
+    return EngineOptions(ComputeOptions(), cache, speculation=SpeculationOptions("off"))
+
+
+def crowded(mesh: ParallelOptions, context: int, kv_format: str, **sizes: Any) -> EngineOptions:
+    """Return the options of a mesh in which much happens.
+
+    `sizes` are `memory_bytes`, `token_budget` and `drafts`: little memory preempts requests, a
+    small budget cuts prompts into chunks, and drafts are always guessed. One thread a rank.
+    """
+    cache = CacheOptions(sizes["memory_bytes"], context, page_size=PAGE_SIZE, kv_format=kv_format)
+    return EngineOptions(
+        ComputeOptions(num_threads=1 if mesh.num_ranks > 1 else None),
+        cache,
+        BatchOptions(token_budget=sizes["token_budget"]),
+        SpeculationOptions("ngram", count=sizes["drafts"]),
+        mesh,
+    )

@@ -1,0 +1,162 @@
+"""`make test-parallel`: the same tokens from several ranks as from one process.
+
+Prompts of prose and code are answered by one process with room for all. Then ranks answer them, in
+each mesh that suits the model: in batches of 1 to 16, prompts in chunks, with a prefix cache, with
+guesses, and with so few pages that requests lose theirs. Tokens, texts and log-probabilities must
+be the same. A run in which nothing was guessed rightly, found in the cache, cut into chunks or
+preempted shows nothing, and fails, too.
+
+With `--kills N` ranks are killed or frozen under load instead (kills.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kills
+from jobs import all_of, make_job
+from meshes import MESHES, PAGE_SIZE, TINY, crowded, models, plain, suits
+from processes import Traces, ranks
+
+from twostroke import LLM
+from twostroke.cache import PageGroups
+from twostroke.core.errors import TwostrokeError, UsageError
+
+if TYPE_CHECKING:
+    from jobs import Answer, Job
+
+_REAL = ("smollm2", "qwen2.5-coder-0.5b")
+_DRAFTS = 4
+_BUDGET = 48  # tokens a step, less than a prompt of 100
+_LOGPROBS = (2, 0, None)  # in turn: without any, ranks may send only their best
+
+
+@dataclass
+class Totals:
+    """What all runs found: how many answers were compared, and which differ."""
+
+    compared: int = 0
+    differing: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def judge(
+        self,
+        where: str,
+        found: list[Answer],
+        expected: list[Answer],
+        happened: Counter[str],
+        took_s: float,
+    ) -> None:
+        """Compare the answers of a run in which things `happened`, and print the outcome."""
+        pairs = enumerate(zip(found, expected, strict=True))
+        wrong = [i for i, (ours, theirs) in pairs if repr(ours) != repr(theirs)]
+        events = ", ".join(f"{count} {what}" for what, count in happened.items())
+        told = f"{where}: {len(wrong)} of {len(found)} answers differ"
+        print(f"{told}; {events}; {took_s:.0f} s", flush=True)
+        for index in wrong[:2]:
+            print(f"  prompt {index}: {expected[index]} became {found[index]}")
+        self.compared += len(found)
+        self.differing += len(wrong)
+        self.failed += [told] if wrong else []
+        missing = [what for what, count in happened.items() if not count]
+        if missing:
+            self.failed.append(f"{where}: no {', no '.join(missing)}; take more prompts")
+
+
+def main() -> int:
+    """Compare, and return 0 if all is well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="MODEL",
+                        help="names, files, tiny for each family, or tiny-FAMILY")  # fmt: skip
+    parser.add_argument("--meshes", nargs="+", choices=list(MESHES), metavar="MESH",
+                        help=", ".join(MESHES))  # fmt: skip
+    parser.add_argument("--kv-formats", nargs="+", default=["f16", "int8"])
+    parser.add_argument("--prompts", type=int, default=500, help="for each model, mesh and format")
+    parser.add_argument("--prompt-tokens", type=int, default=100, help="at most")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, help="kill or freeze a rank so many times instead")
+    given = parser.parse_args()
+    given.models = given.models or ([_REAL[0]] if given.kills else [*_REAL, TINY])
+    given.meshes = given.meshes or (kills.USUAL if given.kills else list(MESHES)[1:])
+    given.context = given.prompt_tokens + 3 * given.tokens
+    totals = Totals()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in models(given.models, Path(folder)):
+            if given.kills:
+                totals.failed += kills.run(name, path, given)
+                continue
+            for kv_format in given.kv_formats:
+                _compare(name, path, kv_format, given, totals)
+    if not given.kills:
+        print(f"{totals.differing} of {totals.compared} answers differ")
+    for failure in totals.failed:
+        print(f"FAILED: {failure}")
+    return int(bool(totals.failed))
+
+
+def _compare(
+    name: str, path: str, kv_format: str, given: argparse.Namespace, totals: Totals
+) -> None:
+    """Answer by one process, then by each mesh."""
+    began = time.monotonic()
+    with LLM(path, plain(given.context, kv_format)) as llm:
+        job = make_job(llm, given.prompts, given.prompt_tokens, given.tokens, given.seed, _LOGPROBS)
+        expected = [all_of(answer) for answer in llm.generate(job.prompts, job.params)]
+        cost = llm.engine.card.cost
+        groups = PageGroups(PAGE_SIZE, llm.engine.facts.windows)
+        pages = groups.num_needed(given.context, _BUDGET)
+        given.memory = pages * cost.program.page_bytes(PAGE_SIZE, cost.cache)
+        num_experts = max((len(getattr(op, "experts", ())) for op in cost.program.ops), default=0)
+    took_s = time.monotonic() - began
+    print(f"{name}, {kv_format}: {len(expected)} answers by one process; {took_s:.0f} s")
+    for mesh in given.meshes:
+        if not suits(MESHES[mesh], num_experts):
+            continue
+        where, began = f"{name}, {kv_format}, {mesh}", time.monotonic()
+        traces = Traces()
+        try:
+            found, happened = _answers(path, kv_format, mesh, job, given)
+        except TwostrokeError as error:
+            print(f"{where}: {error}", flush=True)
+            totals.failed += [] if isinstance(error, UsageError) else [f"{where}: {error}"]
+            continue
+        totals.judge(where, found, expected, happened, time.monotonic() - began)
+        left = traces.left()
+        totals.failed += [f"{where}: left {', '.join(left)}"] if left else []
+
+
+def _answers(
+    path: str, kv_format: str, mesh: str, job: Job, given: argparse.Namespace
+) -> tuple[list[Answer], Counter[str]]:
+    """Return a mesh's answers, and how often each thing happened that could change them."""
+    options = crowded(
+        MESHES[mesh], given.context, kv_format,
+        memory_bytes=given.memory, token_budget=_BUDGET, drafts=_DRAFTS,
+    )  # fmt: skip
+    found: list[Answer] = []
+    happened = Counter({"chunked prompts": 0, "cached tokens": 0})
+    with LLM(path, options) as llm:
+        if (number := len(ranks())) != MESHES[mesh].num_ranks - 1:
+            raise TwostrokeError(f"{number} ranks were started.")
+        for prompts, params in job.batches(given.seed):
+            for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True):
+                found.append(all_of(answer))
+                cached = answer[0].usage.cached_tokens
+                happened["cached tokens"] += cached
+                happened["chunked prompts"] += len(prompt) - cached > _BUDGET
+        seen = llm.engine.client.loop.snapshot()
+    happened["right guesses"] = seen.speculation.accepted.total()
+    happened["preemptions"] = seen.scheduler.num_preemptions
+    return found, happened
+
+
+if __name__ == "__main__":
+    sys.exit(main())
