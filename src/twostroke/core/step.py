@@ -128,7 +128,8 @@ class StepResult(Frozen):
 
     A slice's first token follows the request's newest, the others follow its drafts. It is
     `NO_TOKEN` if none could be drawn; `logprobs[i]` is None unless the request asked for it.
-    `elapsed_s` is the whole call, `kernel_s` its part inside kernels; both are 0.0 if not measured.
+    `elapsed_s` is the whole call, `kernel_s` its part inside kernels and `collective_s` its part in
+    collectives, waiting for other ranks included; they are 0.0 if not measured.
     `hidden` has the backend's `tapped_value` for each drawn token. `scores` are the log-
     probabilities of scored rows, None if logits are not numbers. `states` has, for each slice with
     `num_pooled` rows, their final hidden states (rows, width), which depend on these rows alone.
@@ -141,6 +142,7 @@ class StepResult(Frozen):
     hidden: NDArray[np.float32] | None = None
     scores: Sequence[TokenLogprobs | None] = ()
     states: Sequence[NDArray[np.float32]] = ()
+    collective_s: float = 0.0
 
 
 class Delta(Frozen):

@@ -35,7 +35,10 @@ _NUM_RECENT: Final = 120  # steps
 
 
 class Stroke(Frozen):
-    """Sums over the steps of one kind; `rows` are tokens computed."""
+    """Sums over the steps of one kind; `rows` are tokens computed.
+
+    `collective_s` is what rank 0 spent in collectives, waiting for other ranks included.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -43,6 +46,7 @@ class Stroke(Frozen):
     bytes: int = 0
     time_s: float = 0.0
     kernel_s: float = 0.0
+    collective_s: float = 0.0
 
     def __sub__(self, earlier: Stroke) -> Stroke:
         """Return what was added since `earlier`."""
@@ -238,6 +242,7 @@ class Counters:
             old.bytes + cost.bytes,
             old.time_s + result.elapsed_s,
             old.kernel_s + result.kernel_s,
+            old.collective_s + result.collective_s,
         )
         if is_prefill:
             self._strokes = Strokes(new, strokes.decode)
