@@ -29,6 +29,7 @@ LLAMA_LEVELS: Mapping[str, str] = {
     "avx512": f"{_FLAGS_AVX2} -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON"
     " -DGGML_AVX512_BF16=ON",
     "avx2": _FLAGS_AVX2,
+    "rpc": "-DGGML_NATIVE=ON -DGGML_RPC=ON",  # native, and able to compute in other processes
 }
 _SERVER_OPTIONS = (
     *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
@@ -70,11 +71,11 @@ _ENVIRONMENTS: Mapping[str, Environment] = {
 def python_of(peer: str, ready: Path | None = None, level: str = "native") -> Path:
     """Return the Python of a peer: of a `ready` environment, else of our own, made at first use.
 
-    `level` is one of LLAMA_LEVELS. llama.cpp is built with clang 16: GCC 12 compiles its AMX code
-    to one that crashes.
+    `level` is one of LLAMA_LEVELS. llama.cpp is built with clang 16 where it is installed: GCC 12
+    compiles its AMX code to one that crashes.
 
     Raises:
-        SystemExit: the ready environment lacks the peer, or there is no clang 16 to build it.
+        SystemExit: the ready environment lacks the peer, or a processor with AMX lacks clang 16.
     """
     environment = _ENVIRONMENTS[peer]
     folder = ready or FOLDER / (peer if level == "native" else f"{peer}-{level}")
@@ -86,7 +87,7 @@ def python_of(peer: str, ready: Path | None = None, level: str = "native") -> Pa
         return python
     if ready is not None:
         raise SystemExit(f"{ready} is not a virtual environment with {module}.")
-    env = {**_clang(), "CMAKE_ARGS": LLAMA_LEVELS[level]} if peer == "llama.cpp" else {}
+    env = {**_compilers(), "CMAKE_ARGS": LLAMA_LEVELS[level]} if peer == "llama.cpp" else {}
     note(f"Installing {environment.about} into {_shown(folder)}")
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = (str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir")
@@ -103,14 +104,14 @@ def llama_programs(ready: Path | None = None) -> Path:
     `ready` is such a folder. The source package of llama-cpp-python holds the whole of llama.cpp.
 
     Raises:
-        SystemExit: the ready folder lacks a program, or there is no clang 16 to build them.
+        SystemExit: the ready folder lacks a program, or a processor with AMX lacks clang 16.
     """
     folder = ready or FOLDER / "llama-programs" / "build" / "bin"
     if all((folder / name).exists() for name in LLAMA_PROGRAMS):
         return folder
     if ready is not None:
         raise SystemExit(f"{ready} lacks one of {', '.join(LLAMA_PROGRAMS)}.")
-    compilers = _clang()
+    compilers = _compilers()
     note(f"Building llama-server into {_shown(folder)} (ten to fifteen minutes, once)")
     build = folder.parent
     options = (*_SERVER_OPTIONS, LLAMA_LEVELS["native"])
@@ -177,8 +178,10 @@ def _llama_sources(folder: Path) -> Path:
     return found[0]
 
 
-def _clang() -> dict[str, str]:
+def _compilers() -> dict[str, str]:
     if shutil.which("clang-16") is None:
+        if "amx_int8" not in Path("/proc/cpuinfo").read_text().split():
+            return {}
         message = "llama.cpp is built with clang 16, which is not here: apt-get install clang-16"
         raise SystemExit(f"{message}, or name a ready one with --llama-env or --llama-programs.")
     return {"CC": "clang-16", "CXX": "clang++-16"}

@@ -10,12 +10,12 @@ import argparse
 import ctypes
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 
+from llama_rpc import library, start_server
 from pipe import claim_output, serve
 from workload import Timing
 
@@ -31,8 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument(
+        "--rpc-layers", type=int, default=0, metavar="N",
+        help="that many of the last layers (and the output) are another process's: its rpc-server",
+    )  # fmt: skip
     given, answers = parser.parse_args(), claim_output()
-    llama = Llama(given.model, given.threads)
+    llama = Llama(given.model, given.threads, given.rpc_layers)
     serve({
         "about": llama.about, "run": llama.run, "score": llama.score, "forget": llama.forget
     }, answers)  # fmt: skip
@@ -50,11 +54,12 @@ class Shape:
 class Llama:
     """A model, and a context for each shape of job so far."""
 
-    def __init__(self, path: str, num_threads: int) -> None:
-        """Load a GGUF file."""
+    def __init__(self, path: str, num_threads: int, rpc_layers: int = 0) -> None:
+        """Load a GGUF file; `rpc_layers` of it into a server with as many threads."""
         llama_cpp.llama_backend_init()
+        self._server = start_server(num_threads) if rpc_layers else None
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = rpc_layers
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), params)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {path}.")
@@ -135,7 +140,7 @@ class Context:
         params.n_seq_max = shape.num_streams
         params.n_threads = params.n_threads_batch = num_threads
         params.flash_attn_type = int(shape.flash_attention)
-        params.offload_kqv = False
+        params.offload_kqv = True  # keys and values are where their layers are
         params.no_perf = True
         self._context = llama_cpp.llama_init_from_model(model, params)
         if not self._context:
@@ -216,7 +221,7 @@ class ThreadPool:
 
     def __init__(self, num_threads: int) -> None:
         """Start the threads."""
-        base, cpu, llama = map(_loaded, ("libggml-base", "libggml-cpu", "libllama"))
+        base, cpu, llama = map(library, ("libggml-base", "libggml-cpu", "libllama"))
         base.ggml_threadpool_params_default.restype = _ThreadPoolParams
         cpu.ggml_threadpool_new.argtypes = [ctypes.POINTER(_ThreadPoolParams)]
         cpu.ggml_threadpool_new.restype = ctypes.c_void_p
@@ -229,18 +234,6 @@ class ThreadPool:
     def attach(self, context: Any) -> None:
         """Let a context use it for prompts and for single tokens."""
         self._attach(context, self._pool, self._pool)
-
-
-def _loaded(name: str) -> ctypes.CDLL:
-    """Return the library that llama-cpp-python has loaded, not another copy of it.
-
-    A wheel has each library under three names, and three names are three files. The threads of a
-    copy's pool do not know the layout into which the loaded one has packed the weights.
-    """
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = {line.split(maxsplit=5)[5] for line in lines if f"/{name}.so" in line}
-    (path,) = paths
-    return ctypes.CDLL(path)
 
 
 class _ThreadPoolParams(ctypes.Structure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ import msgspec
 from closed_loop import Loop
 from ours import run_job, run_loop
 from pipe import claim_output, serve
+from quiet import descendants, process_s
 from twostroke.core.config import (
     DEFAULT_ACTIVATION_BITS,
     CacheOptions,
     ComputeOptions,
     EngineOptions,
+    ParallelOptions,
     SpeculationOptions,
 )
 from twostroke.engine.build import build
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--level")
     parser.add_argument("--activation-bits", type=int, default=DEFAULT_ACTIVATION_BITS)
+    parser.add_argument("--parallel", default="{}", help="fields of ParallelOptions, as JSON")
     parser.add_argument("--kv-memory", type=int, help="bytes")
     given, answers = parser.parse_args(), claim_output()
     bits = given.activation_bits
@@ -38,17 +42,25 @@ def main() -> None:
         compute,
         CacheOptions(memory_bytes=given.kv_memory),
         speculation=SpeculationOptions("off"),
+        parallel=msgspec.json.decode(given.parallel, type=ParallelOptions),
     )
     with build(given.model, options) as engine:
         client, facts = engine.client, engine.facts
 
         def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
             del kept  # the prefix cache finds by itself what it has seen before
-            before = client.loop.snapshot().strokes
+            before, before_s = client.loop.snapshot().strokes, _processor_s()
             timing = run_job(client, prompts, num_tokens)
             strokes = client.loop.snapshot().strokes - before
             stroke = strokes.prefill if num_tokens == 1 else strokes.decode
-            return {**timing.as_json(), "bytes": stroke.bytes, "flops": stroke.flops}
+            used = [after - began for began, after in zip(before_s, _processor_s(), strict=True)]
+            return {
+                **timing.as_json(),
+                "bytes": stroke.bytes,
+                "flops": stroke.flops,
+                "collective_s": stroke.collective_s,
+                "busy": [seconds / timing.wall_s for seconds in used],
+            }
 
         def loop(prompts: list[list[int]], num_clients: int, num_tokens: int) -> dict[str, Any]:
             return run_loop(client, prompts, Loop(num_clients, num_tokens)).as_json()
@@ -63,6 +75,11 @@ def main() -> None:
         serve({
             "about": about, "run": run, "loop": loop, "limits": limits, "forget": dict
         }, answers)  # fmt: skip
+
+
+def _processor_s() -> list[float]:
+    """Return the processor time of this process, and of each rank that it started."""
+    return [process_s(pid) for pid in (os.getpid(), *descendants(os.getpid()))]
 
 
 if __name__ == "__main__":

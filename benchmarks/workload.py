@@ -5,7 +5,7 @@ Only the standard library is used here: peers import this file in environments o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,7 +41,9 @@ class Timing:
     `prefill_s` ends with the last prompt's first token. `decode_s` runs from there until a stream
     has ended, so that all streams are at work in it; `decode_tokens` were written in it.
     `wall_s` is the whole job. `bytes` and `flops` are those of the stroke that the row is about,
-    counted from the Program; 0 from an engine that does not count.
+    counted from the Program; 0 from an engine that does not count. `collective_s` is what of the
+    stroke rank 0 spent in collectives, and `busy` the processor time of each of the engine's
+    processes as a share of `wall_s`.
     """
 
     prompt_tokens: int
@@ -52,6 +54,8 @@ class Timing:
     first_tokens: list[int]
     bytes: int = 0
     flops: int = 0
+    collective_s: float = 0.0
+    busy: list[float] = field(default_factory=list)
 
     @classmethod
     def of_stamps(
@@ -96,4 +100,5 @@ WORKS = {
     },
     "prefill-512": Work("prefill, 512 tokens", 1, 512, 1),
     "prefill-2048": Work("prefill, 2,048 tokens", 1, 2048, 1),
+    "prefill-4096": Work("prefill, 4,096 tokens", 1, 4096, 1),
 }
