@@ -24,11 +24,11 @@ def waiting_slice(num_pages=64, max_tokens=20, **limits):
 
 
 def test_a_chain_of_drafts_is_taken_unchanged():
-    steps, request, plan, piece = waiting_slice()
+    steps, request, _, piece = waiting_slice()
     assert list(steps.scheduler.add_drafts(piece, [7, 8, 9])) == [0, 1, 2]
     assert (piece.drafts, piece.branches) == ((7, 8, 9), ())
     assert len(request.pages[0]) == 3
-    check_scheduler(steps.scheduler, plan)
+    check_scheduler(steps.scheduler)
 
 
 def test_a_tree_is_laid_out_so_that_paths_are_long():
@@ -41,7 +41,7 @@ def test_a_tree_is_laid_out_so_that_paths_are_long():
     assert (low.position, low.own_place, low.above, low.is_copied) == (7, 1, (0, 1), True)
     assert (high.position, high.own_place, high.above, high.is_copied) == (6, 1, (0,), True)
     assert len(set(low.own_pages) | set(high.own_pages) | set(request.pages[0])) == 3 + 1 + 1
-    check_scheduler(steps.scheduler, plan)
+    check_scheduler(steps.scheduler)
     steps.land(plan)
     assert steps.pool.num_referenced == len(request.pages[0])
 
@@ -85,7 +85,7 @@ def test_without_room_a_tree_loses_branches_and_then_its_end(num_pages, expected
     assert list(steps.scheduler.add_drafts(piece, *TREE)) == expected
     assert piece.drafts == tuple(TREE[0][i] for i in expected)
     assert not request.num_preemptions
-    check_scheduler(steps.scheduler, plan)
+    check_scheduler(steps.scheduler)
     steps.land(plan)
 
 
@@ -93,7 +93,7 @@ def test_pages_of_branches_come_back_when_their_request_ends_in_flight():
     steps, request, plan, piece = waiting_slice()
     steps.scheduler.add_drafts(piece, *TREE)
     steps.cancel("r")
-    check_scheduler(steps.scheduler, plan)
+    check_scheduler(steps.scheduler)
     steps.land(plan)
     assert request.is_finished
     check_pool(steps.pool)

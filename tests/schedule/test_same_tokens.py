@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 
 from support.fake_model import FakeModel, expected_output
 from support.requests import random_request, random_windows
@@ -23,7 +23,8 @@ def random_scheduler(rng):
     reuse_generated = not model.two_arithmetics
     index = PrefixIndex(pool, reuse_generated=reuse_generated) if rng.random() < 0.8 else None
     max_running = rng.randint(1, 12)
-    config = SchedulerConfig(ROOM, max_running, max_running + rng.choice((0, 3, 16, 200)))
+    budget = max_running + rng.choice((0, 3, 16, 200))
+    config = SchedulerConfig(ROOM, max_running, budget, steps_ahead=rng.choice((0, 0, 1, 3)))
     size = rng.randint(1, max_running)
     policy = rng.choice((Continuous(), Batched(size, 0.0), Batched(size)))
     return Scheduler(config, pool, index, policy), model
@@ -32,14 +33,17 @@ def random_scheduler(rng):
 def serve(scheduler, model, requests, rng):
     """Let the requests arrive at random steps, and run until all have ended."""
     todo = list(requests)
+    flights = deque()
     while todo or scheduler.has_work:
         while todo and rng.random() < 0.4:
             scheduler.add(todo.pop())
         if not todo:
             scheduler.flush()
-        plan = scheduler.plan()
+        plan = scheduler.plan() if len(flights) <= scheduler.config.steps_ahead else None
         if plan is not None:
-            scheduler.commit(plan, model.run(plan))
+            flights.append((plan, model.run(plan)))
+        elif flights:
+            scheduler.commit(*flights.popleft())
 
 
 def test_tokens_do_not_depend_on_the_schedule():

@@ -10,6 +10,7 @@ be, without any pages.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from twostroke.core.request import NO_PAGE, FinishReason
 from twostroke.core.step import StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
@@ -63,10 +65,14 @@ class FakeModel:
         states = [self._states(piece) for piece in plan.slices if piece.num_pooled]
         return StepResult(tokens, [None] * len(tokens), scores=scores, states=states)
 
+    def clear(self) -> None:
+        """Lose all numbers."""
+        self._slots = [-1] * len(self._slots)
+
     def _write(self, piece: Slice, written: set[int]) -> None:
         request = piece.request
         assert piece.count > 0, "an empty slice"
-        assert piece.start == request.num_computed, "a slice that does not continue"
+        assert piece.start >= request.num_computed, "a slice that does not continue"
         for branch in piece.branches:
             self._copy(request, branch)
         firsts = [branch.first for branch in piece.branches]
@@ -168,6 +174,54 @@ class FakeModel:
             assert page != NO_PAGE, "a page that is read was given back"
             slots.append(page * size + at % size)
         return slots
+
+
+class FakePipeline:
+    """Stages with a memory each: the first runs a step when it starts, the others some time later.
+
+    The last one runs it when its result is asked for. All must come to the same.
+    """
+
+    def __init__(self, stages: Sequence[FakeModel], rng: random.Random) -> None:
+        assert len(stages) > 1
+        self._stages = stages
+        self._rng = rng
+        self._queues: list[deque[tuple[StepPlan, StepResult]]] = [deque() for _ in stages[1:]]
+
+    def start(self, plan: StepPlan) -> None:
+        self._queues[0].append((plan, self._stages[0].run(plan)))
+        for stage in range(1, len(self._queues)):
+            while self._queues[stage - 1] and self._rng.random() < 0.5:
+                self._move(stage)
+
+    def finish(self) -> StepResult:
+        for stage in range(1, len(self._queues)):
+            if not self._queues[stage]:
+                self._move(stage)
+        plan, before = self._queues[-1].popleft()
+        result = self._stages[-1].run(plan)
+        _check_same(result, before)
+        return result
+
+    def lose(self) -> None:
+        """Forget all steps in flight, and all numbers."""
+        for queue in self._queues:
+            queue.clear()
+        for stage in self._stages:
+            stage.clear()
+
+    def _move(self, stage: int) -> None:
+        """Run the oldest step that a stage in the middle has not run yet."""
+        plan, before = self._queues[stage - 1].popleft()
+        _check_same(self._stages[stage].run(plan), before)
+        self._queues[stage].append((plan, before))
+
+
+def _check_same(result: StepResult, before: StepResult) -> None:
+    assert result.tokens == before.tokens, "stages draw different tokens"
+    assert result.scores == before.scores, "stages report different scores"
+    for states, earlier in zip(result.states, before.states, strict=True):
+        assert (states == earlier).all(), "stages report different states"
 
 
 def _pages_of(request: Request, branch: Branch) -> list[list[int]]:

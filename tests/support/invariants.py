@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from twostroke.cache import PagePool, PrefixIndex
     from twostroke.core.request import Request
-    from twostroke.core.step import StepPlan
+    from twostroke.core.step import Slice
     from twostroke.schedule import Scheduler
 
 
@@ -43,13 +43,16 @@ def check_index(index: PrefixIndex) -> None:
     assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
 
 
-def check_scheduler(scheduler: Scheduler, flight: StepPlan | None = None) -> None:
-    """Assert that pages, queues and requests agree; `flight` is the step in flight."""
-    waiting, running = scheduler._waiting, scheduler._running
-    holders = [held(ticket.request.pages) for ticket in running]
-    if flight is not None:
-        holders += [branch.own_pages for part in flight.slices for branch in part.branches]
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Assert that pages, queues, requests and steps in flight agree."""
+    waiting, running, ended = scheduler._waiting, scheduler._running, scheduler._ended
+    flights = [part for plan, _ in scheduler._flights for part in plan.slices]
+    holders = [held(ticket.request.pages) for ticket in (*running, *ended)]
+    holders += [branch.own_pages for part in flights for branch in part.branches]
     check_pool(scheduler._pool, holders)
+    for ticket in (*running, *ended):
+        check_flights(ticket.request, flights)
+    assert all(ticket.request.is_in_flight and not ticket.is_running for ticket in ended)
     assert running == sorted(running, key=rank_of), "requests are out of order"
     assert waiting.ready == sorted(waiting.ready, key=rank_of), "a queue is out of order"
     assert all(ticket.is_running for ticket in running)
@@ -62,6 +65,16 @@ def check_scheduler(scheduler: Scheduler, flight: StepPlan | None = None) -> Non
         check_pages(scheduler._pool, ticket.request)
     if not running:
         assert not scheduler._prefixes._claims, "a claim outlived its owner"
+
+
+def check_flights(request: Request, flights: Iterable[Slice]) -> None:
+    """Assert that a request's slices in flight continue its computed tokens, up to the planned."""
+    at = request.num_computed
+    for part in flights:
+        if part.request is request:
+            assert part.start == at, "a slice in flight that does not continue"
+            at += part.count
+    assert at == request.num_planned <= len(request.tokens)
 
 
 def check_pages(pool: PagePool, request: Request) -> None:

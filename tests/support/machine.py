@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, ClassVar
 
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from support.fake_model import (
     VOCAB_SIZE,
     FakeModel,
+    FakePipeline,
     expected_output,
     expected_scores,
     expected_states,
@@ -40,7 +41,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     `counts` adds up, over all runs of a class, how often each operation was done: one add, one
     cancel, one step are one operation each, however many of them a rule does. If it `pools`, some
-    requests are read for their embeddings.
+    requests are read for their embeddings. Up to `steps_ahead` steps may be in flight when another
+    one is planned.
     """
 
     pools: ClassVar[bool] = False
@@ -55,7 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_read: dict[Request, int] = {}
         self.earlier: list[Request] = []
         self.ranks: dict[Request, tuple[int, int]] = {}
-        self.flight: StepPlan | None = None
+        self.flights: deque[StepPlan] = deque()
+        self.num_started = 0  # of these
 
     @initialize(seed=_SEEDS, num_pages=st.integers(1, 20))
     def build(self, seed: int, num_pages: int) -> None:
@@ -65,11 +68,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows = random_windows(rng)
         num_pages = max(num_pages * len(windows), PageGroups(page_size, windows).num_needed(12))
         self.pool = PagePool(num_pages, page_size, windows)
-        two_arithmetics = rng.random() < 0.5
+        self.two_arithmetics = rng.random() < 0.5
         self.index = None
         if rng.random() < 0.8:
-            self.index = PrefixIndex(self.pool, reuse_generated=not two_arithmetics)
-        self.model = FakeModel(num_pages, page_size, windows, two_arithmetics=two_arithmetics)
+            self.index = PrefixIndex(self.pool, reuse_generated=not self.two_arithmetics)
+        self.windows, self.steps_ahead = windows, rng.choice((0, 0, 1, 2))
+        stages = [
+            FakeModel(num_pages, page_size, windows, two_arithmetics=self.two_arithmetics)
+            for _ in range(max(2, 1 + self.steps_ahead))
+        ]
+        self.model = FakePipeline(stages, rng)
         self.room = PageGroups(page_size, windows).most_tokens(num_pages, 48)
         config = SchedulerConfig(
             context_length=48,
@@ -79,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_requests=30,
             max_waiting_tokens=600,
             max_overtakes=rng.choice((1, 4, 1000)),
+            steps_ahead=self.steps_ahead,
         )
         batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
@@ -94,10 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_added += 1
             request = random_request(rng, f"r{self.num_added}", self.room, self.earlier)
             output, reason = expected_output(
-                request,
-                self.room,
-                self.model.windows,
-                two_arithmetics=self.model.two_arithmetics,
+                request, self.room, self.windows, two_arithmetics=self.two_arithmetics
             )
             if self.pools and self.num_added % 3 == 0:
                 request.pooling = rng.choice((Pooling.MEAN, Pooling.LAST))
@@ -129,47 +135,59 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert self.scheduler.finish(request, FinishReason.STOP)
             assert not self.scheduler.finish(request, FinishReason.ERROR)
-            self.counted("end in flight" if self.flight else "end")
+            self.counted("end in flight" if request.is_in_flight else "end")
 
-    @precondition(lambda self: self.flight is None)
+    @precondition(lambda self: len(self.flights) <= self.steps_ahead)
     @rule()
     def plan(self) -> None:
-        self.flight = self.scheduler.plan()
-        if self.flight is None:
+        self.start()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.check_plan(plan)
+            self.flights.append(plan)
+            self.counts["chunks that follow"] += sum(
+                piece.start > piece.request.num_computed for piece in plan.slices
+            )
+        elif not self.flights:
             assert self.scheduler.wait_s != 0, "somebody could run, and nobody does"
-        else:
-            self.check_plan(self.flight)
         self.counted("plan")
 
-    @precondition(lambda self: self.flight is not None)
+    @precondition(lambda self: len(self.flights) > self.num_started)
     @rule(seed=_SEEDS)
     def guess(self, seed: int) -> None:
-        """Put drafts into the step in flight, unless it has some already."""
-        assert self.flight is not None
-        if any(piece.drafts for piece in self.flight.slices):
+        """Put drafts into the newest step, unless it has some already."""
+        plan = self.flights[-1]
+        if any(piece.drafts for piece in plan.slices):
             return
         outputs = {request_id: output for request_id, (_, output, _) in self.live.items()}
-        for piece in self.flight.slices:
+        for piece in plan.slices:
             outputs.setdefault(piece.request.id, [])  # it has ended meanwhile
         rng = random.Random(seed)
-        self.counts["drafts"] += add_guesses(rng, self.flight, self.scheduler, outputs, VOCAB_SIZE)
-        self.counts["branches"] += sum(len(piece.branches) for piece in self.flight.slices)
-        assert self.flight.num_rows <= self.scheduler.config.token_budget
+        self.counts["drafts"] += add_guesses(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
+        self.counts["branches"] += sum(len(piece.branches) for piece in plan.slices)
+        assert plan.num_rows <= self.scheduler.config.token_budget
         self.counted("guess")
 
-    @precondition(lambda self: self.flight is not None)
+    def start(self) -> None:
+        """Start the newest step, if it is not started."""
+        for plan in list(self.flights)[self.num_started :]:
+            self.model.start(plan)
+        self.num_started = len(self.flights)
+
+    @precondition(lambda self: self.flights)
     @rule()
     def land(self) -> None:
-        """Run and commit the step in flight."""
-        plan = self.flight
-        assert plan is not None
-        pages = {page for piece in plan.slices for page in held(piece.request.pages)}
-        pages.update(p for s in plan.slices for branch in s.branches for p in branch.own_pages)
+        """Finish and commit the oldest step in flight."""
+        self.start()
+        slices = [piece for plan in self.flights for piece in plan.slices]
+        pages = {page for piece in slices for page in held(piece.request.pages)}
+        pages.update(page for s in slices for branch in s.branches for page in branch.own_pages)
         assert all(self.pool.num_references(page) for page in pages), "freed while in flight"
+        plan = self.flights.popleft()
+        self.num_started -= 1
         moves = {piece.request: piece.request.num_moves for piece in plan.slices}
-        result = self.model.run(plan)
+        result = self.model.finish()
         deltas = self.scheduler.commit(plan, result)
-        self.flight = None
         for delta in deltas:
             self.counts["right drafts"] += max(0, len(delta.tokens) - 1)
             self.counts["scores"] += len(delta.scores)
@@ -180,6 +198,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_output(delta.request)
         self.counted("commit")
 
+    @precondition(lambda self: len(self.flights) > self.num_started)
+    @rule()
+    def recall(self) -> None:
+        """Take back a step that was not started."""
+        self.flights.pop()
+        self.scheduler.recall()
+        self.counted("recall")
+
+    @precondition(lambda self: self.flights)
+    @rule(is_rare=st.integers(0, 3))
+    def lose(self, is_rare: int) -> None:
+        """Lose ranks, and with them the steps in flight and all pages."""
+        if is_rare:
+            return
+        self.flights.clear()
+        self.num_started = 0
+        self.scheduler.preempt_all()
+        self.model.lose()
+        assert self.pool.num_free == self.pool.num_pages
+        self.counted("lose")
+
     @rule(
         count=st.integers(1, 25),
         dt_s=st.sampled_from((0.0, 0.1, 2.0)),
@@ -188,12 +227,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def steps(self, count: int, dt_s: float, guesses: int | None = None) -> None:
         for number in range(count):
             self.now_s += dt_s
-            if self.flight is None:
+            num_flights = -1
+            while num_flights < len(self.flights) <= self.steps_ahead:
+                num_flights = len(self.flights)
                 self.plan()
-            if self.flight is None:
+                if guesses is not None and len(self.flights) > num_flights:
+                    self.guess(guesses + number)
+            if not self.flights:
                 return
-            if guesses is not None:
-                self.guess(guesses + number)
             self.land()
 
     @rule()
@@ -205,10 +246,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened, everyone ends within a bounded number of steps and gives back."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range((len(self.live) + 1) * (self.room + 1)):
+        for _ in range((len(self.live) + 1) * (self.room + 1) * (self.steps_ahead + 1)):
             self.scheduler.flush()
             self.steps(1, 0.0)
-            if not self.scheduler.has_work and self.flight is None:
+            if not self.scheduler.has_work and not self.flights:
                 break
         assert not self.live, "a request did not end"
         assert not self.scheduler.has_work
@@ -227,7 +268,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(planned)) == len(planned) <= config.max_running
         assert not set(planned) & set(plan.preempted)
         running = [request for request, _, _ in self.live.values() if request.pages]
-        assert min(running, key=self.ranks.__getitem__) in planned, "the first one starves"
+        best = min(running, key=self.ranks.__getitem__, default=None)
+        assert self.flights or best in planned, "the first one starves"
+        assert not self.flights or not plan.preempted, "pages in flight were taken"
         for victim in plan.preempted:
             assert all(self.ranks[other] < self.ranks[victim] for other in running), "wrong victim"
         for piece in plan.slices:
@@ -242,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert request.output == output[: request.num_output], "other tokens than expected"
         assert request.num_cached < request.num_prompt
         scores = self.scores[request]
-        right = expected_scores(request, self.model.windows)
+        right = expected_scores(request, self.windows)
         assert scores == right[: len(scores)], "other scores than expected"
         assert not request.output or len(scores) == len(right), "scores are missing"
         if request.is_finished:
@@ -254,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_states(self, delta: Delta) -> None:
         """Rows come in order, from the beginning again after a preemption."""
-        request, right = delta.request, expected_states(delta.request, self.model.windows)
+        request, right = delta.request, expected_states(delta.request, self.windows)
         end = request.num_computed
         states = [] if delta.states is None else delta.states[:, 0].tolist()
         assert states == right[end - len(states) : end], "other states than expected"
@@ -270,17 +313,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def counted(self, operation: str) -> None:
         self.counts["operations"] += 1
         self.counts[operation] += 1
-        check_scheduler(self.scheduler, self.flight)
+        check_scheduler(self.scheduler)
         self.check_pages()
         if self.index is not None:
             check_index(self.index)
 
     def check_pages(self) -> None:
-        """Between steps each running request holds the pages that its next rows see, no others."""
-        if self.flight is not None:
-            return
+        """Each running request holds the pages that its next rows see, no others."""
         for request, _, _ in self.live.values():
-            for pages, window in zip(request.pages, self.model.windows, strict=False):
+            for pages, window in zip(request.pages, self.windows, strict=False):
                 lowest = request.num_computed + 1 - (window or sys.maxsize)
                 for place, page in enumerate(pages):
                     last = (place + 1) * self.pool.page_size - 1

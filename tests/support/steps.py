@@ -46,7 +46,7 @@ class Steps:
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan()
         assert plan is not None
-        check_scheduler(self.scheduler, plan)
+        check_scheduler(self.scheduler)
         return plan
 
     def land(self, plan: StepPlan, token: int | None = None) -> list[Request]:

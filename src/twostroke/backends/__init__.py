@@ -24,7 +24,8 @@ class BackendFacts(Frozen):
     the backend's speed is compared with. With `one_arithmetic` prompt rows and generated rows are
     computed alike, bit for bit, so that pages filled by either serve the other. Up to
     `rows_together` rows take as long as the next power of two of them, because kernels compute
-    that many at once.
+    that many at once. With `steps_ahead` it is a `RankRunner`, and a step may be started while that
+    many others are in flight.
     """
 
     name: str
@@ -38,6 +39,7 @@ class BackendFacts(Frozen):
     level: str = "portable"
     one_arithmetic: bool = True
     rows_together: int = 1
+    steps_ahead: int = 0
 
 
 class Runner(Protocol):
@@ -55,6 +57,32 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back memory and threads; the backend is not used afterwards."""
+
+
+class RankRunner(Runner, Protocol):
+    """A runner over several ranks, which may have several steps in flight, and may lose ranks.
+
+    `RanksLostError` may be raised by `run`, `start` and `finish`: then no step is in flight any
+    more, and `recover` must be called. Any other error ends the one step that was to be started or
+    finished. `run` is called only while no step is in flight. A request is in several of them only
+    with consecutive slices, and `forget` is called after the last of them.
+    """
+
+    def start(self, plan: StepPlan) -> None:
+        """Start a step while at most `facts.steps_ahead` others are in flight."""
+
+    def finish(self) -> StepResult:
+        """Return the result of the step that was started first.
+
+        Its `elapsed_s` is without the time before the step's predecessor was finished.
+        """
+
+    def recover(self) -> None:
+        """Replace the lost ranks; what was on any page is lost.
+
+        Raises:
+            TwostrokeError: they cannot be replaced.
+        """
 
 
 class Backend(Runner, Protocol):

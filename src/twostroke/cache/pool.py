@@ -104,6 +104,11 @@ class PagePool:
         if page in self._cached:
             self._cached.move_to_end(page, last=False)
 
+    def evict_all(self) -> None:
+        """Evict all cached pages, because their content is lost."""
+        while self._cached:
+            self._free.append(self._evict())
+
     def keep(self, page: int) -> None:
         """Let a referenced page outlive its references until it is evicted."""
         assert self._counts[page] > 0, "only a referenced page has content worth keeping"

@@ -110,6 +110,12 @@ class BackendError(TwostrokeError):
     exit_code = 8
 
 
+class RanksLostError(BackendError):
+    """Processes that run parts of the model have ended, or do not answer."""
+
+    code = "ranks_lost"
+
+
 class RequestError(TwostrokeError):
     """A request has a wrong value; the engine is not affected."""
 

@@ -46,7 +46,7 @@ NO_HINTS = Hints()
 class Request:
     """One sequence of tokens on its way through the engine.
 
-    There are no phases: a step computes a slice `tokens[num_computed:num_computed + count]`, and
+    There are no phases: a step computes a slice `tokens[num_planned:num_planned + count]`, and
     a request is decoding once all of its tokens except the last are computed. Only the scheduler
     changes a request after it was added.
 
@@ -63,6 +63,8 @@ class Request:
         pooling: the hidden states to return for an embedding; no token is drawn then.
         arrival_s: when it was added, on the engine's monotonic clock.
         started_s: when it first got pages; 0 before that.
+        num_computed: how many tokens are computed, by steps that are committed.
+        num_planned: how many are computed, or are about to be by steps in flight.
         pages: a list for each of the model's cache groups, all equally long: entry i is the id of
             the key-value page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
             that is entirely before the group's window. No lists while it waits.
@@ -94,6 +96,7 @@ class Request:
     arrival_s: float = 0.0
     started_s: float = 0.0
     num_computed: int = 0
+    num_planned: int = 0
     pages: list[list[int]] = field(default_factory=list)
     num_final: int | None = None
     num_cached: int = 0
@@ -121,8 +124,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """How many tokens are not computed yet; 0 only at the end."""
-        return len(self.tokens) - self.num_computed
+        """How many tokens no step computes yet; 0 while it waits for its next token."""
+        return len(self.tokens) - self.num_planned
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step that is not committed yet computes some of its tokens."""
+        return self.num_planned > self.num_computed
 
     @property
     def num_settled(self) -> int:

@@ -208,6 +208,7 @@ def _build_scheduler(
         token_budget=batch.token_budget,
         max_waiting_requests=batch.max_waiting_requests,
         max_waiting_tokens=batch.max_waiting_tokens,
+        steps_ahead=facts.steps_ahead,
     )
     return Scheduler(config, pool, index, make_policy(batch))
 

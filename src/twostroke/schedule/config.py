@@ -34,6 +34,7 @@ class SchedulerConfig(Frozen):
         max_waiting_tokens: a queue with more tokens does, unless it is empty.
         max_overtakes: how many later arrivals may pass a request for each level of priority that
             they are more urgent, so that a stream of urgent requests cannot starve the others.
+        steps_ahead: how many steps may be in flight when another one is planned.
 
     Raises:
         UsageError: the budget cannot serve all running requests.
@@ -46,6 +47,7 @@ class SchedulerConfig(Frozen):
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 20
     max_overtakes: int = 1000
+    steps_ahead: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what could not make progress."""

@@ -1,4 +1,4 @@
-"""Drafts of a step: their rows and pages, and which of them a request keeps."""
+"""Drafts of a step: their rows, and their pages until the step is committed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from twostroke.core.request import FinishReason
-from twostroke.core.step import Delta
-from twostroke.core.tree import ROOT, Branch, path_to, right_drafts
+from twostroke.core.tree import ROOT, Branch, path_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from twostroke.cache import PagePool
-    from twostroke.core.step import Slice, TokenLogprobs
+    from twostroke.core.step import Slice
     from twostroke.schedule.holdings import Holdings
-    from twostroke.schedule.waiting import Ticket
 
 
 class Drafting:
@@ -125,42 +122,6 @@ class Drafting:
                 )
             )
         return branches
-
-
-def accept(
-    ticket: Ticket, piece: Slice, drawn: Sequence[tuple[int, TokenLogprobs | None]]
-) -> tuple[Delta, int]:
-    """Append the tokens drawn after right drafts, up to one that ends the request.
-
-    Returns the delta, and the last draft that is now one of its tokens, or `ROOT`. With
-    `max_tokens=0` the drawn token is discarded.
-    """
-    request = ticket.request
-    right = right_drafts(piece.drafts, piece.branches, [token for token, _ in drawn])
-    taken = [drawn[0], *(drawn[1 + draft] for draft in right)]
-    for count, (token, _) in enumerate(taken, 1):
-        request.tokens.append(token)
-        request.finish_reason = _end_reason(ticket, token)
-        if request.finish_reason is not None:
-            taken = taken[:count]
-            break
-    if len(request.tokens) > ticket.max_len:
-        request.finish_reason = FinishReason.LENGTH
-        request.tokens.pop()
-        taken = []
-    request.num_drafted += len(piece.drafts)
-    request.num_accepted += min(len(right), len(taken))
-    last = right[len(taken) - 2] if len(taken) > 1 else ROOT
-    return Delta(request, tuple(t for t, _ in taken), tuple(p for _, p in taken)), last
-
-
-def _end_reason(ticket: Ticket, token: int) -> FinishReason | None:
-    """Return why the request ends after `token`, its newest one; None if it goes on."""
-    request = ticket.request
-    early = request.num_output <= request.params.min_tokens and request.matcher is None
-    if token in request.end_ids and not early:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.tokens) >= ticket.max_len else None
 
 
 def depth_first(parents: Sequence[int], most: int) -> tuple[list[int], list[int]]:

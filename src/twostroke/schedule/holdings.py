@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from twostroke.core.request import NO_PAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from twostroke.cache import PagePool, PrefixHit
     from twostroke.core.request import Request
     from twostroke.schedule.waiting import Ticket
@@ -71,7 +73,34 @@ class Holdings:
             num_places, request.num_computed, num_tokens, self._token_budget
         )
 
-    def num_taken(self, request: Request, hit: PrefixHit) -> int:
+    def num_victims(
+        self,
+        ticket: Ticket,
+        hit: PrefixHit,
+        running: Sequence[Ticket],
+        num_reserved: int,
+        most_running: int,
+    ) -> int | None:
+        """Return how many of the last running requests to preempt so that `ticket` can start.
+
+        Only less urgent ones are preempted; None if that is not enough. Running requests keep the
+        pages that their tokens still need and one a group to grow into (`num_reserved` in all): a
+        request that is soon preempted computes its tokens twice. When nothing runs, anything fits
+        that the scheduler let in.
+        """
+        room = self._pool.num_available - self._num_taken(ticket.request, hit) - num_reserved
+        for num_victims in range(len(running) + 1):
+            num_left = len(running) - num_victims
+            if not num_left or (room >= 0 and num_left < most_running):
+                return num_victims
+            victim = running[num_left - 1]
+            is_urgent = ticket.request.priority < victim.request.priority
+            if not is_urgent or victim.rank < ticket.rank:
+                return None
+            room += self._num_own(victim.request, hit) + self.num_reserved(victim.request)
+        return None
+
+    def _num_taken(self, request: Request, hit: PrefixHit) -> int:
         """Return how many of the available pages a new request with a hit would take."""
         pool, num_places = self._pool, hit.num_places
         num_shared = sum(not pool.num_references(page) for page in held(hit.pages))
@@ -79,7 +108,7 @@ class Holdings:
             num_places, num_places * pool.page_size, len(request.tokens), self._token_budget
         )
 
-    def num_own(self, request: Request, hit: PrefixHit) -> int:
+    def _num_own(self, request: Request, hit: PrefixHit) -> int:
         """Return how many pages a new request with a hit would gain by preempting another."""
         pool = self._pool
         own = {page for page in held(request.pages) if pool.num_references(page) == 1}

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import deque
 from itertools import count as count_up
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from twostroke.core.errors import RequestError, UsageError
-from twostroke.core.request import FinishReason
-from twostroke.core.step import UNASKED, Delta, Slice, StepPlan
+from twostroke.core.step import Slice, StepPlan
 from twostroke.core.tree import ROOT
 from twostroke.schedule.config import SchedulerStats, SchedulerView, check_queue, max_len
-from twostroke.schedule.drafting import Drafting, accept
+from twostroke.schedule.drafting import Drafting
 from twostroke.schedule.holdings import Holdings, held
 from twostroke.schedule.prefixes import Prefixes
+from twostroke.schedule.results import ResultReader
 from twostroke.schedule.sketch import StepSketch
 from twostroke.schedule.waiting import Ticket, WaitingLine, rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Iterable, Sequence
 
     from twostroke.cache import PagePool, PrefixHit, PrefixIndex
-    from twostroke.core.request import Request
-    from twostroke.core.step import StepResult, TokenLogprobs
+    from twostroke.core.request import FinishReason, Request
+    from twostroke.core.step import Delta, StepResult
     from twostroke.schedule.config import SchedulerConfig
     from twostroke.schedule.policy import Policy
 
@@ -42,8 +37,11 @@ class Scheduler:
     its pages and computes a token in every step, and only finitely many can rank before a given
     one, so every request ends.
 
-    Between `plan` and `commit` a step is in flight: requests may be added and finished, but the
-    pages of running ones stay theirs until the commit.
+    Between `plan` and `commit` a step is in flight; with `steps_ahead`, others may be planned
+    meanwhile, and are committed in the same order. A request is in several of them only with
+    consecutive chunks of its tokens, since the next token is not known before the commit. Requests
+    may be added and finished at any time, but pages stay where they are until all steps that use
+    them are committed, so a request is preempted only while no step is in flight.
     """
 
     def __init__(
@@ -68,7 +66,9 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._waiting = WaitingLine(policy, clock)
         self._running: list[Ticket] = []  # with pages, by rank
-        self._flight: list[Ticket] | None = None  # owners of the slices of the step in flight
+        self._ended: list[Ticket] = []  # with pages that steps in flight use
+        self._flights: deque[tuple[StepPlan, list[Ticket]]] = deque()  # with the slices' owners
+        self._must_land = False  # steps in flight, because a request waits for the pages of others
         self._num_prompt_tokens = 0
         self._num_hit_tokens = 0
         self._num_preemptions = 0
@@ -113,7 +113,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> bool:
         """End a request at any time, without a delta; return False if it has ended already.
 
-        If a step is in flight, the commit drops its results and releases the request's pages.
+        The results of steps in flight are dropped, and its pages are released after these.
         """
         ticket = self._tickets.get(request.id)
         if ticket is None or ticket.request is not request:
@@ -122,7 +122,7 @@ class Scheduler:
         request.finish_reason = reason
         if not ticket.is_running:
             self._waiting.remove(ticket)
-        elif self._flight is None:
+        else:
             self._running.remove(ticket)
             self._give_back(ticket)
         return True
@@ -137,29 +137,34 @@ class Scheduler:
         if not ticket.is_running:
             self._waiting.num_tokens += num_kept + len(tokens) - len(request.tokens)
         request.tokens[num_kept:] = tokens
-        request.num_computed = min(request.num_computed, num_kept)
+        request.num_computed = request.num_planned = min(request.num_computed, num_kept)
 
     def plan(self, budget: int | None = None) -> StepPlan | None:
         """Decide the next step, or None if there is nothing to compute now.
 
         First come the running requests with one pending token, then, by rank, those with more
         and waiting ones. Allocates the pages that the step writes to. `budget` is the most tokens
-        it computes, if less than usual; each request with one pending token is always served.
+        it computes, if less than usual; each request with one pending token is always served, or
+        takes turns if steps may be in flight.
         """
-        assert self._flight is None, "the step in flight must be committed first"
+        assert len(self._flights) <= self.config.steps_ahead, "steps in flight come first"
+        if self._must_land and self._flights:
+            return None
+        self._must_land = False
         self._waiting.make_ready(len(self._running))
         sketch = StepSketch(budget or self.config.token_budget, self.config.most_scored)
         page_size = self._pool.page_size
         slices, owners = sketch.slices, sketch.owners
         behind: list[Ticket] = []
-        for ticket in self._running:
+        for ticket in self._next_turn():
             request = ticket.request
-            start = request.num_computed
-            if len(request.tokens) - start != 1 or request.pooling is not None:
+            start, end = request.num_planned, len(request.tokens)
+            if end - start != 1 or request.pooling is not None:
                 behind.append(ticket)
-            elif start < len(request.pages[0]) * page_size or self._make_room(ticket, 1, sketch):
+            elif start % page_size or self._make_room(ticket, 1, sketch):
                 slices.append(Slice(request, start, 1, True))  # noqa: FBT003 - keywords cost time
                 owners.append(ticket)
+                request.num_planned = end
         sketch.budget = max(0, sketch.budget - len(slices))
         for ticket in behind:
             self._admit(sketch, ticket)
@@ -167,15 +172,17 @@ class Scheduler:
                 self._give_slice(ticket, sketch)
         self._admit(sketch, None)
         if not slices:
-            assert not any(t.request.num_pending for t in self._running), "no progress"
+            is_stuck = not self._flights and any(t.request.num_pending for t in self._running)
+            assert not is_stuck, "no progress"
             return None
-        self._flight = owners
-        return StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
+        plan = StepPlan(tuple(slices), tuple(sketch.preempted), sketch.budget)
+        self._flights.append((plan, owners))
+        return plan
 
     def add_drafts(
         self, piece: Slice, drafts: Sequence[int], parents: Sequence[int] = ()
     ) -> Sequence[int]:
-        """Put drafts into a slice of the step in flight, as many as there is room for.
+        """Put drafts into a slice of the newest step in flight, as many as there is room for.
 
         They are a chain, or a tree if `parents` say which draft each follows (-1 for none); a slice
         with a tree has one row. Returns the drafts that were taken, in the order of their rows.
@@ -187,26 +194,47 @@ class Scheduler:
         return self._drafting.add(piece, drafts, parents, most, len(self._running))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Delta]:
-        """Take in a step: drawn tokens, full pages for the prefix cache, ends and their pages.
+        """Take in the oldest step: drawn tokens, full pages for the prefix cache, ends.
 
         Returns a delta for each request that got something or ended, in the plan's order.
         """
-        owners = self._flight
-        assert owners is not None, "no plan is in flight"
-        self._flight = None
+        oldest, owners = self._flights.popleft()
+        assert plan.slices is oldest.slices, "steps are committed in the order of their plans"
         deltas = []
-        drawn = zip(result.tokens, result.logprobs, strict=True)
-        scores, states = iter(result.scores), iter(result.states)
+        reader = ResultReader(result, self._drafting)
         for ticket, piece in zip(owners, plan.slices, strict=True):
-            delta = self._advance(ticket, piece, drawn, scores, states)
+            delta = reader.take(ticket, piece)
             if delta is not None:
                 deltas.append(delta)
-        assert next(drawn, None) is None, "more tokens than slices that sample"
-        assert next(scores, None) is None, "more scores than scored rows"
-        assert next(states, None) is None, "more states than pooled slices"
-        if len(self._tickets) < len(self._running) + len(self._waiting):
-            self._sweep()
+            if piece.request.num_computed >= ticket.due_at and ticket.is_running:
+                self._settle(ticket)
+        reader.check_taken()
+        if reader.has_ends:
+            for ticket in [t for t in self._running if t.request.is_finished]:
+                del self._tickets[ticket.request.id]
+                self._running.remove(ticket)
+                self._give_back(ticket)
+        self._release_ended()
         return deltas
+
+    def recall(self) -> None:
+        """Take back the newest step in flight, as if it had not been planned."""
+        plan, _ = self._flights.pop()
+        for piece in plan.slices:
+            self._drafting.settle(piece, ROOT)
+            piece.request.num_planned = piece.start
+        self._release_ended()
+
+    def preempt_all(self) -> None:
+        """Take back all steps and all pages, because their content is lost.
+
+        Requests wait in their order to be computed again, and the prefix cache is empty.
+        """
+        while self._flights:
+            self.recall()
+        while self._running:
+            self._preempt_last()
+        self._pool.evict_all()
 
     def stats(self) -> SchedulerStats:
         """Return requests and pages by state, and counts since the start."""
@@ -234,54 +262,23 @@ class Scheduler:
             waiting_since_s=min((t.request.arrival_s for t in self._waiting), default=None),
         )
 
-    def _advance(
-        self,
-        ticket: Ticket,
-        piece: Slice,
-        drawn: Iterator[tuple[int, TokenLogprobs | None]],
-        scores: Iterator[TokenLogprobs | None],
-        states: Iterator[NDArray[np.float32]],
-    ) -> Delta | None:
-        """Take in what a slice computed, drew and reports; return a delta if it did either."""
-        request, delta, pooled = piece.request, None, None
-        scored: tuple[TokenLogprobs | None, ...] = ()
-        is_reported = piece.start < request.num_prompt and request.hints.shows_progress
-        computed = piece.start + piece.count
-        if piece.drafts:
-            tokens = tuple(islice(drawn, piece.num_drawn))
-        elif piece.samples:
-            token, logprob = next(drawn)
-        if piece.num_scored or piece.num_pooled:
-            scored, is_reported = tuple(islice(scores, piece.num_scored)), True
-            pooled = next(states) if piece.num_pooled else None
-        if request.finish_reason is not None:  # it was ended while the step ran
-            self._drafting.settle(piece, ROOT)
-            return None
-        if piece.drafts:
-            delta, last = accept(ticket, piece, tokens)
-            computed += len(delta.tokens) - 1
-            self._drafting.settle(piece, last)
-        elif piece.samples:
-            if token in request.end_ids or len(request.tokens) + 1 >= ticket.max_len:
-                delta, _ = accept(ticket, piece, [(token, logprob)])
-            else:  # the usual case, quickly
-                request.tokens.append(token)
-                delta = Delta(request, (token,), (logprob,) if logprob else UNASKED)
-        elif request.pooling is not None and computed == len(request.tokens):
-            request.finish_reason = FinishReason.LENGTH
-        if is_reported:
-            delta = replace(delta or Delta(request, ()), scores=scored, states=pooled)
-            request.num_scored += len(scored)
-        request.num_computed = computed
-        if computed >= ticket.due_at:
-            self._settle(ticket)
-        if request.finish_reason is not None:
-            del self._tickets[request.id]
-        return delta
+    def _next_turn(self) -> Iterable[Ticket]:
+        """Return the running requests that may take part in the next step, by rank.
+
+        If steps may be in flight, each takes its share of those that compute one token at a time,
+        so that the steps that follow each other through a pipeline are even.
+        """
+        if not self.config.steps_ahead:
+            return self._running
+        decoding = [ticket for ticket in self._running if ticket.request.num_pending < 2]
+        share = -(-len(decoding) // (1 + self.config.steps_ahead))
+        ready = [ticket for ticket in decoding if ticket.request.num_pending]
+        later = set(ready[share:])
+        return (t for t in self._running if t.request.num_pending and t not in later)
 
     def _give_slice(self, ticket: Ticket, sketch: StepSketch) -> None:
         request = ticket.request
-        wanted = min(len(request.tokens) - request.num_computed, sketch.budget)
+        wanted = min(request.num_pending, sketch.budget)
         count = self._make_room(ticket, sketch.most_rows(request, wanted), sketch)
         if count:
             sketch.add(ticket, count)
@@ -289,13 +286,12 @@ class Scheduler:
     def _make_room(self, ticket: Ticket, wanted: int, sketch: StepSketch) -> int:
         """Give a request pages for up to `wanted` tokens, for one even at the cost of others."""
         request, page_size = ticket.request, self._pool.page_size
-        room = len(request.pages[0]) * page_size - request.num_computed
+        room = len(request.pages[0]) * page_size - request.num_planned
         if room < wanted:
             while not room and not self._holdings.can_grow:
-                victim = self._running[-1]
-                if victim is ticket:
+                if self._running[-1] is ticket or not self._can_preempt():
                     return 0
-                self._preempt(victim, sketch)
+                sketch.preempt(self._preempt_last())
             room += page_size * self._holdings.grow(request, -(-(wanted - room) // page_size))
         return min(room, wanted)
 
@@ -313,38 +309,21 @@ class Scheduler:
             if hit is None:
                 at += 1
                 continue
-            num_victims = self._num_victims(ticket, hit, sketch)
+            reserved, most_running = self._reserve(sketch), self.config.max_running
+            num_victims = self._holdings.num_victims(
+                ticket, hit, self._running, reserved, most_running
+            )
             if num_victims is None or ticket.request in sketch.preempted:
                 return
+            if num_victims and not self._can_preempt():
+                return
             for _ in range(num_victims):
-                self._preempt(self._running[-1], sketch)
+                sketch.preempt(self._preempt_last())
             self._waiting.remove(ticket)
             sketch.reserved = self._reserve(sketch)
             self._start(ticket, hit)
             self._give_slice(ticket, sketch)
             sketch.reserved += self._holdings.num_reserved(ticket.request)
-
-    def _num_victims(self, ticket: Ticket, hit: PrefixHit, sketch: StepSketch) -> int | None:
-        """Return how many of the last running requests to preempt so that `ticket` can start.
-
-        Only less urgent ones are preempted; None if that is not enough. Running requests keep the
-        pages that their tokens still need and one a group to grow into: a request that is soon
-        preempted computes its tokens twice. When nothing runs, anything fits that `add` let in.
-        """
-        holdings = self._holdings
-        room = self._pool.num_available - holdings.num_taken(ticket.request, hit)
-        room -= self._reserve(sketch)
-        num_running = len(self._running)
-        for num_victims in range(num_running + 1):
-            num_left = num_running - num_victims
-            if not num_left or (room >= 0 and num_left < self.config.max_running):
-                return num_victims
-            victim = self._running[num_left - 1]
-            is_urgent = ticket.request.priority < victim.request.priority
-            if not is_urgent or victim.rank < ticket.rank:
-                return None
-            room += holdings.num_own(victim.request, hit) + holdings.num_reserved(victim.request)
-        return None
 
     def _reserve(self, sketch: StepSketch) -> int:
         """Pages that the running requests may still need soon."""
@@ -357,7 +336,7 @@ class Scheduler:
         request = ticket.request
         self._pool.share(held(hit.pages))
         request.pages, ticket.num_known = hit.pages, hit.num_known
-        request.num_computed = hit.num_places * self._pool.page_size
+        request.num_computed = request.num_planned = hit.num_places * self._pool.page_size
         if not request.num_preemptions:
             request.started_s = self._clock()
             request.num_cached = request.num_computed
@@ -368,22 +347,30 @@ class Scheduler:
         ticket.is_running = True
         insort(self._running, ticket, key=rank_of)
 
-    def _preempt(self, victim: Ticket, sketch: StepSketch) -> None:
+    def _can_preempt(self) -> bool:
+        """Whether requests may lose their pages now; if not, steps in flight must land first."""
+        self._must_land = bool(self._flights)
+        return not self._must_land
+
+    def _preempt_last(self) -> Ticket:
         """Release the pages of the running request that ranks last; it will compute them again."""
-        assert victim is self._running[-1]
-        self._running.pop()
-        sketch.preempt(victim)
-        self._give_back(victim)
-        victim.request.num_computed = 0
+        victim = self._running.pop()
+        victim.request.num_computed = victim.request.num_planned = 0
         victim.request.num_preemptions += 1
         victim.request.num_moves += 1
         self._num_preemptions += 1
+        self._give_back(victim)
         self._waiting.put_back(victim)
+        return victim
 
     def _give_back(self, ticket: Ticket) -> None:
+        """Release the pages of a request that stops running, or do so after steps in flight."""
         ticket.is_running = False
         self._prefixes.stop(ticket)
-        self._holdings.give_back(ticket.request)
+        if ticket.request.is_in_flight:
+            self._ended.append(ticket)
+        else:
+            self._holdings.give_back(ticket.request)
 
     def _settle(self, ticket: Ticket) -> None:
         """Publish full pages, release those that windows passed; note when more are due."""
@@ -392,8 +379,8 @@ class Scheduler:
         if self._pool.groups.has_windows:
             self._holdings.release_passed(ticket)
 
-    def _sweep(self) -> None:
-        """Release the pages of running requests that have ended."""
-        for ticket in [t for t in self._running if t.request.finish_reason is not None]:
-            self._running.remove(ticket)
-            self._give_back(ticket)
+    def _release_ended(self) -> None:
+        """Release the pages of ended requests that no step in flight uses any more."""
+        for ticket in [t for t in self._ended if not t.request.is_in_flight]:
+            self._ended.remove(ticket)
+            self._holdings.give_back(ticket.request)

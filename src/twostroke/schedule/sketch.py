@@ -39,18 +39,20 @@ class StepSketch:
         """Return how many of the `wanted` next rows a request may have, by the scored ones."""
         if request.num_unscored <= self.most_scored:
             return wanted
-        return min(wanted, request.num_scored - request.num_computed + self.most_scored)
+        start = request.num_planned
+        return min(wanted, max(start, request.num_scored) - start + self.most_scored)
 
     def add(self, ticket: Ticket, count: int) -> None:
         """Let a request compute its next `count` tokens."""
         request = ticket.request
-        start = request.num_computed
+        start = request.num_planned
         samples = start + count == len(request.tokens) and request.pooling is None
         scored, pooled = _num_scored(request, count), _num_pooled(request, count)
         self.slices.append(
             Slice(request, start, count, samples, num_scored=scored, num_pooled=pooled)
         )
         self.owners.append(ticket)
+        request.num_planned += count
         self.budget -= count
         self.most_scored -= scored
 
@@ -68,13 +70,14 @@ class StepSketch:
 def _num_scored(request: Request, count: int) -> int:
     """Return how many of a request's next `count` rows report on the prompt's next token.
 
-    Rows that did so before a preemption do not do it again. The prompt's last row draws.
+    Rows that did so before a preemption do not do it again, and rows in flight will do it. The
+    prompt's last row draws.
     """
     if not request.num_unscored:
         return 0
     assert request.num_computed <= request.num_scored, "a row to be scored was passed over"
-    end = min(request.num_computed + count, request.num_prompt - 1)
-    return max(0, end - request.num_scored)
+    end = min(request.num_planned + count, request.num_prompt - 1)
+    return max(0, end - max(request.num_planned, request.num_scored))
 
 
 def _num_pooled(request: Request, count: int) -> int:
@@ -88,4 +91,4 @@ def _num_pooled(request: Request, count: int) -> int:
         case Pooling.MEAN:
             return count
         case Pooling.LAST:
-            return int(request.num_computed + count == len(request.tokens))
+            return int(request.num_planned + count == len(request.tokens))

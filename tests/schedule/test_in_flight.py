@@ -1,0 +1,181 @@
+"""Several steps in flight: who takes part in which, and whose pages stay."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from support.invariants import check_pool, check_scheduler
+from support.steps import Steps
+from twostroke.core.request import FinishReason
+
+
+def sizes(steps, count):
+    """Keep as many steps in flight as may be; return how many rows each of the next ones has."""
+    flights = deque()
+    rows = []
+    while len(rows) < count:
+        plan = None
+        if len(flights) <= steps.scheduler.config.steps_ahead:
+            plan = steps.scheduler.plan()
+        if plan is not None:
+            rows.append(plan.num_rows)
+            flights.append(plan)
+        else:
+            steps.land(flights.popleft())
+    while flights:
+        steps.land(flights.popleft())
+    return rows
+
+
+def test_steps_take_turns_with_the_running_requests():
+    """Micro-batches are even, and stay so as requests come and go."""
+    steps = Steps(512, max_running=32, steps_ahead=1)
+    for i in range(16):
+        steps.add(f"r{i}", [i], max_tokens=None)
+    assert sizes(steps, 12) == [16, *[8] * 11]
+    for i in range(3):
+        steps.cancel(f"r{i}")
+    assert sizes(steps, 12)[2:] == [7, 6] * 5
+    for i in range(5):
+        steps.add(f"new{i}", [20 + i], max_tokens=None)
+    assert sizes(steps, 20)[-10:] == [9] * 10
+    for ahead in (2, 3):
+        steps = Steps(512, max_running=32, steps_ahead=ahead)
+        for i in range(12):
+            steps.add(f"r{i}", [i], max_tokens=None)
+        assert sizes(steps, 20)[1:] == [12 // (1 + ahead)] * 19
+
+
+def test_chunks_of_a_prompt_follow_each_other():
+    steps = Steps(token_budget=8, steps_ahead=2)
+    request = steps.add("r", 20, max_tokens=2)
+    plans = [steps.plan() for _ in range(3)]
+    pieces = [(p.start, p.count, p.samples) for plan in plans for p in plan.slices]
+    assert pieces == [(0, 8, False), (8, 8, False), (16, 4, True)]
+    assert (request.num_computed, request.num_planned, request.num_pending) == (0, 20, 0)
+    steps.land(plans[0])
+    assert steps.scheduler.plan() is None, "the next token is not known"
+    for plan in plans[1:]:
+        steps.land(plan)
+    assert [(p.start, p.count) for p in steps.plan().slices] == [(20, 1)]
+
+
+def test_a_chunk_in_flight_is_not_found_by_others():
+    steps = Steps(token_budget=8, steps_ahead=1)
+    steps.add("first", 20, max_tokens=1)
+    steps.plan()
+    steps.add("second", 20, max_tokens=1)
+    [piece] = steps.plan().slices
+    assert (piece.request.id, piece.start) == ("first", 8)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCEL, FinishReason.STOP])
+def test_pages_stay_until_the_last_step_that_uses_them(reason):
+    steps = Steps(token_budget=8, steps_ahead=2)
+    gone = steps.add("gone", 40)
+    plans = [steps.plan() for _ in range(3)]
+    assert steps.scheduler.finish(gone, reason)
+    assert not steps.scheduler.has_work
+    stays = steps.add("gone", [40, 41, 42], max_tokens=1)  # the id is free
+    for plan in plans:
+        assert gone.pages
+        assert steps.land(plan) == []
+    assert (gone.pages, gone.output) == ([], [])
+    steps.finish()
+    assert stays.num_output == 1
+
+
+def test_drafts_in_flight_are_taken_while_another_step_runs():
+    steps = Steps(steps_ahead=1)
+    for name, first in (("a", 1), ("b", 20)):
+        steps.add(name, [*range(first, first + 5)], max_tokens=9)
+    steps.step()
+    plans = [steps.plan(), steps.plan()]
+    assert [plan.slices[0].request.id for plan in plans] == ["a", "b"]
+    piece = plans[1].slices[0]
+    steps.scheduler.add_drafts(piece, (10, 11, 12, 13), (-1, -1, 0, 1))
+    assert piece.branches
+    check_scheduler(steps.scheduler)
+    for plan in plans:
+        steps.land(plan)
+    steps.finish()
+
+
+def test_pages_are_taken_from_others_only_when_no_step_is_in_flight():
+    steps = Steps(num_pages=4, cache=False, steps_ahead=1)
+    first = steps.add("a", 4, max_tokens=12)
+    last = steps.add("b", 4, max_tokens=12)
+    flights = deque()
+    while steps.scheduler.has_work:
+        plan = steps.scheduler.plan() if len(flights) < 2 else None
+        if plan is None:
+            steps.land(flights.popleft())
+            continue
+        assert not plan.preempted or not flights
+        flights.append(plan)
+        check_scheduler(steps.scheduler)
+    assert first.num_preemptions == 0
+    assert last.num_preemptions > 0
+    assert (first.num_output, last.num_output) == (12, 12)
+    check_pool(steps.pool)
+
+
+def test_an_urgent_request_waits_for_steps_in_flight_and_not_longer():
+    steps = Steps(token_budget=8, max_running=1, steps_ahead=1)
+    slow = steps.add("slow", 60, max_tokens=1, priority=1)
+    plans = [steps.plan()]
+    steps.add("urgent", [40, 41], max_tokens=1)
+    plans.append(steps.plan())
+    assert [piece.request.id for plan in plans for piece in plan.slices] == ["slow", "slow"]
+    steps.land(plans[0])
+    assert steps.scheduler.plan() is None
+    steps.land(plans[1])
+    plan = steps.plan()
+    assert plan.preempted == (slow,)
+    assert [piece.request.id for piece in plan.slices] == ["urgent"]
+    steps.land(plan)
+    steps.finish()
+
+
+def test_a_recalled_step_is_planned_again():
+    steps = Steps(token_budget=8, steps_ahead=1)
+    request = steps.add("a", 12, max_tokens=2)
+    first, second = steps.plan(), steps.plan()
+    steps.scheduler.recall()
+    check_scheduler(steps.scheduler)
+    again = steps.plan()
+    assert again.slices == second.slices
+    steps.land(first)
+    steps.land(again)
+    assert request.num_output == 1
+    steps.finish()
+
+
+def test_all_pages_can_be_lost():
+    steps = Steps(steps_ahead=1, token_budget=8)
+    for first, (name, priority) in enumerate({"a": 0, "b": 1, "c": -1}.items()):
+        steps.add(name, [10 * first + i for i in range(6)], priority=priority)
+    order = [list(steps.step()) for _ in range(2)]
+    assert order == [["c", "a"], ["c", "a", "b"]]
+    plans = [steps.plan(), steps.plan()]
+    assert plans[1].slices
+    gone = steps.cancel("c")
+    steps.scheduler.preempt_all()
+    check_scheduler(steps.scheduler)
+    stats = steps.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 2)
+    assert stats.num_free_pages == steps.pool.num_pages
+    assert gone.pages == []
+    assert [piece.request.id for piece in steps.plan().slices] == ["a", "b"]
+
+
+def test_steps_are_committed_in_their_order():
+    steps = Steps(token_budget=8, steps_ahead=1)
+    steps.add("a", 20)
+    plans = [steps.plan(), steps.plan()]
+    with pytest.raises(AssertionError, match="steps in flight come first"):
+        steps.scheduler.plan()
+    with pytest.raises(AssertionError, match="order"):
+        steps.scheduler.commit(plans[1], steps.model.run(plans[1]))
