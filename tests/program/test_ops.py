@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from math import gcd
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec.structs import replace
 
 from support.operations import NUM_IDS, OPS, input_width
 from twostroke.backends.reference.operations import PagedCache, StepState, apply
 from twostroke.backends.spans import Span
-from twostroke.program import Op, Program
-from twostroke.program.ops import Embed, ExternalInput, MixtureOfExperts, RMSNorm
-from twostroke.program.sharding import Layout, Unit
+from twostroke.program import Program
+from twostroke.program.ops import ExternalInput, TakeColumns
+from twostroke.program.sharding import ColumnParts, Sharding
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from twostroke.program.ops import LocalOp
 
     Values = dict[str, np.ndarray]
 
 NUM_ROWS = 7
 
 
-def run(op: Op, inputs: Values, weights: Values, tokens: np.ndarray) -> np.ndarray:
+def run(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> np.ndarray:
     """Return the output of one operation for one sequence from its beginning."""
     program = Program("one", (*(ExternalInput(name, 1) for name in op.inputs), op), NUM_IDS, 64)
     rows = np.arange(len(tokens))
@@ -37,88 +36,43 @@ def random_floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def part_of(op: Op, rank: int, num_ranks: int) -> Op:
-    """Return a rank's share: the same operation with its divided fields as small."""
-    changes: dict[str, Any] = {}
-    for field in op.sharding.divided:
-        whole = getattr(op, field)
-        size = (len(whole) if isinstance(whole, tuple) else whole) // num_ranks
-        is_tuple = isinstance(whole, tuple)
-        changes[field] = whole[rank * size : (rank + 1) * size] if is_tuple else size
-    return replace(op, **changes)
-
-
-def num_parts(op: Op) -> int:
-    """Return into how many equal parts an operation can be divided."""
-    wholes = [getattr(op, field) for field in op.sharding.divided]
-    return gcd(*(len(whole) if isinstance(whole, tuple) else whole for whole in wholes)) or 1
-
-
-def cut(array: np.ndarray, axis: int | None, rank: int, num_ranks: int) -> np.ndarray:
-    return array if axis is None else np.split(array, num_ranks, axis)[rank]
-
-
-def sharded(
-    op: Op, inputs: Values, weights: Values, tokens: np.ndarray, num_ranks: int
-) -> np.ndarray:
-    """Return the output, computed by ranks as the operation's sharding rule says."""
-    rule = op.sharding
-    axes = {weight.name: weight.axis for weight in op.weights}
-    if isinstance(op, MixtureOfExperts):  # every rank routes, and computes its experts' terms
-        assert rule.unit is Unit.EXPERT
-        total = np.zeros((len(tokens), op.width), np.float32)
-        for rank in range(num_ranks):
-            owned = {weight.name for weight in part_of(op, rank, num_ranks).weights}
-            own = {name: w if name in owned else 0 * w for name, w in weights.items()}
-            total += run(op, inputs, own, tokens)
-        return total
+def parts_of(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> list[np.ndarray]:
+    """Return the outputs of parts that together are the whole operation."""
+    rng = np.random.default_rng(1)
+    grain = min(op.grain, op.length) if op.length % op.grain == 0 else 1  # tables here are small
+    places = grain * np.sort(rng.integers(0, op.length // grain + 1, 3))
     outputs = []
-    for rank in range(num_ranks):
-        own = {name: cut(w, axes[name], rank, num_ranks) for name, w in weights.items()}
-        axis = None if rule.gathers else 1
-        seen = {name: cut(value, axis, rank, num_ranks) for name, value in inputs.items()}
-        part = part_of(op, rank, num_ranks)
-        if rule.output is not Layout.ROWS:
-            outputs.append(run(part, seen, own, tokens))
+    for first, end in pairwise([0, *places.tolist(), op.length]):
+        if first == end:
             continue
-        assert isinstance(part, Embed)  # a rank has the rows of the tokens that it knows
-        local = tokens - rank * part.num_ids
-        is_known = (local >= 0) & (local < part.num_ids)
-        rows = np.zeros((len(tokens), part.width), np.float32)
-        rows[is_known] = run(part, {}, own, local[is_known])
-        outputs.append(rows)
-    if rule.output is Layout.ROWS:
-        return np.asarray(sum(outputs))
-    return np.concatenate(outputs, axis=1)
+        part, read = op.part(first, end), {}
+        for field in op.reads:
+            name, columns = getattr(op, field), op.part_reads(field, first, end)
+            read[name] = inputs[name] if columns is None else inputs[name][:, slice(*columns)]
+        divided = {weight.name for weight in op.weights if weight.is_divided}
+        own = {name: w[first:end] if name in divided else w for name, w in weights.items()}
+        assert all(own[weight.name].shape == weight.shape for weight in part.weights)
+        outputs.append(run(part, read, own, tokens))
+    return outputs
 
 
-def test_ranks_together_compute_what_one_rank_does() -> None:
+def test_parts_together_compute_what_the_whole_does() -> None:
     rng = np.random.default_rng(0)
     for op in OPS:
+        if isinstance(op, ExternalInput | TakeColumns):
+            continue
         inputs = {name: random_floats(rng, NUM_ROWS, input_width(op, name)) for name in op.inputs}
         weights = {weight.name: random_floats(rng, *weight.shape) for weight in op.weights}
         tokens = rng.integers(0, NUM_IDS, NUM_ROWS)
-        if isinstance(op, ExternalInput):
-            assert op.sharding.unit is Unit.OPERATION
-            continue
         whole = run(op, inputs, weights, tokens)
         assert whole.shape == (NUM_ROWS, op.width)
-        most = num_parts(op)
-        assert most > 1 or isinstance(op, RMSNorm), op
-        for num_ranks in {2, most} if most > 1 else {1}:
-            parts = sharded(op, inputs, weights, tokens, num_ranks)
-            np.testing.assert_allclose(parts, whole, rtol=2e-5, atol=2e-5, err_msg=str(op))
-
-
-def test_rules_name_fields_and_axes_that_exist() -> None:
-    for op in OPS:
-        names = set(op.__struct_fields__)
-        assert set(op.sharding.divided) <= names
-        assert op.sharding.divided or op.sharding.unit is Unit.OPERATION
-        for weight in op.weights:
-            assert weight.axis is None or weight.axis < len(weight.shape)
-        part = part_of(op, 0, num_parts(op))
-        sizes: Mapping[str, tuple[int, ...]] = {w.name: w.shape for w in part.weights}
-        for weight in op.weights:
-            if weight.axis is not None:
-                assert sizes[weight.name][weight.axis] * num_parts(op) == weight.shape[weight.axis]
+        if op.sharding is Sharding.WHOLE:
+            continue
+        outputs = parts_of(op, inputs, weights, tokens)
+        if isinstance(op.parts_by((0, op.length)), ColumnParts):
+            together = np.concatenate(outputs, axis=1)
+        else:
+            stacked = np.stack(outputs)
+            assert (np.isfinite(stacked).sum(axis=0) == 1).all(), "each value is in one part"
+            together = np.nansum(stacked, axis=0)
+        np.testing.assert_allclose(together, whole, rtol=2e-5, atol=2e-5, err_msg=str(op))

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from typing import get_args
 
-from twostroke.program import Activation, Op
+from twostroke.program import Activation
 from twostroke.program.ops import (
     Add,
     Attention,
     Embed,
     Expert,
+    ExpertTerms,
     ExternalInput,
     GatedActivation,
     Linear,
+    LocalOp,
     Logits,
     MixtureOfExperts,
     RMSNorm,
     Rope,
     Scale,
+    SumTerms,
+    TakeColumns,
 )
 
 NUM_IDS = 12
 EXPERTS = tuple(Expert(f"gate{i}", f"up{i}", f"down{i}") for i in range(6))
-OPS: tuple[Op, ...] = (
+OPS: tuple[LocalOp, ...] = (
     Embed("out", "table", NUM_IDS, 24),
     ExternalInput("out", 24),
     RMSNorm("out", "x", "w", 24, 1e-5, offset=0.5),
@@ -35,17 +39,26 @@ OPS: tuple[Op, ...] = (
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
     GatedActivation("out", "gate", "up", 24, Activation.GELU_TANH),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=True),
+    ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2),
+    SumTerms("out", "x", "scores", 16, 2, normalize=False),
     Scale("out", "x", 24, 0.7),
     Add("out", "a", "b", 24),
     Logits("out", "x", "w", 24, NUM_IDS, soft_cap=3.0),
+    TakeColumns("out", "x", 16, 3),
 )
-assert {type(op) for op in OPS} == set(get_args(Op)), "an operation has no example"
+assert {type(op) for op in OPS} == set(get_args(LocalOp)), "an operation has no example"
 
 
-def input_width(op: Op, name: str) -> int:
+def input_width(op: LocalOp, name: str) -> int:
     """Return the width of one of an operation's inputs."""
     if isinstance(op, Attention) and name != op.q:
         return op.num_kv_heads * op.head_dim
-    if isinstance(op, MixtureOfExperts) and name == op.scores:
-        return len(op.experts)
+    if isinstance(op, MixtureOfExperts | ExpertTerms | SumTerms) and name == op.scores:
+        return len(EXPERTS)
+    if isinstance(op, ExpertTerms):
+        return op.hidden
+    if isinstance(op, SumTerms):
+        return op.num_used * op.width
+    if isinstance(op, TakeColumns):
+        return op.first + op.width
     return op.in_width if isinstance(op, Linear | Logits) else op.width

@@ -41,7 +41,7 @@ def labels(program: Program, fused: Sequence[tuple[Op, ...]]) -> Iterator[Label]
 
 def _name(parts: Sequence[Op]) -> str:
     """Join the parts' labels; from the first matrix on, each once, and alike ones together."""
-    matrices = [place for place, op in enumerate(parts) if any(w.axis == 0 for w in op.weights)]
+    matrices = [place for place, op in enumerate(parts) if any(w.is_divided for w in op.weights)]
     first = matrices[0] if matrices else len(parts)
     words: dict[str, list[str]] = {}  # by their common stem: attn_q,k,v
     for op in parts[first:]:

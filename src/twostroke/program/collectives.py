@@ -1,51 +1,24 @@
-"""Operations of a divided Program: they move values between ranks."""
+"""Operations of a divided Program that move values between ranks, or take parts of them."""
 
 from __future__ import annotations
 
-from twostroke.core.frozen import Frozen
-from twostroke.program.ops import Activation, Expert, Operation
+from typing import TYPE_CHECKING
 
+from twostroke.program.operation import Operation
 
-class ColumnParts(Frozen):
-    """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
-
-    cuts: tuple[int, ...]
-
-
-class RowParts(Frozen):
-    """Of the n rows of a step, member i of `count` holds those from n * i // count on."""
-
-    count: int
-
-
-class TokenParts(Frozen):
-    """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
-
-    cuts: tuple[int, ...]
-
-
-class TermParts(Frozen):
-    """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
-
-    `scores` names the value by which each row chooses `num_used` experts.
-    """
-
-    cuts: tuple[int, ...]
-    scores: str
-    num_used: int
-
-
-Parts = ColumnParts | RowParts | TokenParts | TermParts
+if TYPE_CHECKING:
+    from twostroke.program.sharding import Parts
 
 
 class AllGather(Operation):
     """`output` is the whole of `x`, of which each member of the team holds its part.
 
-    `team` are ranks in the order of their parts, and this rank is `team[place]`. With a `root`
-    only that rank gets the whole; nothing may read the output on the others.
+    `team` are ranks in the order of their parts, and this rank is `team[place]`. A rank whose part
+    is empty has no `x`. With a `root` only that rank gets the whole; nothing reads the output on
+    the others. `AllGather`s of one value have the same output on all ranks of the team.
     """
 
-    x: str
+    x: str | None
     width: int
     parts: Parts
     team: tuple[int, ...]
@@ -54,6 +27,11 @@ class AllGather(Operation):
 
     reads = ("x",)
     label = "gather"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Its own part, if it has one."""
+        return () if self.x is None else (self.x,)
 
 
 class TakeColumns(Operation):
@@ -68,7 +46,7 @@ class TakeColumns(Operation):
 
 
 class Send(Operation):
-    """`x` goes to another rank; `output` is a name that nothing reads."""
+    """`x` goes to another rank, which receives it; `output` is a name that nothing reads."""
 
     x: str
     width: int
@@ -78,46 +56,7 @@ class Send(Operation):
 
 
 class Receive(Operation):
-    """`output` comes from another rank, all of its rows."""
+    """`output` comes from another rank, which sends it under the same name."""
 
     width: int
     sender: int
-
-
-class ExpertTerms(Operation):
-    """The terms of a mixture's chosen experts: `num_used` in a row, `hidden` values each.
-
-    Fields are those of `MixtureOfExperts`, without the shares: `output` has, for each row and each
-    of its chosen experts in the order of the choice, `down_e(activation(gate_e x) * up_e x)`. This
-    rank has only `experts`, which are number `first_expert` and on of `num_experts`; it leaves the
-    terms of the others alone.
-    """
-
-    x: str
-    scores: str
-    experts: tuple[Expert, ...]
-    first_expert: int
-    num_experts: int
-    hidden: int
-    ffn_width: int
-    num_used: int
-    activation: Activation = Activation.SILU
-
-    reads = ("x", "scores")
-
-    @property
-    def width(self) -> int:
-        """Values in a row of the output."""
-        return self.num_used * self.hidden
-
-
-class SumTerms(Operation):
-    """`output` is the sum of a row's terms times their shares, in the order of the choice."""
-
-    x: str
-    scores: str
-    width: int
-    num_used: int
-    normalize: bool
-
-    reads = ("x", "scores")

@@ -19,14 +19,13 @@ class Mesh(Frozen):
     """A grid of ranks: one stage after another, in each of them row parts times column parts.
 
     `stages` and `column_parts` are shares: a rank with 3 of 5 computes three fifths of the layers,
-    or of each operation's columns. With `divides_experts` a column part has whole experts instead
-    of a part of each. Rank 0 is in the last stage, where tokens are drawn.
+    or of each operation's columns and experts. Row parts are equal. Rank 0 is in the last stage,
+    where tokens are drawn.
     """
 
     stages: tuple[int, ...] = (1,)
     row_parts: int = 1
     column_parts: tuple[int, ...] = (1,)
-    divides_experts: bool = True
 
     @property
     def ranks_per_stage(self) -> int:
@@ -40,23 +39,26 @@ class Mesh(Frozen):
 
     def place(self, rank: int) -> Place:
         """Return where a rank is."""
-        behind, within = divmod(rank, self.ranks_per_stage)
+        later, within = divmod(rank, self.ranks_per_stage)
         row_part, column_part = divmod(within, len(self.column_parts))
-        return Place(len(self.stages) - 1 - behind, row_part, column_part)
+        return Place(len(self.stages) - 1 - later, row_part, column_part)
 
     def rank(self, place: Place) -> int:
         """Return the rank at a place."""
-        behind = len(self.stages) - 1 - place.stage
+        later = len(self.stages) - 1 - place.stage
         within = place.row_part * len(self.column_parts) + place.column_part
-        return behind * self.ranks_per_stage + within
+        return later * self.ranks_per_stage + within
 
 
-def cuts(count: int, shares: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
+ONE_RANK = Mesh()
+
+
+def cuts(count: int, shares: tuple[int, ...], grain: int = 1) -> tuple[int, ...]:
     """Return where `count` things are cut into parts: one more number than there are shares.
 
-    Parts are as near to the shares as multiples of `unit` allow; the last takes what remains.
+    Parts are as near to the shares as multiples of `grain` allow. Where they are not equal, the
+    first, which is the part of rank 0, is smaller.
     """
-    num_units = -(-count // unit)
-    total = sum(shares)
-    ends = [round(num_units * share / total) for share in accumulate(shares)]
-    return (0, *(min(count, end * unit) for end in ends))
+    num_grains, total = -(-count // grain), sum(shares)
+    ends = [num_grains * share // total for share in accumulate(shares)]
+    return (0, *(min(count, end * grain) for end in ends))

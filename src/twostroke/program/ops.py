@@ -8,100 +8,88 @@ token, and how ranks can share it. Readers (backends) alone know how it is compu
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from twostroke.core.frozen import Frozen
-from twostroke.program.pages import CacheLayer
-from twostroke.program.sharding import Layout, Sharding, Unit, Weight
+from twostroke.program.attention import Attention
+from twostroke.program.collectives import AllGather, Receive, Send, TakeColumns
+from twostroke.program.experts import Expert, ExpertTerms, MixtureOfExperts, SumTerms
+from twostroke.program.operation import Activation, Operation
+from twostroke.program.sharding import COLUMN_GRAIN, Sharding, TokenParts, Weight
 from twostroke.program.work import (
     Cost,
-    EachAttended,
-    EachCached,
-    ShareOfExperts,
     each_row,
     each_sampled_row,
-    once,
     once_if_sampled,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+    from typing import Self
 
+    from twostroke.program.operation import Work
     from twostroke.program.pages import CacheFormat
-    from twostroke.program.work import Count
 
-    Work = Iterator[tuple[Count, Cost]]
-
-
-class Activation(Enum):
-    """The function of a gate, element by element."""
-
-    SILU = "silu"  # x * sigmoid(x)
-    GELU_TANH = "gelu_tanh"  # x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
-
-
-class Operation(Frozen):
-    """Answers that most operations share; each operation replaces those that differ."""
-
-    output: str
-
-    reads: ClassVar[tuple[str, ...]] = ()  # the fields that name its inputs
-    sharding: ClassVar[Sharding] = Sharding(Unit.COLUMN, ("width",))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that it reads."""
-        return tuple([getattr(self, field) for field in self.reads])
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """The weights that it reads."""
-        return ()
-
-    @property
-    def row_flops(self) -> int:
-        """Floating-point operations for each row."""
-        return 0
-
-    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield its cost in terms that grow with a count, for weights and a cache stored so."""
-        del cache
-        yield once, Cost(0, self._stored_bytes(weight_bytes))
-        yield each_row, Cost(self.row_flops)
-
-    @property
-    def stores(self) -> Mapping[int, CacheLayer]:
-        """What it stores for each token, by cache layer."""
-        return {}
-
-    @property
-    def label(self) -> str:
-        """Its name in profiles."""
-        return type(self).__name__.lower()
-
-    def _stored_bytes(self, weight_bytes: Mapping[str, int]) -> int:
-        return sum(weight_bytes[weight.name] for weight in self.weights)
+__all__ = [
+    "Activation",
+    "Add",
+    "AllGather",
+    "Attention",
+    "Embed",
+    "Expert",
+    "ExpertTerms",
+    "ExternalInput",
+    "GatedActivation",
+    "Linear",
+    "LocalOp",
+    "Logits",
+    "MixtureOfExperts",
+    "Op",
+    "RMSNorm",
+    "Receive",
+    "Rope",
+    "Scale",
+    "Send",
+    "SumTerms",
+    "TakeColumns",
+]
 
 
 class Embed(Operation):
-    """`output[r] = table[token[r]]`; table is (num_ids, width)."""
+    """`output[r] = table[token[r] - first_id]`; table is (num_ids, width).
+
+    Rows of tokens that the table does not have are undefined.
+    """
 
     table: str
     num_ids: int
     width: int
+    first_id: int = 0
 
-    sharding = Sharding(Unit.VOCABULARY, ("num_ids",), output=Layout.ROWS)
+    sharding = Sharding.BY_STAGE
+    grain = COLUMN_GRAIN  # as the logits, whose matrix is often the same
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The table."""
-        return (Weight(self.table, (self.num_ids, self.width), axis=0),)
+        return (Weight(self.table, (self.num_ids, self.width), is_divided=True),)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """One row of the table for each token."""
         del cache
         yield each_row, Cost(0, weight_bytes[self.table] // self.num_ids)
+
+    @property
+    def length(self) -> int:
+        """The ids."""
+        return self.num_ids
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the rows of the ids from `first` to `end`."""
+        return self._changed(num_ids=end - first, first_id=self.first_id + first)
+
+    def parts_by(self, cuts: tuple[int, ...]) -> TokenParts:
+        """Return how the rows lie on ranks with ids cut so."""
+        return TokenParts(cuts)
 
 
 class ExternalInput(Operation):
@@ -109,7 +97,7 @@ class ExternalInput(Operation):
 
     width: int
 
-    sharding = Sharding(Unit.OPERATION, output=Layout.REPLICATED)
+    sharding = Sharding.WHOLE
     label = "external input"
 
 
@@ -128,7 +116,6 @@ class RMSNorm(Operation):
     offset: float = 0.0
 
     reads = ("x",)
-    sharding = Sharding(Unit.HEAD, ("width", "num_groups"))
     label = "norm"
 
     @property
@@ -141,6 +128,15 @@ class RMSNorm(Operation):
         """Square, add, scale, weigh."""
         return 4 * self.width
 
+    @property
+    def grain(self) -> int:
+        """A group."""
+        return self.width // self.num_groups
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the norms of some groups."""
+        return self._changed(width=end - first, num_groups=(end - first) // self.grain)
+
 
 class Linear(Operation):
     """`output = x @ weight.T + bias`; weight is (width, in_width)."""
@@ -152,18 +148,24 @@ class Linear(Operation):
     bias: str | None = None
 
     reads = ("x",)
-    sharding = Sharding(Unit.COLUMN, ("width",), gathers=True)
+    sharding = Sharding.BY_COLUMN_PARTS
+    grain = COLUMN_GRAIN
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The matrix, and the bias if there is one."""
-        matrix = Weight(self.weight, (self.width, self.in_width), axis=0)
-        return (matrix,) if self.bias is None else (matrix, Weight(self.bias, (self.width,), 0))
+        matrix = Weight(self.weight, (self.width, self.in_width), is_divided=True)
+        if self.bias is None:
+            return (matrix,)
+        return matrix, Weight(self.bias, (self.width,), is_divided=True)
 
     @property
     def row_flops(self) -> int:
         """Multiply and add."""
         return 2 * self.in_width * self.width
+
+    def part_reads(self, field: str, first: int, end: int) -> None:
+        """Read the whole row."""
 
     @property
     def label(self) -> str:
@@ -187,63 +189,25 @@ class Rope(Operation):
     magnitude: float = 1.0
 
     reads = ("x",)
-    sharding = Sharding(Unit.HEAD, ("num_heads",))
 
     @property
     def width(self) -> int:
         """Values in a row of the output."""
         return self.num_heads * self.head_dim
+
+    @property
+    def grain(self) -> int:
+        """A head."""
+        return self.head_dim
+
+    def part(self, first: int, end: int) -> Self:
+        """Return the rotation of some heads."""
+        return self._changed(num_heads=(end - first) // self.head_dim)
 
     @property
     def row_flops(self) -> int:
         """Four products and two sums for each pair."""
         return 6 * self.num_heads * len(self.inverse_frequencies)
-
-
-class Attention(Operation):
-    """Causal attention over the pages of cache layer `layer`, k and v of this step stored first.
-
-    Query head h reads key-value head `h // (num_heads // num_kv_heads)` (grouped queries,
-    arXiv:2305.13245). `output = softmax(q k^T * scale) v` over the positions up to the row's own:
-    all of them, or the last `window` (sliding window, arXiv:2310.06825). With a `soft_cap` c the
-    scaled scores s become `c * tanh(s / c)` (arXiv:2408.00118).
-    """
-
-    q: str
-    k: str
-    v: str
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
-
-    reads = ("q", "k", "v")
-    sharding = Sharding(Unit.HEAD, ("num_heads", "num_kv_heads"))
-
-    @property
-    def width(self) -> int:
-        """Values in a row of the output."""
-        return self.num_heads * self.head_dim
-
-    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Two products over each row's context, and the traffic of the pages."""
-        del weight_bytes
-        yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        stored = self.stores[self.layer].bytes_per_token(cache)
-        yield EachCached(self.window), Cost(0, 0, stored)
-
-    @property
-    def stores(self) -> Mapping[int, CacheLayer]:
-        """Keys and values of its layer."""
-        return {self.layer: CacheLayer(self.num_kv_heads, self.head_dim, self.window)}
-
-    @property
-    def label(self) -> str:
-        """With its window, if it has one."""
-        return "attention" if self.window is None else f"attention({self.window})"
 
 
 class GatedActivation(Operation):
@@ -265,52 +229,6 @@ class GatedActivation(Operation):
     def label(self) -> str:
         """The function's name."""
         return self.activation.value
-
-
-class Expert(Frozen):
-    """Names of one expert's matrices: gate and up (ffn_width, width), down (width, ffn_width)."""
-
-    gate: str
-    up: str
-    down: str
-
-
-class MixtureOfExperts(Operation):
-    """`output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`.
-
-    `scores` is the value with the router's products, one for each expert. The shares are their
-    softmax; each row chooses the `num_used` experts with the largest (of equal ones the first),
-    and with `normalize` the chosen shares are divided by their sum (arXiv:2401.04088).
-    """
-
-    x: str
-    scores: str
-    experts: tuple[Expert, ...]
-    width: int
-    ffn_width: int
-    num_used: int
-    normalize: bool
-    activation: Activation = Activation.SILU
-
-    reads = ("x", "scores")
-    sharding = Sharding(Unit.EXPERT, ("experts",), gathers=True, output=Layout.REPLICATED)
-    label = "experts"
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """Three matrices of each expert."""
-        wide, narrow = (self.ffn_width, self.width), (self.width, self.ffn_width)
-        shapes = {"gate": wide, "up": wide, "down": narrow}
-        return tuple(
-            Weight(getattr(e, p), shape) for e in self.experts for p, shape in shapes.items()
-        )
-
-    def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """The products of the chosen experts; the matrices of the others stay unread."""
-        del cache
-        yield each_row, Cost(self.num_used * self.ffn_width * (6 * self.width + 5))
-        stored = self._stored_bytes(weight_bytes)
-        yield ShareOfExperts(self.num_used, len(self.experts)), Cost(0, stored)
 
 
 class Scale(Operation):
@@ -357,12 +275,17 @@ class Logits(Operation):
     soft_cap: float | None = None
 
     reads = ("x",)
-    sharding = Sharding(Unit.VOCABULARY, ("width",), gathers=True)
+    sharding = Sharding.BY_STAGE
+    grain = COLUMN_GRAIN
+    needs_all_rows = ("x",)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
         """The matrix."""
-        return (Weight(self.weight, (self.width, self.in_width), axis=0),)
+        return (Weight(self.weight, (self.width, self.in_width), is_divided=True),)
+
+    def part_reads(self, field: str, first: int, end: int) -> None:
+        """Read the whole row."""
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """One product for each sampled row; without such rows the matrix stays unread."""
@@ -371,7 +294,8 @@ class Logits(Operation):
         yield once_if_sampled, Cost(0, self._stored_bytes(weight_bytes))
 
 
-Op = (
+# Each rank computes these by itself.
+LocalOp = (
     Embed
     | ExternalInput
     | RMSNorm
@@ -380,7 +304,11 @@ Op = (
     | Attention
     | GatedActivation
     | MixtureOfExperts
+    | ExpertTerms
+    | SumTerms
     | Scale
     | Add
     | Logits
+    | TakeColumns
 )
+Op = LocalOp | AllGather | Send | Receive

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
+from twostroke.program.ops import Logits
 from twostroke.program.pages import FLOAT16, CacheFormat, CacheGroup, CacheLayer, group_layers
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ class Program(Frozen):
     """Operations in the order in which they run, from tokens to logits.
 
     Each value is written once and before it is read. `context_length` is in tokens.
-    `layer_outputs` names the hidden state after each layer.
+    `layer_outputs` names the hidden state after each layer. A rank's part has the `groups` of the
+    whole, some of them without layers, because page ids are the same on all ranks.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Program(Frozen):
     vocab_size: int
     context_length: int
     layer_outputs: tuple[str, ...] = ()
+    groups: tuple[CacheGroup, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that each value is written once, before it is read."""
@@ -41,7 +44,7 @@ class Program(Frozen):
     @property
     def last_states(self) -> str:
         """The value from which the logits are computed: the last hidden states, normed."""
-        return self.ops[-1].inputs[0]
+        return next(op.x for op in reversed(self.ops) if isinstance(op, Logits))
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -57,6 +60,8 @@ class Program(Frozen):
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers that share pages; one group of all where every row sees its whole past."""
+        if self.groups is not None:
+            return self.groups
         windows = [
             None if layer.window is None or layer.window >= self.context_length else layer.window
             for layer in self.cache_layers

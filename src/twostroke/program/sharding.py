@@ -1,4 +1,7 @@
-"""How ranks can share an operation, as data: a rule for each, and an axis for each weight."""
+"""How ranks can share an operation: a rule for each, and which weights they divide.
+
+No sum is ever split: a rank computes some outputs of an operation, each from all of its inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,58 @@ from enum import Enum
 
 from twostroke.core.frozen import Frozen
 
+COLUMN_GRAIN = 32  # kernels compute 16 outputs at once, and prepare 32 inputs with one scale
 
-class Unit(Enum):
-    """The pieces of an operation's work that can go to different ranks."""
-
-    OPERATION = "operation"  # it stays whole: every rank computes all of it
-    COLUMN = "column"  # values of a row
-    HEAD = "head"
-    EXPERT = "expert"  # each rank's terms are gathered, then added in the order of the experts
-    VOCABULARY = "vocabulary"
+Range = tuple[int, int]  # the first, and the one after the last
 
 
-class Layout(Enum):
-    """How ranks hold a value."""
+class Sharding(Enum):
+    """Which part of an operation a rank computes."""
 
-    REPLICATED = "replicated"
-    COLUMNS = "columns"
-    ROWS = "rows"
-
-
-class Sharding(Frozen):
-    """How ranks can share an operation without splitting a sum: each computes some `unit`s.
-
-    A rank runs the operation with the fields named in `divided` as small as its share, and with
-    its part of each weight along the weight's `axis`. It needs the whole inputs where it `gathers`
-    them, otherwise the columns that it computes. The output is then held as `output` says.
-    """
-
-    unit: Unit
-    divided: tuple[str, ...] = ()
-    gathers: bool = False
-    output: Layout = Layout.COLUMNS
+    WHOLE = "whole"  # all of it
+    AS_INPUTS = "as inputs"  # the columns that the rank has of the inputs
+    BY_COLUMN_PARTS = "by column parts"  # its share among the ranks with the same layers and rows
+    BY_STAGE = "by stage"  # its share among all ranks with the same layers
 
 
 class Weight(Frozen):
-    """A vector (values) or matrix (outputs, inputs); ranks can each have a part along `axis`."""
+    """A vector (values) or matrix (outputs, inputs).
+
+    If it `is_divided`, the part of an operation from `first` to `end` reads these rows of it.
+    """
 
     name: str
     shape: tuple[int, ...]
-    axis: int | None = None
+    is_divided: bool = False
+
+
+class ColumnParts(Frozen):
+    """Member i of a team holds the columns from `cuts[i]` to `cuts[i + 1]` of each row."""
+
+    cuts: tuple[int, ...]
+
+
+class RowParts(Frozen):
+    """Of the n rows of a step, member i of `count` holds those from n * i // count on."""
+
+    count: int
+
+
+class TokenParts(Frozen):
+    """Member i of a team holds the rows whose token is in `range(cuts[i], cuts[i + 1])`."""
+
+    cuts: tuple[int, ...]
+
+
+class TermParts(Frozen):
+    """Member i of a team holds the terms of the experts in `range(cuts[i], cuts[i + 1])`.
+
+    `scores` names the value by which each row chooses `num_used` experts.
+    """
+
+    cuts: tuple[int, ...]
+    scores: str
+    num_used: int
+
+
+Parts = ColumnParts | RowParts | TokenParts | TermParts

@@ -22,6 +22,7 @@ from twostroke.program.ops import (
     Add,
     Attention,
     Embed,
+    ExpertTerms,
     ExternalInput,
     GatedActivation,
     Linear,
@@ -29,6 +30,8 @@ from twostroke.program.ops import (
     RMSNorm,
     Rope,
     Scale,
+    SumTerms,
+    TakeColumns,
 )
 from twostroke.quant import FORMATS, QuantTensor
 from twostroke.weights import load_path
@@ -216,7 +219,8 @@ def test_each_operation_alone_agrees_with_the_reference(level):
     load_level(level)
     tokens = tokens_of(4, 40, NUM_IDS)
     for op in OPS:
-        if isinstance(op, ExternalInput):  # see test_external_input.py
+        # For the first see test_external_input.py; the others are operations of ranks.
+        if isinstance(op, ExternalInput | ExpertTerms | SumTerms | TakeColumns):
             continue
         program = program_around(op)
         tensors = random_tensors(program)

@@ -1,4 +1,7 @@
-"""The reference backend: interprets a Program in NumPy, one operation after another."""
+"""The reference backend: interprets a Program in NumPy, one operation after another.
+
+A mesh of several ranks runs in this process, in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from twostroke.backends import BackendFacts
-from twostroke.backends.reference.operations import PagedCache, StepState, apply
+from twostroke.backends.reference.operations import PagedCache, StepState
+from twostroke.backends.reference.ranks import run_ranks
 from twostroke.backends.spans import Span, flatten, pooled_rows
 from twostroke.cache import FORMATS
 from twostroke.core.hardware import num_cores
 from twostroke.core.step import StepResult
+from twostroke.program.mesh import ONE_RANK
+from twostroke.program.shard import shard
 from twostroke.sample.reference import draw_all
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import StepPlan
     from twostroke.program import Program
+    from twostroke.program.mesh import Mesh
     from twostroke.quant import QuantTensor
 
 
@@ -37,15 +44,23 @@ class ReferenceBackend:
         page_size: int,
         *,
         tapped_value: str | None = None,
+        mesh: Mesh = ONE_RANK,
     ) -> None:
         """Dequantize the Program's weights and reserve its pages.
 
         Steps return `tapped_value` for the rows in which they draw.
         """
-        self._program, self._tapped_value = program, tapped_value
-        self._logits = program.ops[-1].output
-        self._weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
-        self._cache = PagedCache(program, num_pages, page_size)
+        self._program, self._tapped_value, self._mesh = program, tapped_value, mesh
+        self._logits, self._last = program.ops[-1].output, program.last_states
+        self._kept = {self._last} if tapped_value is None else {self._last, tapped_value}
+        self._ranks = shard(program, mesh, self._kept)
+        weights = {name: tensors[name].dequantize() for name in program.weight_shapes}
+        self._weights = [
+            {name: weights[name][slice(*rows)] for name, rows in rank.weight_rows.items()}
+            for rank in self._ranks
+        ]
+        programs = [rank.program for rank in self._ranks]
+        self._caches = [PagedCache(program, num_pages, page_size) for program in programs]
         self.facts = BackendFacts(
             name="reference",
             detail="NumPy float32",
@@ -53,23 +68,28 @@ class ReferenceBackend:
             num_pages=num_pages,
             page_size=page_size,
             windows=tuple(group.window for group in program.cache_groups),
-            weight_bytes=sum(weight.nbytes for weight in self._weights.values()),
-            cache_bytes=num_pages * program.page_bytes(page_size, FORMATS["f32"]),
+            weight_bytes=sum(weight.nbytes for weight in weights.values()),
+            cache_bytes=num_pages * sum(p.page_bytes(page_size, FORMATS["f32"]) for p in programs),
         )
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and draw one token for each slice that samples."""
         started = time.perf_counter()
-        state = StepState(*flatten(plan.slices), self._weights, self._cache, plan.external)
-        self._cache.copy_pages(state.spans)
-        tapped, last = self._tapped_value, self._program.last_states
-        values = self._forward(state, {last} if tapped is None else {last, tapped})
+        tokens, positions, spans, sampled = flatten(plan.slices)
+        states = [
+            StepState(tokens, positions, spans, sampled, weights, cache, plan.external)
+            for weights, cache in zip(self._weights, self._caches, strict=True)
+        ]
+        for cache in self._caches:
+            cache.copy_pages(spans)
+        values = run_ranks(self._ranks, states, self._kept)
+        tapped = self._tapped_value
         drawn, scores = draw_all(plan, values[self._logits])
-        hidden = None if tapped is None else values[tapped][state.sampled[plan.draws]]
-        states = [values[last][rows] for rows in pooled_rows(plan.slices)]
+        hidden = None if tapped is None else values[tapped][sampled[plan.draws]]
+        pooled = [values[self._last][rows] for rows in pooled_rows(plan.slices)]
         elapsed_s = time.perf_counter() - started
-        tokens, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
-        return StepResult(tokens, logprobs, elapsed_s, elapsed_s, hidden, scores, states)
+        found, logprobs = [token for token, _ in drawn], [report for _, report in drawn]
+        return StepResult(found, logprobs, elapsed_s, elapsed_s, hidden, scores, pooled)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
         """Return the logits of a sequence; see `Backend.score`."""
@@ -81,11 +101,15 @@ class ReferenceBackend:
         """Return values of the Program for a sequence; see `Backend.trace`."""
         del generated  # one arithmetic for all rows
         count, num_groups = len(tokens), len(self.facts.windows)
-        cache = PagedCache(self._program, num_groups, count)  # a page for each group
-        span = Span(slice(0, count), 0, np.arange(num_groups)[:, None])
-        rows = np.arange(count)
-        state = StepState(np.array(tokens), rows, (span,), rows, self._weights, cache)
-        kept = self._forward(state, set(values))
+        spans = (Span(slice(0, count), 0, np.arange(num_groups)[:, None]),)
+        rows, ids = np.arange(count), np.array(tokens)
+        ranks = shard(self._program, self._mesh, values)
+        states = [
+            # A page for each group.
+            StepState(ids, rows, spans, rows, own, PagedCache(rank.program, num_groups, count))
+            for rank, own in zip(ranks, self._weights, strict=True)
+        ]
+        kept = run_ranks(ranks, states, values)
         return {name: kept[name] for name in values}
 
     def forget(self, request: Request) -> None:
@@ -93,16 +117,4 @@ class ReferenceBackend:
 
     def close(self) -> None:
         """Drop weights and pages."""
-        self._weights = {}
-
-    def _forward(self, state: StepState, kept: set[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the values that are `kept` and those that nothing reads, the logits among them."""
-        last_use = {name: op for op in self._program.ops for name in op.inputs}
-        values: dict[str, NDArray[np.float32]] = {}
-        with np.errstate(all="ignore"):  # numbers that are not finite reach the logits
-            for op in self._program.ops:
-                values[op.output] = apply(op, values, state)
-                for name in op.inputs:
-                    if last_use[name] is op and name not in kept:
-                        del values[name]
-        return values
+        self._weights = []

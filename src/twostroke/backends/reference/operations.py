@@ -8,7 +8,7 @@ import numpy as np
 
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
-from twostroke.program import Activation, Op, ops
+from twostroke.program import Activation, ops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.spans import Span
     from twostroke.program import Program
+    from twostroke.program.ops import LocalOp
 
     Array = NDArray[np.float32]
 
@@ -33,13 +34,13 @@ class StepState(Frozen):
     external: Array | None = None
 
 
-def apply(  # noqa: PLR0911 - a case for each operation
-    op: Op, values: Mapping[str, Array], state: StepState
+def apply(  # noqa: C901, PLR0911 - a case for each operation
+    op: LocalOp, values: Mapping[str, Array], state: StepState
 ) -> Array:
     """Return what `op` writes, (rows, width), given the values written so far."""
     match op:
         case ops.Embed():
-            return state.weights[op.table][state.tokens]
+            return _embed(op, state)
         case ops.ExternalInput():
             assert state.external is not None
             return state.external
@@ -55,7 +56,15 @@ def apply(  # noqa: PLR0911 - a case for each operation
         case ops.GatedActivation():
             return _activate(op.activation, values[op.gate]) * values[op.up]
         case ops.MixtureOfExperts():
-            return _mix_experts(op, values[op.x], values[op.scores], state.weights)
+            terms, total = op.steps
+            assert isinstance(terms, ops.ExpertTerms)
+            assert isinstance(total, ops.SumTerms)
+            x = _expert_terms(terms, values[op.x], values[op.scores], state.weights)
+            return _sum_terms(total, x, values[op.scores])
+        case ops.ExpertTerms():
+            return _expert_terms(op, values[op.x], values[op.scores], state.weights)
+        case ops.SumTerms():
+            return _sum_terms(op, values[op.x], values[op.scores])
         case ops.Scale():
             return values[op.x] * np.float32(op.factor)
         case ops.Add():
@@ -63,6 +72,16 @@ def apply(  # noqa: PLR0911 - a case for each operation
         case ops.Logits():
             logits: Array = values[op.x][state.sampled] @ state.weights[op.weight].T
             return logits if op.soft_cap is None else _soft_cap(logits, op.soft_cap)
+        case ops.TakeColumns():
+            return values[op.x][:, op.first : op.first + op.width]
+
+
+def _embed(op: ops.Embed, state: StepState) -> Array:
+    ids = state.tokens - op.first_id
+    is_known = (ids >= 0) & (ids < op.num_ids)
+    rows = np.full((len(ids), op.width), np.nan, np.float32)
+    rows[is_known] = state.weights[op.table][ids[is_known]]
+    return rows
 
 
 def rms_norm(op: ops.RMSNorm, x: Array, weight: Array) -> Array:
@@ -109,14 +128,14 @@ def _attend(op: ops.Attention, q: Array, k: Array, v: Array, hidden: NDArray[np.
 
     q is (rows, heads, head_dim), k and v (positions, kv_heads, head_dim), hidden (rows, positions).
     """
-    group = op.num_heads // op.num_kv_heads
     output = np.empty(q.shape, np.float32)
     for head in range(op.num_heads):
-        scores = q[:, head] @ k[:, head // group].T * np.float32(op.scale)
+        kv_head = (op.first_head + head) // op.group_size
+        scores = q[:, head] @ k[:, kv_head].T * np.float32(op.scale)
         if op.soft_cap is not None:
             scores = _soft_cap(scores, op.soft_cap)
         scores[hidden] = -np.inf
-        output[:, head] = _softmax(scores) @ v[:, head // group]
+        output[:, head] = _softmax(scores) @ v[:, kv_head]
     return output.reshape(len(q), -1)
 
 
@@ -130,22 +149,33 @@ def _activate(activation: Activation, x: Array) -> Array:
     return activated
 
 
-def _mix_experts(
-    op: ops.MixtureOfExperts, x: Array, scores: Array, weights: Mapping[str, Array]
+def choose_experts(scores: Array, num_used: int) -> NDArray[np.int64]:
+    """Return the experts of each row, (rows, num_used), the most wanted first."""
+    return np.argsort(-scores, axis=1, kind="stable")[:, :num_used]
+
+
+def _expert_terms(
+    op: ops.ExpertTerms, x: Array, scores: Array, weights: Mapping[str, Array]
 ) -> Array:
-    shares = _softmax(scores)  # (rows, experts)
-    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : op.num_used]
-    kept = np.take_along_axis(shares, chosen, axis=1)
-    if op.normalize:
-        kept /= kept.sum(axis=1, keepdims=True)
-    output = np.zeros_like(x)
-    for index, expert in enumerate(op.experts):
-        rows, ranks = np.nonzero(chosen == index)
+    chosen = choose_experts(scores, op.num_used)
+    terms = np.full((*chosen.shape, op.hidden), np.nan, np.float32)
+    for index, expert in enumerate(op.experts, op.first_expert):
+        rows, places = np.nonzero(chosen == index)
         if not len(rows):
             continue
         gate = _activate(op.activation, x[rows] @ weights[expert.gate].T)
-        mixed = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
-        output[rows] += kept[rows, ranks, None] * mixed
+        terms[rows, places] = gate * (x[rows] @ weights[expert.up].T) @ weights[expert.down].T
+    return terms.reshape(len(x), -1)
+
+
+def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
+    chosen = choose_experts(scores, op.num_used)
+    shares = np.take_along_axis(_softmax(scores), chosen, axis=1)  # (rows, num_used)
+    if op.normalize:
+        shares /= shares.sum(axis=1, keepdims=True)
+    output = np.zeros((len(x), op.width), np.float32)
+    for place, term in enumerate(np.split(x, op.num_used, axis=1)):
+        output += shares[:, place, None] * term
     return output
 
 

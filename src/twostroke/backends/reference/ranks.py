@@ -1,0 +1,127 @@
+"""Ranks in lockstep: each computes until it needs a value that another has not computed yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from twostroke.backends.reference.operations import apply, choose_experts
+from twostroke.program import ops
+from twostroke.program.sharding import ColumnParts, RowParts, TermParts, TokenParts
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from twostroke.backends.reference.operations import StepState
+    from twostroke.program.shard import RankProgram
+
+    Array = NDArray[np.float32]
+    Values = dict[str, Array]
+
+
+def run_ranks(
+    ranks: Sequence[RankProgram], states: Sequence[StepState], kept: Collection[str]
+) -> Values:
+    """Return rank 0's values that are `kept` or that nothing reads, the logits among them."""
+    exchange = _Exchange()
+    first: Values = {}
+    walks = [
+        _walk(number, rank, state, exchange, *((first, kept) if number == 0 else ({}, ())))
+        for number, (rank, state) in enumerate(zip(ranks, states, strict=True))
+    ]
+    with np.errstate(all="ignore"):  # numbers that are not finite reach the logits
+        while walks:
+            before = exchange.num_done
+            walks = [walk for walk in walks if next(walk, None) is not None]
+            assert not walks or exchange.num_done > before, "ranks wait for each other"
+    return first
+
+
+class _Exchange:
+    """What ranks give to others in a step."""
+
+    def __init__(self) -> None:
+        self.num_done = 0  # operations of all ranks
+        self.given: dict[tuple[str, int], Array | None] = {}  # to a gather, by its output and rank
+        self.sent: defaultdict[tuple[int, int], deque[Array]] = defaultdict(deque)
+
+
+def _walk(
+    number: int,
+    rank: RankProgram,
+    state: StepState,
+    exchange: _Exchange,
+    values: Values,
+    kept: Collection[str],
+) -> Iterator[bool]:
+    """Compute a rank's values; yield True while others must go first."""
+    last_use = {name: op for op in rank.program.ops for name in op.inputs}
+    for op in rank.program.ops:
+        match op:
+            case ops.AllGather():
+                exchange.given[op.output, number] = None if op.x is None else values[op.x]
+                if op.root in (None, number):
+                    while any((op.output, member) not in exchange.given for member in op.team):
+                        yield True
+                    parts = [exchange.given[op.output, member] for member in op.team]
+                    values[op.output] = _together(op, parts, values, state)
+            case ops.Send():
+                exchange.sent[number, op.to].append(values[op.x])
+            case ops.Receive():
+                while not exchange.sent[op.sender, number]:
+                    yield True
+                values[op.output] = exchange.sent[op.sender, number].popleft()
+            case ops.Embed() | ops.Logits():
+                values[op.output] = apply(op, values, state)
+            case _:
+                values[op.output] = _own_rows(rank, apply(op, values, state))
+        for name in op.inputs:
+            if last_use[name] is op and name not in kept:
+                del values[name]
+        exchange.num_done += 1
+
+
+def _own_rows(rank: RankProgram, value: Array) -> Array:
+    """Return a value whose rows are not numbers where they are another rank's."""
+    if rank.num_row_parts == 1:
+        return value
+    own = np.full_like(value, np.nan)
+    rows = _rows(len(value), rank.row_part, rank.num_row_parts)
+    own[rows] = value[rows]
+    return own
+
+
+def _rows(num_rows: int, part: int, num_parts: int) -> slice:
+    return slice(num_rows * part // num_parts, num_rows * (part + 1) // num_parts)
+
+
+def _together(
+    op: ops.AllGather, parts: Sequence[Array | None], values: Values, state: StepState
+) -> Array:
+    """Return the whole of which the members of a team have `parts`."""
+    present = [part for part in parts if part is not None]
+    if isinstance(op.parts, ColumnParts):
+        return np.concatenate(present, axis=1)
+    num_rows = len(present[0])
+    whole = np.empty((num_rows, op.width), np.float32)
+    match op.parts:
+        case RowParts(count=count):
+            for place, held in enumerate(present):
+                rows = _rows(num_rows, place, count)
+                whole[rows] = held[rows]
+            return whole
+        case TokenParts(cuts=cuts):
+            owner = state.tokens
+        case TermParts(cuts=cuts, scores=scores, num_used=num_used):
+            owner = choose_experts(values[scores], num_used)
+    shape = (*owner.shape, -1)
+    for part, (first, end) in zip(parts, pairwise(cuts), strict=True):
+        if part is not None:
+            is_own = (owner >= first) & (owner < end)
+            whole.reshape(shape)[is_own] = part.reshape(shape)[is_own]
+    return whole

@@ -1,0 +1,350 @@
+"""The shard reader: divides a Program into one for each rank, which together compute the same.
+
+Every operation says which part of it a rank can compute (`sharding`), and which columns of its
+inputs that part reads. Where ranks hold a value differently from how an operation reads it, a
+collective is inserted. No sum is split.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, cast
+
+from msgspec.structs import replace
+
+from twostroke.core.frozen import Frozen
+from twostroke.program.collectives import AllGather, Receive, Send, TakeColumns
+from twostroke.program.mesh import cuts
+from twostroke.program.pages import CacheGroup
+from twostroke.program.sharding import ColumnParts, RowParts, Sharding
+from twostroke.program.stages import cut_into_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from twostroke.program.mesh import Mesh
+    from twostroke.program.ops import Op
+    from twostroke.program.program import Program
+    from twostroke.program.sharding import Parts, Range
+
+    Ranges = tuple[Range, ...]
+
+
+class RankProgram(Frozen):
+    """The part of a Program that one rank runs.
+
+    `weight_rows` are the rows (of a vector: values) of each weight that the rank reads. Values that
+    the rank holds whole are called as in the undivided Program.
+
+    Of a step's rows the rank computes part `row_part` of `num_row_parts` (see `RowParts`): every
+    operation writes these rows of its output, and the others are undefined. Exceptions are
+    `Embed`, which writes the rows whose tokens it has, `Logits`, which writes a row for each one
+    that is sampled, and `AllGather`.
+    """
+
+    program: Program
+    weight_rows: Mapping[str, Range]
+    row_part: int
+    num_row_parts: int
+
+
+def shard(program: Program, mesh: Mesh, kept: Collection[str] = ()) -> tuple[RankProgram, ...]:
+    """Return the parts of a Program, by rank.
+
+    The last value (the logits), and those that are `kept`, become whole on rank 0.
+    """
+    is_divided = len(mesh.column_parts) > 1
+    ops: list[Op] = []
+    for op in program.ops:
+        ops += cast("tuple[Op, ...]", op.steps) if is_divided else [op]
+    wanted = _wanted(ops, mesh)
+    stages = cut_into_stages(program, ops, mesh.stages)
+    ranks: list[RankProgram] = []
+    sent: list[_Value] = []
+    for number, own in enumerate(stages):
+        read_later = {name for rest in stages[number + 1 :] for op in rest for name in op.inputs}
+        stage = _Stage(mesh, number, wanted)
+        stage.receive(sent)
+        for op in own:
+            stage.add(op)
+        if number + 1 < len(stages):
+            sent = stage.send(read_later.union(kept))
+        else:
+            stage.finish(program.ops[-1].output, kept)
+        ranks = stage.programs(program) + ranks  # the last stage has the first ranks
+    return tuple(ranks)
+
+
+def _wanted(ops: Sequence[Op], mesh: Mesh) -> dict[str, Ranges]:
+    """Return the columns of values, by column part, that are read by operations after them.
+
+    Values that are read whole are left out.
+    """
+    wanted: dict[str, Ranges] = {}
+    for op in reversed(ops):
+        ranges = wanted.get(op.output)
+        if op.sharding is Sharding.BY_COLUMN_PARTS and ranges is None:
+            ranges = _shares(op, mesh.column_parts)
+        if ranges is None or op.sharding is Sharding.WHOLE or not _fits(op, ranges):
+            continue
+        for field in op.reads:
+            read = [op.part_reads(field, *columns) for columns in ranges]
+            found = tuple([columns for columns in read if columns is not None])
+            if len(found) == len(read):
+                wanted.setdefault(getattr(op, field), found)
+    return wanted
+
+
+def _shares(op: Op, shares: tuple[int, ...]) -> Ranges | None:
+    """Return the part of each rank; None if there is nothing to divide."""
+    if len(shares) == 1 or op.length <= op.grain:
+        return None
+    return tuple(pairwise(cuts(op.length, shares, op.grain)))
+
+
+def _fits(op: Op, ranges: Ranges) -> bool:
+    """Whether an operation can be cut so."""
+    return all(end == op.length or end % op.grain == 0 for _, end in ranges)
+
+
+class _Value(Frozen):
+    """How the ranks of a stage hold a value.
+
+    Each has all columns, or member i of a team has `ranges[i]` (columns, if `parts` says so).
+    """
+
+    name: str
+    width: int
+    ranges: Ranges | None = None
+    parts: Parts | None = None
+    all_rows: bool = True
+
+    def range_at(self, index: int) -> Range:
+        """Return the range of the stage's rank `index`."""
+        return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
+
+    def at(self, index: int) -> str | None:
+        """Return the name on the stage's rank `index`, None if that has nothing of it."""
+        first, end = self.range_at(index)
+        part = "" if self.ranges is None else f"[{first}:{end}]"
+        rows = "" if self.all_rows else ".rows"
+        return None if first == end else f"{self.name}{part}{rows}"
+
+
+class _Stage:
+    """The operations of the ranks of one stage.
+
+    Rank `index` of the stage has row part `index // num_columns` and column part
+    `index % num_columns`.
+    """
+
+    def __init__(self, mesh: Mesh, number: int, wanted: Mapping[str, Ranges]) -> None:
+        self._mesh, self._wanted = mesh, wanted
+        self._num_columns, self._num_rows = len(mesh.column_parts), mesh.row_parts
+        self._size = mesh.ranks_per_stage
+        self._first_rank = (len(mesh.stages) - 1 - number) * self._size
+        self._held: dict[str, list[_Value]] = {}
+        self._ops: list[list[Op]] = [[] for _ in range(self._size)]
+        self._weight_rows: list[dict[str, Range]] = [{} for _ in range(self._size)]
+
+    def add(self, op: Op) -> None:
+        """Add an operation, with the collectives that bring its inputs."""
+        ranges = self._ranges(op)
+        reads = {field: self._read(op, field, ranges) for field in op.reads}
+        all_rows = self._num_rows == 1 or op.sharding is Sharding.BY_STAGE
+        value = _Value(op.output, op.width, ranges, all_rows=all_rows)
+        if ranges is not None:
+            named = replace(op, **{field: read.at(0) for field, read in reads.items()})
+            value = replace(value, parts=named.parts_by(_cuts_of(ranges)))
+        for index in range(self._size):
+            own = None if ranges is None else value.range_at(index)
+            if value.at(index) is None:
+                continue
+            part = op if own is None else op.part(*own)
+            names = {field: read.at(index) for field, read in reads.items()}
+            self._ops[index].append(replace(part, output=value.at(index), **names))
+            divided = {weight.name for weight in op.weights if weight.is_divided}
+            for weight in part.weights:
+                rows = own if own and weight.name in divided else (0, weight.shape[0])
+                assert self._weight_rows[index].setdefault(weight.name, rows) == rows
+        self._held[op.output] = [value]
+
+    def finish(self, last: str, kept: Collection[str]) -> None:
+        """Bring the last value to rank 0, and those that are kept."""
+        (value,) = self._held[last]
+        if value.ranges is None:
+            kept = {last, *kept}
+        else:
+            self._gather_columns(value, root=0)
+        for name in kept:
+            self._whole(name, all_rows=True)
+
+    def send(self, names: Collection[str]) -> list[_Value]:
+        """Send values to the next stage, each rank to the one at its place; return them."""
+        sent = []
+        for name in [name for name in self._held if name in names]:
+            value = self._divided(name) or self._whole(name)
+            sent.append(value)
+            for index, x in self._names(value):
+                to = self._first_rank - self._size + index
+                self._ops[index].append(Send(f"{x}.sent", x, _width_at(value, index), to))
+        return sent
+
+    def receive(self, values: Sequence[_Value]) -> None:
+        """Receive what the previous stage sends."""
+        for value in values:
+            own = replace(value, all_rows=self._num_rows == 1)
+            for index, output in self._names(own):
+                sender = self._first_rank + self._size + index
+                self._ops[index].append(Receive(output, _width_at(own, index), sender))
+            self._held[value.name] = [own]
+
+    def programs(self, program: Program) -> list[RankProgram]:
+        """Return the finished Programs."""
+        return [
+            RankProgram(_part_of(program, ops), rows, index // self._num_columns, self._num_rows)
+            for index, (ops, rows) in enumerate(zip(self._ops, self._weight_rows, strict=True))
+        ]
+
+    def _ranges(self, op: Op) -> Ranges | None:
+        """Return which part of an operation each member of a team computes; None: each all."""
+        match op.sharding:
+            case Sharding.WHOLE:
+                return None
+            case Sharding.BY_STAGE:
+                return _shares(op, self._mesh.column_parts * self._num_rows)
+            case Sharding.BY_COLUMN_PARTS:
+                return self._wanted.get(op.output) or _shares(op, self._mesh.column_parts)
+            case Sharding.AS_INPUTS:
+                return self._ranges_as_inputs(op)
+
+    def _ranges_as_inputs(self, op: Op) -> Ranges | None:
+        """Return the columns that are read later, or those of an input; None if it can be whole."""
+        wanted = self._wanted.get(op.output)
+        held = [self._held[name] for name in op.inputs]
+        if wanted is None and all(any(v.ranges is None for v in values) for values in held):
+            return None
+        found = [v.ranges for v in map(self._divided, op.inputs) if v is not None]
+        if wanted is not None and (wanted in found or not found):
+            found = [wanted]
+        return next((ranges for ranges in found if ranges and _fits(op, ranges)), None)
+
+    def _read(self, op: Op, field: str, ranges: Ranges | None) -> _Value:
+        """Return an input in the way in which the parts of an operation read it."""
+        name, all_rows = getattr(op, field), field in op.needs_all_rows
+        read = [op.part_reads(field, *part) for part in ranges or ()]
+        columns = tuple([part for part in read if part is not None])
+        if columns:
+            return self._columns(name, columns, all_rows=all_rows)
+        return self._whole(name, all_rows=all_rows)
+
+    def _divided(self, name: str) -> _Value | None:
+        """Return a value as its columns are divided, if they are."""
+        for value in self._held[name]:
+            if isinstance(value.parts, ColumnParts):
+                return value
+        return None
+
+    def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> _Value:
+        """Return some columns of a value on each rank."""
+        found = [value for value in self._held[name] if value.ranges == ranges]
+        if not found:
+            whole = self._whole(name)
+            parts = ColumnParts(_cuts_of(ranges))
+            value = _Value(name, whole.width, ranges, parts, all_rows=self._num_rows == 1)
+            for index, output in self._names(value):
+                x, (first, end) = whole.at(index), value.range_at(index)
+                assert x is not None
+                self._ops[index].append(TakeColumns(output, x, end - first, first))
+            self._held[name].append(value)
+            found = [value]
+        return self._all_rows(found) if all_rows else found[0]
+
+    def _whole(self, name: str, *, all_rows: bool = False) -> _Value:
+        """Return a value whose columns are all on each rank."""
+        found = [value for value in self._held[name] if value.ranges is None]
+        if not found:
+            found = [self._gather_columns(self._held[name][0])]
+        return self._all_rows(found) if all_rows else found[0]
+
+    def _gather_columns(self, value: _Value, root: int | None = None) -> _Value:
+        """Put together what the members of each team hold."""
+        assert value.ranges is not None
+        assert value.parts is not None
+        whole = replace(value, ranges=None, parts=None)
+        size = len(value.ranges)
+        for index in range(self._size):
+            first = self._first_rank + index // size * size
+            team, place = tuple(range(first, first + size)), index % size
+            own = self._own_tile(value, index)
+            gather = AllGather(
+                str(whole.at(index)), own, whole.width, value.parts, team, place, root
+            )
+            self._ops[index].append(gather)
+        self._held[value.name].append(whole)
+        return whole
+
+    def _own_tile(self, value: _Value, index: int) -> str | None:
+        """Return a rank's part without the columns that an earlier rank has, too."""
+        x = value.at(index)
+        if x is None or not isinstance(value.parts, ColumnParts):
+            return x
+        cut, end = list(pairwise(value.parts.cuts))[index % len(value.parts.cuts[1:])]
+        first, _ = value.range_at(index)
+        if cut == first:
+            return x
+        if cut == end:
+            return None
+        tile = f"{x}.tile"
+        self._ops[index].append(TakeColumns(tile, x, end - cut, cut - first))
+        return tile
+
+    def _all_rows(self, found: Sequence[_Value]) -> _Value:
+        """Return a value with all rows, gathered from the row parts if no one has them."""
+        for value in found:
+            if value.all_rows:
+                return value
+        value = replace(found[0], all_rows=True)
+        for index, output in self._names(value):
+            first = self._first_rank + index % self._num_columns
+            team = tuple(range(first, first + self._size, self._num_columns))
+            x, width, place = (
+                found[0].at(index),
+                _width_at(value, index),
+                index // self._num_columns,
+            )
+            gather = AllGather(output, x, width, RowParts(self._num_rows), team, place)
+            self._ops[index].append(gather)
+        self._held[value.name].append(value)
+        return value
+
+    def _names(self, value: _Value) -> list[tuple[int, str]]:
+        """Return the ranks of the stage that have some of a value, and its name there."""
+        return [(i, name) for i in range(self._size) if (name := value.at(i)) is not None]
+
+
+def _cuts_of(ranges: Ranges) -> tuple[int, ...]:
+    """Return cuts that give each column to the first rank which has it."""
+    return (0, *accumulate([end for _, end in ranges], max))
+
+
+def _width_at(value: _Value, index: int) -> int:
+    first, end = value.range_at(index)
+    return end - first
+
+
+def _part_of(program: Program, ops: Sequence[Op]) -> Program:
+    """Return a Program with some of the operations; its layers are numbered from 0."""
+    layers = sorted({layer for op in ops for layer in op.stores})
+    places = {layer: place for place, layer in enumerate(layers)}
+    groups = [
+        CacheGroup(tuple([places[n] for n in group.layers if n in places]), group.window)
+        for group in program.cache_groups
+    ]
+    outputs = {op.output for op in ops}
+    return replace(
+        program,
+        ops=tuple([op.with_layers(places) for op in ops]),
+        layer_outputs=tuple([name for name in program.layer_outputs if name in outputs]),
+        groups=tuple(groups),
+    )

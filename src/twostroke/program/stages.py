@@ -1,0 +1,40 @@
+"""Where a Program is cut into stages, so that each takes its share of the time."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from twostroke.program.batch import BatchShape
+from twostroke.program.pages import FLOAT16
+from twostroke.program.work import StepCost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.program.ops import Op
+    from twostroke.program.program import Program
+
+
+def cut_into_stages(
+    program: Program, ops: Sequence[Op], shares: tuple[int, ...]
+) -> list[Sequence[Op]]:
+    """Cut operations after layers: at least one layer for each stage, and else near its share.
+
+    Shares are those of the work for one generated token, the logits included.
+    """
+    ends = [i + 1 for i, op in enumerate(ops) if op.output in program.layer_outputs]
+    done = [0, *accumulate(_work(op) for op in ops)]
+    places = [0]
+    for stage, share in enumerate(accumulate(shares[:-1]), start=1):
+        first = 0 if stage == 1 else ends.index(places[-1]) + 1
+        choices = ends[first : len(ends) - len(shares) + stage]
+        goal = done[-1] * share / sum(shares)
+        places.append(min(choices, key=lambda end: abs(done[end] - goal)))
+    return [ops[start:end] for start, end in zip(places, [*places[1:], len(ops)], strict=True)]
+
+
+def _work(op: Op) -> int:
+    """Return the floating-point operations for one generated token."""
+    nothing = dict.fromkeys([weight.name for weight in op.weights], 0)
+    return StepCost(tuple(op.work(nothing, FLOAT16))).of(BatchShape.decode((0,))).flops

@@ -1,0 +1,141 @@
+"""Ranks together compute what one rank does, however a Program is divided."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from support.schedules import Setting, fresh, random_requests, run_schedule
+from support.tiny import tiny_of, write_tiny_gguf
+from support.tiny_families import FAMILIES
+from twostroke.backends.reference import ReferenceBackend
+from twostroke.core.frozen import Frozen
+from twostroke.models import build_program
+from twostroke.program.mesh import Mesh, cuts
+from twostroke.program.ops import AllGather, Receive, Send
+from twostroke.program.shard import shard
+from twostroke.weights import load_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from twostroke.program import Program
+    from twostroke.quant import QuantTensor
+
+NUM_PAGES, CONTEXT = 256, 120
+
+
+class Model(Frozen):
+    """A tiny model, and what its tests draw from."""
+
+    program: Program
+    tensors: Mapping[str, QuantTensor]
+    seed: str
+
+    def meshes(self, count: int) -> list[Mesh]:
+        """Return random meshes of up to 18 ranks, with equal and unequal shares."""
+        chance, num_layers = random.Random(self.seed), len(self.program.layer_outputs)
+
+        def shares(most: int) -> tuple[int, ...]:
+            return tuple(chance.choice((1, 1, 2, 3)) for _ in range(chance.randint(1, most)))
+
+        return [
+            Mesh(shares(min(3, num_layers)), chance.randint(1, 2), shares(3)) for _ in range(count)
+        ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    family = request.param
+    sizes = {"num_layers": 3, "num_heads": 6, "num_kv_heads": 3} | FAMILIES[family].sizes
+    path = write_tiny_gguf(tmp_path_factory.mktemp("tiny") / "a.gguf", tiny_of(family, **sizes))
+    loaded = load_path(path)
+    return Model(build_program(loaded.spec), loaded.tensors, family)
+
+
+def test_every_value_is_that_of_one_rank(model: Model) -> None:
+    program, chance = model.program, random.Random(model.seed)
+    names = list(program.value_widths)
+    tokens = [chance.randrange(program.vocab_size) for _ in range(37)]
+    whole = ReferenceBackend(program, model.tensors, 1, 16).trace(tokens, names)
+    meshes = [Mesh(column_parts=(1,) * degree) for degree in (2, 3, 4, 7)]
+    for mesh in meshes + model.meshes(4):
+        ranks = ReferenceBackend(program, model.tensors, 1, 16, mesh=mesh)
+        for name, value in ranks.trace(tokens, names).items():
+            np.testing.assert_allclose(value, whole[name], 0, 1e-4, err_msg=f"{name} {mesh}")
+
+
+def test_tokens_are_those_of_one_rank(model: Model) -> None:
+    """In any schedule: chunks, prefix hits, preemption, drafts."""
+    program, chance = model.program, random.Random(model.seed)
+    plain = ReferenceBackend(program, model.tensors, NUM_PAGES, 16)
+    fewest = -(-CONTEXT // 16) * len(plain.facts.windows)
+    requests = random_requests(chance, 4, program.vocab_size, 60, 6)
+    setting = Setting.chosen_by(chance, fewest, 3 * fewest)
+    known, _ = run_schedule(plain, setting, [fresh(r) for r in requests], CONTEXT)
+    (mesh,) = model.meshes(1)
+    ranks = ReferenceBackend(program, model.tensors, NUM_PAGES, 16, mesh=mesh)
+    found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], CONTEXT, known)
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        name: tokens for name, (tokens, _) in known.items()
+    }, mesh
+
+
+def test_ranks_have_their_share_of_weights_and_pages(model: Model) -> None:
+    program = model.program
+    for mesh in model.meshes(5):
+        ranks = shard(program, mesh)
+        assert len(ranks) == mesh.num_ranks
+        for name, (rows, *_rest) in program.weight_shapes.items():
+            held = [rank.weight_rows[name] for rank in ranks if name in rank.weight_rows]
+            covered = {row for first, end in held for row in range(first, end)}
+            assert covered == set(range(rows)), "rows that no rank has"
+        for rank in ranks:
+            shapes = rank.program.weight_shapes
+            assert {n: shape[0] for n, shape in shapes.items()} == {
+                n: end - first for n, (first, end) in rank.weight_rows.items()
+            }
+            groups = rank.program.cache_groups
+            assert [g.window for g in groups] == [g.window for g in program.cache_groups]
+            layers = [layer for group in groups for layer in group.layers]
+            assert sorted(layers) == list(range(len(rank.program.cache_layers)))
+
+
+def test_teams_agree_on_what_they_exchange(model: Model) -> None:
+    (mesh,) = model.meshes(1)
+    ranks = shard(model.program, mesh)
+    gathers = [[op for op in rank.program.ops if isinstance(op, AllGather)] for rank in ranks]
+    for number, own in enumerate(gathers):
+        for op in own:
+            assert op.team[op.place] == number
+            for member in op.team:
+                (theirs,) = [g for g in gathers[member] if g.output == op.output]
+                assert (theirs.parts, theirs.team, theirs.root) == (op.parts, op.team, op.root)
+    sent = [
+        (number, op.to, op.width)
+        for number, rank in enumerate(ranks)
+        for op in rank.program.ops
+        if isinstance(op, Send)
+    ]
+    received = [
+        (op.sender, number, op.width)
+        for number, rank in enumerate(ranks)
+        for op in rank.program.ops
+        if isinstance(op, Receive)
+    ]
+    assert sorted(sent) == sorted(received)
+
+
+def test_one_rank_has_the_program_unchanged(model: Model) -> None:
+    (rank,) = shard(model.program, Mesh())
+    assert rank.program.ops == model.program.ops
+
+
+def test_cuts_are_near_the_shares() -> None:
+    assert cuts(9, (1, 1)) == (0, 4, 9)
+    assert cuts(576, (3, 1), 32) == (0, 416, 576)
+    assert cuts(100, (1, 1), 32) == (0, 64, 100)
+    assert cuts(2, (1, 1, 1)) == (0, 0, 1, 2)
